@@ -1,9 +1,9 @@
 """`GRPOTrainer`: TRL's GRPO trainer, whose update does not depend on the hardware split.
 
-Each override hands over to a component of the trainer: `Rollouts` makes rollout batches (rollouts.source), `Scorer`
-computes log-probabilities (forward.scorer), `StepPlanner` plans the micro-batches of a step (step.optimizer_step),
-`RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a step through them. compat.py lists
-the overrides, and compares them with the installed TRL.
+Each override hands over to a component of the trainer: `Rollouts` makes rollout batches (rollouts.source),
+`ForwardRunner` computes log-probabilities (forward.runner), `StepPlanner` plans the micro-batches of a step
+(step.optimizer_step), `RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a step
+through them. compat.py lists the overrides, and compares them with the installed TRL.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model))
-        self._scorer, self._rollouts = build_rollouts(self, self._clock)
+        self._forwards, self._rollouts = build_rollouts(self, self._clock)
         images, pad = self._rollouts.images, self._rollouts.worker.parts.settings.pad
-        parts = StepParts(self.accelerator, self.args, self._scorer, self._clock, images, pad, cost)
+        parts = StepParts(self.accelerator, self.args, self._forwards, self._clock, images, pad, cost)
         self._step_planner = StepPlanner(parts)
         self._keeper = RunKeeper(self, user_args)
         self.add_callback(self._keeper)
@@ -338,7 +338,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, batch: dict[str, Any], rows: TokenRows
     ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
         """Log-probabilities and entropies (B, T) of a micro-batch, and the router output of a MoE model."""
-        return self._scorer.score_inputs(model, batch, rows, self.aux_loss_enabled, self._override_of(LOGPS))
+        return self._forwards.micro_batch_log_probs(model, batch, rows, self.aux_loss_enabled, self._override_of(LOGPS))
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -353,10 +353,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """TRL's, in the model's form. Images that come with a user's own tokens run through TRL's method."""
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
-        scorer = self._scorer.of_this_thread
-        if not scorer.knows(input_ids, attention_mask) and any(value is not None for value in images.values()):
+        forwards = self._forwards.of_this_thread
+        if not forwards.knows(input_ids, attention_mask) and any(value is not None for value in images.values()):
             return super()._get_per_token_logps_and_entropies(*arguments, **images)
-        scores = scorer.score_for_trl(*arguments)
+        scores = forwards.padded_log_probs(*arguments)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
     # ---- Sampling: TRL's hooks, for those who override or call them ------------------------------------------------

@@ -229,6 +229,11 @@ def _masked(
     return _reference(module, name)(module, *states, full, **options)[0]
 
 
+def _longest(layout: PackLayout) -> int:
+    """Tokens of the longest prompt with one of its completions."""
+    return max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
+
+
 def packed_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -254,8 +259,7 @@ def packed_attention_forward(
         return _reference(module, name)(module, query, key, value, attention_mask, **options)
     if LAYOUT not in options:
         raise TakesNoPacks(
-            f"{type(module).__name__} is not given the layout of a pack (the model does not pass further arguments on "
-            "to its layers)"
+            f"{type(module).__name__} is not given the layout of a pack (the model passes its layers no other arguments)"
         )
     if has_mask:  # which may hold a window that is longer than the completions compared
         raise TakesNoPacks(f"{type(module).__name__} attends under a mask that the model makes without transformers")
@@ -263,8 +267,7 @@ def packed_attention_forward(
     # the mask of transformers decides, as in the model's own attention; without one, the layer's setting
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers.add(module)
-    longest = max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
-    window = None if window is None or window >= longest else window
+    window = None if window is None or window >= _longest(layout) else window
     fast = (
         name == "sdpa"
         and window is None

@@ -1,4 +1,4 @@
-"""Which form scores a model's completions (packed, prefix or padded), decided once for each model.
+"""Which form a model's completions run in (packed, prefix or padded), decided once for each model.
 
 Differs from TRL, which always pads. `form_check` compares a form with padding before it is used first.
 """
@@ -59,7 +59,7 @@ class _ModelForms:
 
 
 class ForwardChoice:
-    """Chooses how a model's completions are scored.
+    """Chooses the form of each model.
 
     The cost rule: a pack computes `prompt + sum of completions` tokens, the prefix form `prompt + rows * longest
     completion`, a padded batch `rows * (longest prompt + longest completion)`, each at least as many as the one before.

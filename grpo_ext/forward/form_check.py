@@ -92,10 +92,8 @@ def try_form(
         try:
             batch = lay_out(form, policy, rows)
             outputs, logps = run(batch)
-            if form == "prefix" and checkpointing_kwargs is not None:
-                again = _under_checkpointing(model, policy, batch, checkpointing_kwargs)
-                if not torch.allclose(again, logps, rtol=1e-2, atol=1e-2, equal_nan=True):
-                    return Trial(refused=f"{name} loses the cache under gradient checkpointing")
+            if form == "prefix" and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
+                return Trial(refused=f"{name} loses the cache under gradient checkpointing")
         except TakesNoPacks as error:
             return Trial(refused=str(error))
         except Exception as error:  # whatever a model does with what it does not expect
@@ -124,26 +122,31 @@ def try_form(
     return Trial(tokens=tokens)
 
 
-def _under_checkpointing(model: Any, policy: Any, batch: FormBatch, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Log-probabilities of a forward whose layers a backward pass would run again."""
-    policy.gradient_checkpointing_enable(kwargs)
+def _keeps_cache(
+    model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: dict[str, Any] | None
+) -> bool:
+    """Whether a forward has the same log-probabilities under gradient checkpointing; True where a run has none."""
+    if checkpointing_kwargs is None:
+        return True
+    policy.gradient_checkpointing_enable(checkpointing_kwargs)
     try:
         with torch.enable_grad():
-            return run_batch(model, batch).logps_S.detach()
+            again_S = run_batch(model, batch).logps_S.detach()
     finally:
         policy.gradient_checkpointing_disable()
+    return torch.allclose(again_S, logps_S, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
 def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -> tuple[Outputs, torch.Tensor]:
-    """What modules output for the tokens that predict `later_S`, and the log-probabilities.
+    """The outputs of modules at the positions that predict some completion tokens, and the log-probabilities of all.
 
     Args:
-        later_S: marks some of the scored tokens.
+        later_S: which of the completion tokens.
     """
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
     # in the prefix form the batch of the completions comes last
-    index = batch.wanted.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel())
+    index = batch.targets.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel())
     index, outputs = index[:: -(-len(index) // _TOKENS) or 1], Outputs()
 
     def record(module: Any, args: Any, output: Any, name: str) -> None:
@@ -157,7 +160,7 @@ def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -
         for name, module in _compared_modules(policy):
             hooks.callback(module.register_forward_hook(functools.partial(record, name=name)).remove)
         logps = run_batch(model, batch).logps_S
-    outputs["the head"] = logps[later_S, None].float()
+    outputs["the head"] = logps[later_S.to(logps.device), None].float()
     return outputs, logps
 
 

@@ -22,13 +22,13 @@ from ..batching.packing import build_pack, group_runs
 from .architecture import layer_kinds
 from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, packed_attention, plain_attention
 from .images import TOKEN_TYPES
-from .lm_head import PREFIX, SCORE, RouterOutput, Scores, Wanted
+from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
 from .reference import base_model_of
 from .rows import TokenRows
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-# arguments of a model, positions that predict the scored tokens (S,), and how often each token counts
+# arguments of a model, positions that predict the completion tokens (S,), and how often each token counts
 _Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
 
 
@@ -81,14 +81,14 @@ class FormBatch:
 
     Attributes:
         inputs: arguments of the model.
-        wanted: the tokens to score, which predict from positions in the flattened batch. In the prefix form that is the
-            batch of the prompts, and after it that of the completions.
+        targets: the completion tokens, and the positions in the flattened batch that predict them. In the prefix form
+            that is the batch of the prompts, and after it that of the completions.
         counts_BL: how often the padded batch would have computed each token.
     """
 
     form: Form
     inputs: dict[str, Any]
-    wanted: Wanted
+    targets: Targets
     counts_BL: torch.Tensor
 
 
@@ -109,10 +109,10 @@ def lay_out(
         inputs, predictor_S, counts_BL = _prefix(policy, rows, with_router, multiple)
     else:
         inputs, predictor_S, counts_BL = _padded(policy, rows, multiple)
-    return FormBatch(form, inputs, Wanted(predictor_S, rows.targets(), with_entropy, with_router), counts_BL)
+    return FormBatch(form, inputs, Targets(predictor_S, rows.targets(), with_entropy, with_router), counts_BL)
 
 
-def run_batch(model: Callable[..., Any], batch: FormBatch) -> Scores:
+def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
     """Run a model with the head of forward.lm_head on a batch.
 
     Args:
@@ -123,14 +123,14 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> Scores:
     """
     policy = base_model_of(model)
     with in_form(policy, batch.form):
-        output = model(**batch.inputs, **{SCORE: batch.wanted})
+        output = model(**batch.inputs, **{TARGETS: batch.targets})
     if batch.form == "packed" and not batch.inputs[LAYOUT].readers:
         raise TakesNoPacks(f"{type(policy).__name__} does not attend through transformers' attention interface")
     router = RouterOutput(output.router_logits, batch.counts_BL) if output.router_logits else None
-    return Scores(output.log_probs, output.entropy if batch.wanted.entropy else None, router)
+    return LogProbs(output.log_probs, output.entropy if batch.targets.entropy else None, router)
 
 
-def run_rows(form: Form, model: Callable[..., Any], rows: TokenRows, **options: Any) -> Scores:
+def run_rows(form: Form, model: Callable[..., Any], rows: TokenRows, **options: Any) -> LogProbs:
     """Run a model on completions in a form; `options` as of `lay_out`."""
     return run_batch(model, lay_out(form, base_model_of(model), rows, **options))
 

@@ -18,7 +18,7 @@ from ..batching.prompt_order import StepRows
 from ..forward.images import PromptProcessor
 from ..forward.lm_head import install
 from ..forward.reference import base_model_of
-from ..forward.scorer import Scorer
+from ..forward.runner import ForwardRunner
 from ..forward.snapshot import Snapshot, Weights
 from ..rewards.runner import RewardRunner
 from ..runtime.clock import PhaseClock
@@ -82,8 +82,8 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     accelerator = _accelerator_on(trainer.accelerator, device)
-    snapshot, scorer = _snapshot(trainer, accelerator, device), trainer._scorer.copy(accelerator)
-    worker = _worker(trainer, snapshot, accelerator, scorer)
+    snapshot, forwards = _snapshot(trainer, accelerator, device), trainer._forwards.copy(accelerator)
+    worker = _worker(trainer, snapshot, accelerator, forwards)
 
     def sample(rows: StepRows, weights: Weights, terms: Terms, idle: float) -> SampledAhead:
         snapshot.put_in_place(weights)
@@ -91,7 +91,7 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
             worker.parts.environments.pools = {name: [] for name in worker.parts.environments.factories}
         local = worker.sample(rows, terms)
         models = [model for model in (snapshot.policy, snapshot.reference) if model is not None]
-        return SampledAhead(local, tuple(map(scorer.choice.form, models)), worker.parts.clock.take(), idle)
+        return SampledAhead(local, tuple(map(forwards.choice.form, models)), worker.parts.clock.take(), idle)
 
     ahead = RolloutsAhead(
         rollouts.steps,
@@ -150,7 +150,7 @@ def _sender(trainer: Any, snapshot: Snapshot) -> Callable[[], None]:
 # ---- The worker ------------------------------------------------------------------------------------------------------
 
 
-def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, scorer: Scorer) -> RolloutWorker:
+def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, forwards: ForwardRunner) -> RolloutWorker:
     """The thread's worker: on copies of the models, with tokenizers, environments and a clock of its own."""
     parts = trainer._rollouts.worker.parts
     chat, environments, images = parts.chat.copy(), parts.environments.copy(), parts.images
@@ -177,7 +177,7 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, scorer: Scorer) 
         policy=lambda: snapshot.policy,
         reference=lambda: snapshot.reference,
         as_reference=lambda: compat.as_reference(snapshot.policy),
-        logps=log_probabilities(trainer, scorer),
+        logps=log_probabilities(trainer, forwards),
         engine=engine,
         chat=chat,
         environments=environments,

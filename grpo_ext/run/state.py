@@ -74,7 +74,7 @@ class RunState:
             entropy=entropy if trainer.use_adaptive_entropy else {},
             limits={
                 "window": limits.state(),
-                "scoring": trainer._scorer.memory.limit,
+                "scoring": trainer._forwards.memory.limit,
                 "generation": rollouts.worker.parts.memory.limit,
             },
             waiting=list(rollouts.waiting) if rollouts.ahead is None else rollouts.ahead.for_checkpoint(),
@@ -98,7 +98,7 @@ class RunState:
             trainer._last_world_entropy = self.entropy["last"]
         if self.limits:
             trainer._step_planner.limits.restore(self.limits["window"])
-            trainer._scorer.memory.limit = self.limits["scoring"]
+            trainer._forwards.memory.limit = self.limits["scoring"]
             rollouts.worker.parts.memory.limit = self.limits["generation"]
 
     def forget_rollouts(self) -> None:

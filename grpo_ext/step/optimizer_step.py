@@ -23,7 +23,7 @@ from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
 from ..errors import MemoryShortageError, PrecisionError
 from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
-from ..forward.scorer import Scorer
+from ..forward.runner import ForwardRunner
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rollouts.batch import RolloutBatch
 from ..rollouts.images import ImageSource
@@ -64,7 +64,7 @@ class StepParts:
 
     accelerator: Accelerator
     args: GRPOConfig
-    scorer: Scorer
+    forwards: ForwardRunner
     clock: PhaseClock
     images: ImageSource
     pad_token_id: int
@@ -115,7 +115,7 @@ class Attempt:
     def fitting(self) -> Iterator[None]:
         """Inside, forwards run in the model's form; memory that runs out ends the attempt, on all processes."""
         try:
-            with self.parts.clock.phase("train"), self.parts.scorer.running(self.model):
+            with self.parts.clock.phase("train"), self.parts.forwards.running(self.model):
                 yield
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
@@ -132,11 +132,11 @@ class Attempt:
             return
         measured: list[Measured] = []
         discard = None if self.gradients is None else self.gradients.discard
-        plain = parts.scorer.without_gradients(parts.accelerator.unwrap_model(self.model))
+        plain = parts.forwards.without_gradients(parts.accelerator.unwrap_model(self.model))
         with out_of_memory_on_all(parts.accelerator, discard), plain:
             for part in self.plan:
                 batch, rows = parts.collate(self.rollout, part.rows, terms.training)
-                scores = parts.scorer.score_inputs(model, batch, rows, terms.router, terms.log_probs)
+                scores = parts.forwards.micro_batch_log_probs(model, batch, rows, terms.router, terms.log_probs)
                 measured.append(Measured.of(part, scores, loss_mask(batch), terms.experts_per_token))
         set_statistics(self.context, measured, terms.top_entropy_quantile)
 
@@ -216,8 +216,8 @@ class StepPlanner:
             PrecisionError: at the end, on every process, with the first module that produced the number.
         """
         policy, first = self.parts.accelerator.unwrap_model(model), FirstModule()
-        weight = None if self.parts.scorer.sharded else bad_weight(policy)
-        with torch.no_grad(), self.parts.scorer.running(model), first.watching(policy):
+        weight = None if self.parts.forwards.sharded else bad_weight(policy)
+        with torch.no_grad(), self.parts.forwards.running(model), first.watching(policy):
             yield
         module = first_of_all_processes(first.name)
         raise PrecisionError(f"{what}: {explanation(weight, module, self.parts.args.fp16)}.")
@@ -231,12 +231,12 @@ class StepPlanner:
         gradients: NativeGradients | None = None,
     ) -> Attempt:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
-        parts, args, scorer = self.parts, self.parts.args, self.parts.scorer
+        parts, args, forwards = self.parts, self.parts.args, self.parts.forwards
         sizes, policy = rollout.sizes(parts.multiple), parts.accelerator.unwrap_model(model)
-        if not scorer.choice.settled(policy):
-            with scorer.without_gradients(policy):
-                scorer.choice.check(policy, parts.token_rows(rollout, terms.training))
-        form = "padded" if any(rollout.gaps) else scorer.choice.form(policy)
+        if not forwards.choice.settled(policy):
+            with forwards.without_gradients(policy):
+                forwards.choice.check(policy, parts.token_rows(rollout, terms.training))
+        form = "padded" if any(rollout.gaps) else forwards.choice.form(policy)
         layout = MicroBatchLayout(
             max_rows=max_rows,
             max_tokens=self.limits.tokens,
@@ -245,7 +245,7 @@ class StepPlanner:
             unit_rows=args.unit_rows,
             processes=parts.accelerator.num_processes,
             rank=parts.accelerator.process_index,
-            equal_counts=scorer.sharded,
+            equal_counts=forwards.sharded,
         )
         rows = rollout.contributing_rows if terms.skip_zeros else range(len(rollout))
         micro_batches = plan_step(sizes, rows, layout)
@@ -275,7 +275,9 @@ class StepPlanner:
         keep = None
         if terms.top_entropy_quantile < 1.0:
             with torch.no_grad():
-                _, entropies, _ = self.parts.scorer.score_inputs(model, inputs, rows, terms.router, terms.log_probs)
+                _, entropies, _ = self.parts.forwards.micro_batch_log_probs(
+                    model, inputs, rows, terms.router, terms.log_probs
+                )
             set_statistics(context, [Measured(whole, entropies, mask)], terms.top_entropy_quantile)
             keep = context.keep_mask(whole.rows, mask.size(1), entropies.device)
         padded = Unchanged(*(inputs[name] for name in TOKENS))
@@ -285,7 +287,7 @@ class StepPlanner:
 
     def _gradients(self, model: Any) -> NativeGradients | None:
         """How this step's gradients are added up; None where the engine does it."""
-        if self.parts.scorer.sharded:
+        if self.parts.forwards.sharded:
             return None
         names, parameters = zip(*self.parts.accelerator.unwrap_model(model).named_parameters())
         if not self.parts.args.bitwise_invariant:
@@ -306,7 +308,7 @@ class StepPlanner:
                 "bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what the "
                 "run means), gradient_checkpointing=True, a smaller max_completion_length."
             )
-        form = self.parts.scorer.choice.form(attempt.model)
+        form = self.parts.forwards.choice.form(attempt.model)
         rows = max(len(part.rows) for part in attempt.plan)
         tokens = max(sizes.tokens(part.rows, form) for part in attempt.plan)
         rows, tokens = max_over_processes(rows, device), max_over_processes(tokens, device)

@@ -1,4 +1,4 @@
-"""Rows of tokens, and gradients through a scorer, packed or padded."""
+"""Rows of tokens, and gradients of a loss in each form of the forward."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> 
 
 
 def loss_of(form: Form, model: Any, batch: Any) -> torch.Tensor:
-    scores = run_rows(form, model, batch)
-    logps, entropies = scores.logps_S, scores.entropies_S
+    output = run_rows(form, model, batch)
+    logps, entropies = output.logps_S, output.entropies_S
     weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype).view_as(logps)
     return (weights * logps).sum() + 0.3 * (weights * entropies).sum()
 
@@ -53,6 +53,12 @@ def assert_same_router_counts(form: Form, model: Any, batch: Any) -> None:
     assert rows == our_rows
     assert torch.equal(chosen, our_chosen)
     torch.testing.assert_close(our_probs, probs, rtol=1e-5, atol=1e-5)  # the router's softmax is float32
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The relative difference of two tensors."""
+    assert one.shape == other.shape
+    return float((one - other).detach().double().norm() / other.detach().double().norm())
 
 
 def gradient(form: Form, model: Any, batch: Any) -> torch.Tensor:

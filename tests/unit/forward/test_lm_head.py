@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 from grpo_ext import compat
 from grpo_ext.errors import ModelError
 from grpo_ext.forward import lm_head
-from grpo_ext.forward.lm_head import SCORE, Wanted, install, refuse_unknown_head
+from grpo_ext.forward.lm_head import TARGETS, Targets, install, refuse_unknown_head
 from grpo_ext.forward.tiled_log_probs import LogitTransform
 from tests.support.tiny import tiny_model
 
@@ -148,7 +148,7 @@ def outcome(name: str) -> str:
     with torch.no_grad():
         own = (model(input_ids=ids, use_cache=False).logits[0].float() / TEMPERATURE).log_softmax(-1)
         install(model, TEMPERATURE)
-        ours = model(input_ids=ids, **{SCORE: Wanted(torch.arange(5), ids[0])}).log_probs
+        ours = model(input_ids=ids, **{TARGETS: Targets(torch.arange(5), ids[0])}).log_probs
     error = (own.gather(1, ids.T)[:, 0] - ours).abs().max()
     transformed = lm_head.logit_transform(model.config) != LogitTransform()
     return ("right, transformed" if transformed else "right") if error < 1e-4 else f"off by {error:.1e}"
@@ -200,16 +200,16 @@ def test_casting_the_head_to_float32_leaves_autocast():
     model = tiny_model("qwen2")
     install(model, TEMPERATURE, cast_to_fp32=True)
     ids = torch.randint(3, 50, (1, 9))
-    wanted = Wanted(torch.arange(8), ids[0, 1:])
+    targets = Targets(torch.arange(8), ids[0, 1:])
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        ours = model(ids, **{SCORE: wanted}).log_probs
+        ours = model(ids, **{TARGETS: targets}).log_probs
         hidden = model.model(ids).last_hidden_state[0, :-1].float()
     with torch.no_grad():
         logps = (model.lm_head(hidden) / TEMPERATURE).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     assert (ours - logps).abs().max() < 1e-5
     install(model, TEMPERATURE)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert (model(ids, **{SCORE: wanted}).log_probs - logps).abs().max() > 1e-4
+        assert (model(ids, **{TARGETS: targets}).log_probs - logps).abs().max() > 1e-4
 
 
 def test_every_other_call_and_the_signature_are_the_models_own():
@@ -228,7 +228,7 @@ def test_every_other_call_and_the_signature_are_the_models_own():
 def test_nothing_to_score_still_reaches_every_parameter():
     model, nothing = tiny_model("qwen2"), torch.empty(0, dtype=torch.long)
     install(model, TEMPERATURE)
-    output = model(**padded_batch(), **{SCORE: Wanted(nothing, nothing)})
+    output = model(**padded_batch(), **{TARGETS: Targets(nothing, nothing)})
     assert output.log_probs.shape == output.entropy.shape == (0,)
     (output.log_probs.sum() + output.entropy.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -265,10 +265,10 @@ def test_a_copy_of_a_model_runs_its_own_weights():
 def test_a_model_that_returns_tuples_is_scored():
     model, ids = tiny_model("qwen2"), torch.randint(3, 50, (1, 9))
     install(model, TEMPERATURE)
-    wanted = Wanted(torch.arange(8), ids[0, 1:])
-    expected = model(ids, **{SCORE: wanted}).log_probs
+    targets = Targets(torch.arange(8), ids[0, 1:])
+    expected = model(ids, **{TARGETS: targets}).log_probs
     model.config.return_dict = False
-    assert torch.equal(model(ids, **{SCORE: wanted}).log_probs, expected)
+    assert torch.equal(model(ids, **{TARGETS: targets}).log_probs, expected)
 
 
 def test_a_head_of_several_layers_and_an_adapter_on_it_are_refused():

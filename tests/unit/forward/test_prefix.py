@@ -17,7 +17,7 @@ from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
 from grpo_ext.tools.check.float64 import float64_throughout
 from tests.support.architectures import HYBRID, PREFIXED, architecture
-from tests.support.packs import SHAPES, assert_same_router_counts, gradient, rows_of
+from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 
 ALWAYS = ("lfm2", "falcon_h1", "qwen3_5_text")  # convolutions, Mamba 2 and attention in a layer, linear attention
@@ -32,10 +32,6 @@ def model_of(kind: str, **overrides: Any) -> Any:
     model = architecture(kind, **overrides)
     install(model, 0.9)
     return model.train()
-
-
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).detach().double().norm() / other.detach().double().norm())
 
 
 @pytest.mark.parametrize(
