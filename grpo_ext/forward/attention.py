@@ -259,7 +259,7 @@ def packed_attention_forward(
         return _reference(module, name)(module, query, key, value, attention_mask, **options)
     if LAYOUT not in options:
         raise TakesNoPacks(
-            f"{type(module).__name__} is not given the layout of a pack (the model passes its layers no other arguments)"
+            f"{type(module).__name__} is not given the layout of a pack (the model does not pass it to its layers)"
         )
     if has_mask:  # which may hold a window that is longer than the completions compared
         raise TakesNoPacks(f"{type(module).__name__} attends under a mask that the model makes without transformers")
