@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 
 from ..batching.micro_batches import Form
+from ..batching.packing import group_runs
 from ..runtime.out_of_memory import is_out_of_memory
 from .attention import TakesNoPacks
 from .forms import FormBatch, lay_out, run_batch
@@ -57,17 +57,16 @@ class Trial:
 def discriminating_rows(completions_B: Sequence[int], same: Sequence[bool]) -> slice | None:
     """Consecutive rows that can show a fault; None if there are none.
 
-    Two completions of one prompt need a second token, the first that the other could disturb.
+    Two completions of one prompt need a second token, which is the first that the other could disturb.
 
     Args:
         same: for each row but the first, whether its prompt is that of the row before.
     """
-    for start in range(0, len(completions_B), _ROWS):
-        stop = min(start + _ROWS, len(completions_B))
-        groups = accumulate((int(not alike) for alike in same[start : stop - 1]), initial=0)
-        long_ones = Counter(group for group, n in zip(groups, completions_B[start:stop]) if n > 1)
-        if max(long_ones.values(), default=0) > 1:
-            return slice(start, stop)
+    for first, stop in group_runs(same):
+        long_rows = [row for row in range(first, min(stop, len(completions_B))) if completions_B[row] > 1]
+        for row, neighbour in pairwise(long_rows):
+            if neighbour - row < _ROWS:
+                return slice(row, min(row + _ROWS, len(completions_B)))
     return None
 
 
