@@ -1,9 +1,9 @@
 """`GRPOTrainer`: TRL's GRPO trainer, whose update does not depend on the hardware split.
 
-Each override hands over to a component of the trainer: `Rollouts` makes rollout batches (rollouts.source), `Scorer`
-computes log-probabilities (forward.scorer), `StepPlanner` plans the micro-batches of a step (step.optimizer_step),
-`RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a step through them. compat.py lists
-the overrides, and compares them with the installed TRL.
+Each override hands over to a component of the trainer: `Rollouts` makes rollout batches (rollouts.source),
+`ForwardRunner` computes log-probabilities (forward.runner), `StepPlanner` plans the micro-batches of a step
+(step.optimizer_step), `RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a step
+through them. compat.py lists the overrides, and compares them with the installed TRL.
 """
 
 from __future__ import annotations
@@ -155,12 +155,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
-        self._scorer, self._rollouts = build_rollouts(self, self._clock)
+        self._forwards, self._rollouts = build_rollouts(self, self._clock)
         engine = self._rollouts.worker.settings
         self._step_planner = StepPlanner(
             accelerator=self.accelerator,
             args=self.args,
-            scorer=self._scorer,
+            forwards=self._forwards,
             clock=self._clock,
             images=self._rollouts.images,
             pad_token_id=engine.pad,
@@ -244,7 +244,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not math.isfinite(loss):
             what = f"the loss of step {self.state.global_step + 1} is {loss}"
             policy = self.accelerator.unwrap_model(model)
-            with explaining(what, policy, self.args.fp16, self._scorer.sharded), self._scorer.running(model):
+            with explaining(what, policy, self.args.fp16, self._forwards.sharded), self._forwards.running(model):
                 for micro_batch in attempt.micro_batches():
                     self._loss_of(model, micro_batch)
 
@@ -333,7 +333,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if CONTEXT_KEY not in inputs:
             inputs = self._step_planner.as_step(self.model, inputs, self._group_size, self._step_settings())
         rows, with_router = self._step_planner.tokens_of(inputs, self.model.training), self.aux_loss_enabled
-        scores = self._scorer.score_inputs(model, inputs, rows, with_router, self._override_of(LOGPS))
+        scores = self._forwards.micro_batch_log_probs(model, inputs, rows, with_router, self._override_of(LOGPS))
         logps, entropies, router = scores
         return assemble_loss(loss_config_of(self), inputs, logps, entropies, router)
 
@@ -366,10 +366,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """TRL's, in the model's form. Images that come with a user's own tokens run through TRL's method."""
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
-        scorer = self._scorer.of_this_thread
-        if not scorer.knows(input_ids, attention_mask) and any(value is not None for value in images.values()):
+        forwards = self._forwards.of_this_thread
+        if not forwards.knows(input_ids, attention_mask) and any(value is not None for value in images.values()):
             return super()._get_per_token_logps_and_entropies(*arguments, **images)
-        scores = scorer.score_for_trl(*arguments)
+        scores = forwards.padded_log_probs(*arguments)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
     # ---- Sampling: TRL's hooks, for those who override or call them ------------------------------------------------

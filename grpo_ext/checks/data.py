@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ConfigError, DataError
 from ..forward.images import images_of
-from ..forward.positions import covered_length
+from ..forward.rope import covered_length
 
 
 def named_sets(train: Any, evaluation: Any) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from ..errors import ConfigError, DataError, did_you_mean
 from ..forward.architecture import layer_kinds
 from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
-from ..forward.positions import settle_rope
 from ..forward.reference import base_model_of
+from ..forward.rope import settle_rope
 from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import check_names

@@ -39,7 +39,7 @@ _varlen_backward = torch.ops.aten._flash_attention_backward.default
 
 
 class TakesNoPacks(ModelError):
-    """The model does not read the layout of a pack, so that completions would see each other."""
+    """The model's attention does not follow the layout of a pack, so that completions would see each other."""
 
 
 def split_is_cheaper(group: PackedGroup, device: torch.device) -> bool:
@@ -229,6 +229,11 @@ def _masked(
     return _reference(module, name)(module, *states, full, **options)[0]
 
 
+def _longest(layout: PackLayout) -> int:
+    """Tokens of the longest prompt with one of its completions."""
+    return max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
+
+
 def packed_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -246,23 +251,23 @@ def packed_attention_forward(
         The output (1, N, H, D), and None for the weights.
 
     Raises:
-        TakesNoPacks: the model keeps the layout from its attention layers.
+        TakesNoPacks: the model keeps the layout from its attention layers, or makes a mask of its own.
     """
-    name = cast(Any, module).config.grpo_ext_attention
+    name, has_mask = cast(Any, module).config.grpo_ext_attention, isinstance(attention_mask, torch.Tensor)
+    if LAYOUT not in options and has_mask:
+        # a padded batch of `plain_attention`, whose layers gradient checkpointing runs again
+        return _reference(module, name)(module, query, key, value, attention_mask, **options)
     if LAYOUT not in options:
-        if attention_mask is not None and not isinstance(attention_mask, int):
-            # a padded batch of `plain_attention`, whose layers gradient checkpointing runs again
-            return _reference(module, name)(module, query, key, value, attention_mask, **options)
         raise TakesNoPacks(
-            f"{type(module).__name__} is not given the layout of a pack (the model does not pass further arguments on "
-            "to its layers)"
+            f"{type(module).__name__} is not given the layout of a pack (the model does not pass it to its layers)"
         )
+    if has_mask:  # which may hold a window that is longer than the completions compared
+        raise TakesNoPacks(f"{type(module).__name__} attends under a mask that the model makes without transformers")
     layout: PackLayout = options.pop(LAYOUT)
     # the mask of transformers decides, as in the model's own attention; without one, the layer's setting
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers.add(module)
-    longest = max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
-    window = None if window is None or window >= longest else window
+    window = None if window is None or window >= _longest(layout) else window
     fast = (
         name == "sdpa"
         and window is None
@@ -341,18 +346,10 @@ def _configs(model: torch.nn.Module, packed: bool) -> list[Any]:
     return [config for config in named if (config._attn_implementation == PACKED) == packed]
 
 
-def runs_packs(policy: Any) -> bool:
-    """Whether `packed_attention` is on."""
-    return policy.config.get_text_config()._attn_implementation == PACKED
-
-
 @contextmanager
-def packed_attention(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Inside, `model` runs packs: its attention layers call `packed_attention_forward`. May be nested.
-
-    Run the backward pass inside too: gradient checkpointing runs the layers again.
-    """
-    configs = [(config, config._attn_implementation) for config in _configs(model, packed=False)] if enabled else []
+def packed_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, `model` runs packs: its attention layers call `packed_attention_forward`. May be nested."""
+    configs = [(config, config._attn_implementation) for config in _configs(model, packed=False)]
     for config, name in configs:
         config.grpo_ext_attention = name
     for config, _ in configs:

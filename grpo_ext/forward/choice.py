@@ -1,4 +1,4 @@
-"""Which form scores a model's completions (packed, prefix or padded), decided once for each model.
+"""Which form a model's completions run in (packed, prefix or padded), decided once for each model.
 
 Differs from TRL, which always pads. `form_check` compares a form with padding before it is used first.
 """
@@ -43,14 +43,23 @@ def needs_whole_rows(model: Any) -> str | None:
 
 @dataclass
 class _ModelForms:
-    """The forms that a model does not run, with the reason, and the tokens compared in the form that it runs."""
+    """The forms that may be run, those that one model does not run, and the tokens compared in the one that it runs."""
 
+    forms: tuple[Form, ...]
     refused: dict[Form, str]
     compared: int = 0
 
+    @property
+    def best(self) -> Form:
+        return next((form for form in self.forms if form not in self.refused), "padded")
+
+    @property
+    def reasons(self) -> str:
+        return "; ".join(f"no {_NAMES[form]}: {reason}" for form, reason in self.refused.items())
+
 
 class ForwardChoice:
-    """Chooses how a model's completions are scored.
+    """Chooses the form of each model.
 
     The cost rule: a pack computes `prompt + sum of completions` tokens, the prefix form `prompt + rows * longest
     completion`, a padded batch `rows * (longest prompt + longest completion)`, each at least as many as the one before.
@@ -83,21 +92,17 @@ class ForwardChoice:
 
     def form(self, model: Any) -> Form:
         """The form that a model runs; warns once of a model that pads, with the reasons."""
-        return self._best_beside(self._of(model).refused)
+        return self._of(model).best
 
     def described(self, model: Any) -> str:
         """How a model runs, and why not in another form, for people."""
-        refused = self._of(model).refused
-        reasons = "; ".join(f"no {_NAMES[form]}: {reason}" for form, reason in refused.items())
-        return _MEANINGS[self._best_beside(refused)] + (f" ({reasons})" if reasons else "")
+        forms = self._of(model)
+        return _MEANINGS[forms.best] + (f" ({forms.reasons})" if forms.reasons else "")
 
     @property
     def all_refused(self) -> dict[Form, str]:
         """The forms that no model takes, or that a model of this run does not take, with the reason."""
         return {**self.refused, **{form: why for forms in self._models.values() for form, why in forms.refused.items()}}
-
-    def _best_beside(self, refused: Mapping[Form, str]) -> Form:
-        return next((form for form in self.forms if form not in refused), "padded")
 
     def _of(self, model: Any) -> _ModelForms:
         policy = base_model_of(model)
@@ -109,16 +114,15 @@ class ForwardChoice:
                 reason = reason or (why_not_packed(policy) if form == "packed" else why_no_prefix(policy, reentrant))
                 if reason is not None:
                     refused[form] = reason
-            self._models[id(policy)] = _ModelForms(refused)
-            self._warn_of_padding(refused)
+            self._models[id(policy)] = _ModelForms(self.forms, refused)
+            self._warn_of_padding(self._models[id(policy)])
         return self._models[id(policy)]
 
-    def _warn_of_padding(self, refused: Mapping[Form, str]) -> None:
-        reasons = "; ".join(f"{_NAMES[form]}: {reason}" for form, reason in refused.items())
+    def _warn_of_padding(self, forms: _ModelForms) -> None:
         # policy and reference often have the same reasons
-        if reasons and self._best_beside(refused) == "padded" and reasons not in self._warned:
-            self._warned.add(reasons)
-            logger.warning(f"Padded batches run, which repeat each prompt for its completions ({reasons}).")
+        if forms.reasons and forms.best == "padded" and forms.reasons not in self._warned:
+            self._warned.add(forms.reasons)
+            logger.warning(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
 
     def settled(self, model: Any) -> bool:
         """Whether `check` has nothing left to compare."""
@@ -137,12 +141,12 @@ class ForwardChoice:
             MemoryShortageError: on every process, where the comparison does not fit on one of them.
         """
         while not self.settled(model):
-            forms, form = self._of(model), self.form(model)
+            forms = self._of(model)
             chosen = discriminating_rows(rows.completions_B, rows.same_prompt)
             if not any_process(chosen is not None, self.device):
                 return
             # a forward may be a collective, so all processes run it
-            trials = gather_lists(self._try(form, model, rows, chosen))
+            trials = gather_lists(self._try(forms.best, model, rows, chosen))
             if shortage := next((trial.shortage for trial in trials if trial.shortage), None):
                 raise MemoryShortageError(shortage)
             reason = next((trial.refused for trial in trials if trial.refused), None)
@@ -150,9 +154,9 @@ class ForwardChoice:
                 # processes may hold the same completions, so those of one of them count
                 forms.compared += max(trial.tokens for trial in trials)
                 return
-            forms.refused[form], forms.compared = reason, 0
-            self._warn_of_padding(forms.refused)
-            if self.form(model) != "padded":
+            forms.refused[forms.best], forms.compared = reason, 0
+            self._warn_of_padding(forms)
+            if forms.best != "padded":
                 logger.warning(f"Completions do not run as planned: {self.described(model)}.")
 
     def _try(self, form: Form, model: Any, rows: TokenRows, chosen: slice | None) -> list[Trial]:
@@ -160,7 +164,7 @@ class ForwardChoice:
 
         def work(piece: Sequence[int]) -> Trial:
             part = some.part(slice(piece[0], piece[-1] + 1))
-            trial = try_form(form, model, base_model_of(model), part, self.checkpointing_kwargs)
+            trial = try_form(form, model, part, self.checkpointing_kwargs)
             return trial if chosen is not None and len(piece) > 1 else replace(trial, tokens=0)
 
         try:

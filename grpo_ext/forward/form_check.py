@@ -1,42 +1,42 @@
 """Compares a form of the forward with padding: a few completions run both ways, and modules have to agree.
 
-Differs from TRL, which always pads. Runs before a model's first pack or first shared prefix (forward.choice). Every
-layer's attention and mixers are compared, and positions, because there tokens meet. Log-probabilities alone do not
-suffice: in half precision a deep model multiplies rounding until it hides ignored positions. The rounding is measured:
-the padded batch runs again with every module's output off by a unit in the last place. Shapes: B completions, N tokens
-of the pack, C channels.
+Differs from TRL, which always pads. Runs before a model's first pack or first shared prefix (forward.choice). The
+outputs of attention and of the other parts of every layer are compared, and those of modules outside of layers, such as
+rotary positions. Log-probabilities alone do not suffice: in half precision a deep model multiplies rounding until it
+hides ignored positions. The rounding is measured: the padded batch runs again with every module's output off by a unit
+in the last place.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 
 from ..batching.micro_batches import Form
-from ..batching.packing import Pack
+from ..batching.packing import group_runs
 from ..runtime.out_of_memory import is_out_of_memory
 from .attention import TakesNoPacks
-from .forms import columns_of, pack_of, score_packed, score_padded, score_prefix
-from .lm_head import Scores
+from .forms import FormBatch, lay_out, run_batch
+from .lm_head import PREFIX
 from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
+from .reference import base_model_of
 from .rows import TokenRows
 
 # a fault is a difference of more than this many times the rounding; healthy models reach 1.6 (600 starts), a planted
 # fault 8 and more
 LIMIT = 4.0
 _ROWS = 8  # completions compared at most
-_CHANNELS = 64  # of a module's output that are compared, at most
+_TOKENS, _CHANNELS = 256, 64  # of a module's output that are compared, at most
 _DRAWS = 2  # the rounding is estimated from this many perturbed forwards
 
-Outputs = dict[tuple[str, int, int], torch.Tensor]  # of modules, by name, call and place in what the call returns
+Outputs = dict[str, torch.Tensor]  # (tokens, channels), by module
 
 
 @dataclass(frozen=True)
@@ -57,175 +57,122 @@ class Trial:
 def discriminating_rows(completions_B: Sequence[int], same: Sequence[bool]) -> slice | None:
     """Consecutive rows that can show a fault; None if there are none.
 
-    Two completions of one prompt need a second token, the first that the other could disturb.
+    Two completions of one prompt need a second token, which is the first that the other could disturb.
 
     Args:
         same: for each row but the first, whether its prompt is that of the row before.
     """
-    for start in range(0, len(completions_B), _ROWS):
-        stop = min(start + _ROWS, len(completions_B))
-        groups = accumulate((int(not alike) for alike in same[start : stop - 1]), initial=0)
-        long_ones = Counter(group for group, n in zip(groups, completions_B[start:stop]) if n > 1)
-        if max(long_ones.values(), default=0) > 1:
-            return slice(start, stop)
+    for first, stop in group_runs(same):
+        long_rows = [row for row in range(first, min(stop, len(completions_B))) if completions_B[row] > 1]
+        for row, neighbour in pairwise(long_rows):
+            if neighbour - row < _ROWS:
+                return slice(row, min(row + _ROWS, len(completions_B)))
     return None
 
 
-# ---- One comparison -------------------------------------------------------------------------------------------------
-
-
 def try_form(
-    form: Form,
-    model: Callable[..., Any],
-    policy: Any,
-    rows: TokenRows,
-    checkpointing_kwargs: dict[str, Any] | None = None,
+    form: Form, model: Callable[..., Any], rows: TokenRows, checkpointing_kwargs: dict[str, Any] | None = None
 ) -> Trial:
     """Run some completions in a form and padded, and compare the outputs of modules.
 
     Every process runs the same number of forwards, unless the model refuses or memory is short.
 
     Args:
-        model: the model as the loop calls it.
-        policy: the causal language model inside it.
+        model: as the loop calls it, without gradient checkpointing.
         checkpointing_kwargs: of gradient checkpointing, under which layers may drop a cache; None without.
     """
-    pack = pack_of(rows) if form == "packed" else None
-    score: Callable[..., Scores] = score_prefix if pack is None else functools.partial(score_packed, pack=pack)
-    reason = _why_refused(score, model, policy, rows, None if pack is not None else checkpointing_kwargs)
-    if reason is not None:
-        return Trial(refused=reason)
-    tokens, source, shape = _compared_tokens(rows, pack)
-    mask = rows.padded()[1]
-    column_N = mask.reshape(-1).nonzero().squeeze(1).tolist()  # of each token of the rows in the padded batch
-    padded = score_padded, [column_N[token] for token in source], (mask.size(0), mask.size(1))
-    run = functools.partial(_outputs, model, policy, rows, _compared_modules(policy, pack))
+    policy = base_model_of(model)
+    name, padded_batch = type(policy).__name__, lay_out("padded", policy, rows)
+    # the first token of a completion is predicted from the prompt, which no form disturbs
+    later_S = torch.cat([torch.arange(length) > 0 for length in rows.completions_B]).to(rows.ids_N.device)
+    run = functools.partial(_outputs, model, policy, later_S=later_S)
     with torch.no_grad():
-        (ours, logps), (right, padded_logps) = run(score, tokens, shape), run(*padded)
-        unit, others = rounding_unit(policy, rows.ids_N.device), []
+        padded, padded_logps = run(padded_batch)  # a model that fails here has a fault of its own
+        try:
+            batch = lay_out(form, policy, rows)
+            outputs, logps = run(batch)
+            if form == "prefix" and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
+                return Trial(refused=f"{name} loses the cache under gradient checkpointing")
+        except TakesNoPacks as error:
+            return Trial(refused=str(error))
+        except Exception as error:  # whatever a model does with what it does not expect
+            if is_out_of_memory(error):
+                raise
+            what = "completions after a cached prompt" if form == "prefix" else "a pack"
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            return Trial(refused=f"{name} fails on {what} ({reason})")
+        unit, perturbed = rounding_unit(policy, rows.ids_N.device), []
         for seed in range(_DRAWS):
-            with _rounded_otherwise(policy, unit, seed):
-                others.append(run(*padded)[0])
-    if not torch.isfinite(padded_logps).all():
-        return Trial()  # nothing to compare with; a loss that is not finite is an error of its own
-    ratios = compare(ours, right, others, unit) if tokens else []
-    wrong = next(((place, ratio) for (place, *_), ratio in ratios if not ratio <= LIMIT), None)
-    if wrong is None:
-        return Trial(tokens=len(tokens))
-    gap = float((logps - padded_logps).abs().float().mean())
-    return Trial(
-        refused=f"{form} and padded log-probabilities of {type(policy).__name__} differ by {gap:.1e} on {len(rows)} "
-        f"completions, and the output of {wrong[0]} by {wrong[1]:.0f} times the rounding (at most {LIMIT:.0f} is "
-        "rounding): the model does something between tokens that this form does not keep, such as ignoring position_ids"
-    )
+            with _perturbed(policy, unit, seed):
+                perturbed.append(run(padded_batch)[0])
+    tokens = int(later_S.sum())
+    if not tokens or not torch.isfinite(padded_logps).all():
+        return Trial()  # nothing to compare; a loss that is not finite is an error of its own
+    for place in [place for place in padded if place in outputs]:
+        ratio = _in_roundings(outputs[place], padded[place], [values[place] for values in perturbed], unit)
+        if not ratio <= LIMIT:
+            gap = float((logps - padded_logps).abs().float().mean())
+            return Trial(
+                refused=f"{form} and padded log-probabilities of {name} differ by {gap:.1e} on {len(rows)} "
+                f"completions, and the output of {place} by {ratio:.0f} times the rounding (at most {LIMIT:.0f} is "
+                "rounding): the model does something between tokens that this form does not keep, such as ignoring "
+                "position_ids"
+            )
+    return Trial(tokens=tokens)
 
 
-def _why_refused(
-    score: Callable[..., Scores],
-    model: Callable[..., Any],
-    policy: Any,
-    rows: TokenRows,
-    checkpointing_kwargs: dict[str, Any] | None,
-) -> str | None:
-    """Why a model does not run a form, found by running it; None if it does."""
-    name = type(policy).__name__
+def _keeps_cache(
+    model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: dict[str, Any] | None
+) -> bool:
+    """Whether a forward has the same log-probabilities under gradient checkpointing; True where a run has none."""
+    if checkpointing_kwargs is None:
+        return True
+    policy.gradient_checkpointing_enable(checkpointing_kwargs)
     try:
-        with torch.no_grad():
-            plain = score(model, policy, rows).logps_S
-        if checkpointing_kwargs is not None:
-            with torch.enable_grad(), _checkpointing(policy, checkpointing_kwargs):
-                again = score(model, policy, rows).logps_S.detach()
-            if not torch.allclose(again, plain, rtol=1e-2, atol=1e-2, equal_nan=True):
-                return f"{name} loses the cache under gradient checkpointing"
-    except TakesNoPacks as error:
-        return str(error)
-    except Exception as error:  # whatever a model does with what it does not expect
-        if is_out_of_memory(error):
-            raise
-        with torch.no_grad():
-            score_padded(model, policy, rows)  # a model that fails here too has a fault of its own
-        what = "completions after a cached prompt" if score is score_prefix else "a pack"
-        return f"{name} fails on {what} ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
-    return None
-
-
-@contextmanager
-def _checkpointing(policy: Any, kwargs: dict[str, Any]) -> Iterator[None]:
-    before = policy.is_gradient_checkpointing
-    policy.gradient_checkpointing_enable(kwargs)
-    try:
-        yield
+        with torch.enable_grad():
+            again_S = run_batch(model, batch).logps_S.detach()
     finally:
-        if not before:
-            policy.gradient_checkpointing_disable()
+        policy.gradient_checkpointing_disable()
+    return torch.allclose(again_S, logps_S, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
-def _compared_tokens(rows: TokenRows, pack: Pack | None) -> tuple[list[int], list[int], tuple[int, int]]:
-    """Places of completion tokens in the flattened batch of a form and among the tokens of the rows; the batch's shape.
-
-    Args:
-        pack: of the packed form; None for the prefix form, whose batch is that of the completions.
-    """
-    if pack is not None:
-        tokens = [token for group in pack.layout.groups for token in range(*group.answers)]
-        return tokens, [pack.source_N[token] for token in tokens], (1, pack.layout.tokens)
-    columns, starts = columns_of(max(rows.completions_B)), rows.starts_B
-    grid = [(row, t) for row, length in enumerate(rows.completions_B) for t in range(length - 1)]
-    source = [starts[row] + rows.prompts_B[row] + t for row, t in grid]
-    return [row * columns + t for row, t in grid], source, (len(rows), columns)
-
-
-def _compared_modules(policy: Any, pack: Pack | None) -> dict[str, torch.nn.Module]:
-    """The modules outside of layers, and in each layer those that read the pack, or, without one, all that it has."""
-
-    def is_compared(path: str, module: torch.nn.Module) -> bool:
-        parts = path.split(".")
-        layers = [place for place, part in enumerate(parts) if part.isdigit()]
-        mixes = layers == [len(parts) - 2] if pack is None else module in pack.layout.readers
-        return bool(path) and (not layers or mixes)
-
-    return {path: module for path, module in policy.named_modules() if is_compared(path, module)}
-
-
-def _outputs(
-    model: Callable[..., Any],
-    policy: Any,
-    rows: TokenRows,
-    modules: Mapping[str, torch.nn.Module],
-    score: Callable[..., Scores],
-    tokens: Sequence[int],
-    shape: tuple[int, int],
-) -> tuple[Outputs, torch.Tensor]:
-    """What modules put out for some tokens of a forward, and the log-probabilities.
+def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -> tuple[Outputs, torch.Tensor]:
+    """The outputs of modules at the positions that predict some completion tokens, and the log-probabilities of all.
 
     Args:
-        tokens: their places in the flattened batch.
-        shape: of the batch; outputs of another shape are left out.
+        later_S: which of the completion tokens.
     """
-    index, values = torch.tensor(tokens, dtype=torch.long), Outputs()
+    after = batch.inputs.get(PREFIX)
+    shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
+    # in the prefix form the batch of the completions comes last
+    index = batch.targets.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel())
+    index, outputs = index[:: -(-len(index) // _TOKENS) or 1], Outputs()
 
-    def keep(module: Any, args: Any, output: Any, name: str) -> None:
-        call = sum(key[0] == name and key[2] == 0 for key in values)
-        for place, value in enumerate(output if isinstance(output, tuple) else (output,)):
-            if _is_batch(value, shape):
-                real = torch.view_as_real(value) if value.is_complex() else value
-                channels = real.flatten(0, 1).flatten(1)
-                thin = channels[index.to(real.device), :: -(-channels.size(1) // _CHANNELS)]
-                values[name, call, place] = thin.to(torch.promote_types(thin.dtype, torch.float32))
+    def record(module: Any, args: Any, output: Any, name: str) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        if _is_numbers(value) and value.dim() > 2 and value.shape[:2] == shape:
+            channels = value.flatten(0, 1).flatten(1)
+            thin = channels[index.to(value.device), :: -(-channels.size(1) // _CHANNELS)]
+            outputs[name] = thin.to(torch.promote_types(thin.dtype, torch.float32))
 
     with ExitStack() as hooks:
-        for name, module in modules.items():
-            hooks.callback(module.register_forward_hook(functools.partial(keep, name=name)).remove)
-        logps = score(model, policy, rows).logps_S
-    if not values:  # no module's output has one row per token
-        values["the head", 0, 0] = logps[:, None].float()
-    return values, logps
+        for name, module in _compared_modules(policy):
+            hooks.callback(module.register_forward_hook(functools.partial(record, name=name)).remove)
+        logps = run_batch(model, batch).logps_S
+    outputs["the head"] = logps[later_S.to(logps.device), None].float()
+    return outputs, logps
 
 
-def _is_batch(value: Any, shape: tuple[int, int]) -> bool:
-    """Whether a module's output is numbers for every token of a batch."""
-    numbers = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    return numbers and value.dim() >= 3 and value.shape[:2] == shape
+def _compared_modules(policy: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules outside of layers, and the parts of every layer, such as its attention."""
+    for path, module in policy.named_modules():
+        parts = path.split(".")
+        if path and [place for place, part in enumerate(parts) if part.isdigit()] in ([], [len(parts) - 2]):
+            yield path, module
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 # ---- The rounding ---------------------------------------------------------------------------------------------------
@@ -252,12 +199,12 @@ def rounding_unit(policy: Any, device: torch.device) -> float:
 
 
 @contextmanager
-def _rounded_otherwise(policy: Any, unit: float, seed: int) -> Iterator[None]:
+def _perturbed(policy: Any, unit: float, seed: int) -> Iterator[None]:
     """Inside, the output of every module without children is off by up to a unit in the last place."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(module: Any, args: Any, output: Any) -> Any:
-        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        if not _is_numbers(output):
             return output
         if output.device not in generators:
             generators[output.device] = torch.Generator(output.device).manual_seed(seed)
@@ -273,27 +220,20 @@ def _rounded_otherwise(policy: Any, unit: float, seed: int) -> Iterator[None]:
         yield
 
 
-def compare(
-    tried: Mapping[Any, torch.Tensor],
-    padded: Mapping[Any, torch.Tensor],
-    others: Sequence[Mapping[Any, torch.Tensor]],
-    unit: float,
-) -> list[tuple[Any, float]]:
-    """At each place, the difference of a form from padding, in units of the rounding there.
+def _in_roundings(values: torch.Tensor, padded: torch.Tensor, perturbed: list[torch.Tensor], unit: float) -> float:
+    """The difference between a form and padding at one place, in units of the rounding there.
 
     Args:
-        others: the padded values, rounded otherwise.
+        perturbed: the padded values, rounded otherwise.
         unit: relative rounding of one operation, the least that a place is taken to have.
     """
 
     def size(values: torch.Tensor) -> float:
         return float(values.square().mean().sqrt())
 
-    ratios = []
-    for place in [place for place in padded if place in tried and math.isfinite(size(padded[place]))]:
-        right = padded[place]
-        # a value near the end of its type's range may leave it, rounded otherwise
-        rounding = max(unit * size(right), *(size((other[place] - right).nan_to_num(0, 0, 0)) for other in others))
-        error = size(tried[place] - right)
-        ratios.append((place, error / rounding if rounding else float("inf") if error else 0.0))
-    return ratios
+    if not math.isfinite(size(padded)):
+        return 0.0
+    # a value near the end of its type's range may leave it when it is rounded otherwise
+    rounding = max(unit * size(padded), *(size((other - padded).nan_to_num(0, 0, 0)) for other in perturbed))
+    error = size(values - padded)
+    return error / rounding if rounding else math.inf if error else 0.0

@@ -11,21 +11,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..batching.micro_batches import Form
-from ..batching.packing import Pack, build_pack, group_runs
+from ..batching.packing import build_pack, group_runs
 from .architecture import layer_kinds
-from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, packed_attention
+from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, packed_attention, plain_attention
 from .images import TOKEN_TYPES
-from .lm_head import PREFIX, Scores, Wanted, scored
-from .positions import accepts_positions, positions_of
+from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
+from .reference import base_model_of
 from .rows import TokenRows
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# arguments of a model, positions that predict the completion tokens (S,), and how often each token counts
+_Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
+
+
+# ---- Which models run them ------------------------------------------------------------------------------------------
 
 
 def why_not_packed(policy: Any) -> str | None:
@@ -50,50 +57,6 @@ def why_not_packed(policy: Any) -> str | None:
     return None
 
 
-def pack_of(rows: TokenRows, with_router: bool = False, multiple: int = 1) -> Pack:
-    """The layout of a pack of these rows; arguments as of `score_packed`."""
-    return build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), with_router, multiple)
-
-
-def score_packed(
-    model: Callable[..., Any],
-    policy: Any,
-    rows: TokenRows,
-    with_router: bool = False,
-    with_entropy: bool = True,
-    multiple: int = 1,
-    pack: Pack | None = None,
-) -> Scores:
-    """Score completions through a pack.
-
-    Args:
-        model: the model as the loop calls it (wrapped by DDP, PEFT, ...).
-        policy: the causal language model inside it, with the head of forward.lm_head.
-        with_router: return the router logits of a MoE model.
-        with_entropy: compute entropies.
-        multiple: the pack is filled up to a multiple of this many tokens.
-        pack: the layout, which notes the layers that read it; None: that of `pack_of`.
-
-    Raises:
-        TakesNoPacks: the model does not read the layout of the pack.
-    """
-    device, pack = rows.ids_N.device, pack or pack_of(rows, with_router, multiple)
-    ids = rows.ids_N[torch.tensor(pack.source_N, device=device)].unsqueeze(0)
-    inputs: dict[str, Any] = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "position_ids": torch.tensor(pack.positions_N, device=device).unsqueeze(0),
-        LAYOUT: pack.layout,
-    }
-    predictor = torch.tensor(pack.predictor_S, dtype=torch.long, device=device)
-    wanted = Wanted(predictor, rows.targets(), with_entropy, with_router)
-    with packed_attention(policy):
-        scores = scored(model, inputs, wanted, torch.tensor(pack.layout.counts_N, device=device).unsqueeze(0))
-    if not pack.layout.readers:
-        raise TakesNoPacks(f"{type(policy).__name__} does not attend through transformers' attention interface")
-    return scores
-
-
 def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
     """Why a model cannot run the prefix form, as a sentence; None if its class and configuration allow it.
 
@@ -109,30 +72,101 @@ def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
     return None
 
 
-def columns_of(longest: int, with_router: bool = False) -> int:
-    """Columns of the completions' pass, where the longest has so many tokens.
+# ---- A forward ------------------------------------------------------------------------------------------------------
 
-    A completion's last token predicts nothing, but a router's statistics count it. Some layers take one column alone
-    for a step of decoding, in which they change their cache.
+
+@dataclass(frozen=True)
+class FormBatch:
+    """Rows as a form lays them out for a model.
+
+    Attributes:
+        inputs: arguments of the model.
+        targets: the completion tokens, and the positions in the flattened batch that predict them. In the prefix form
+            that is the batch of the prompts, and after it that of the completions.
+        counts_BL: how often the padded batch would have computed each token.
     """
-    return max(longest if with_router else longest - 1, 2)
+
+    form: Form
+    inputs: dict[str, Any]
+    targets: Targets
+    counts_BL: torch.Tensor
 
 
-def score_prefix(
-    model: Callable[..., Any],
-    policy: Any,
-    rows: TokenRows,
-    with_router: bool = False,
-    with_entropy: bool = True,
-    multiple: int = 1,
-) -> Scores:
-    """As `score_packed`, in the prefix form; the widths of prompts and completions are multiples of `multiple`."""
+def lay_out(
+    form: Form, policy: Any, rows: TokenRows, with_router: bool = False, with_entropy: bool = True, multiple: int = 1
+) -> FormBatch:
+    """Lay completions out in a form.
+
+    Args:
+        policy: the causal language model, without wrappers.
+        with_router: ask for the router logits of a MoE model.
+        with_entropy: ask for entropies.
+        multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
+    """
+    if form == "packed":
+        inputs, predictor_S, counts_BL = _packed(rows, with_router, multiple)
+    elif form == "prefix":
+        inputs, predictor_S, counts_BL = _prefix(policy, rows, with_router, multiple)
+    else:
+        inputs, predictor_S, counts_BL = _padded(policy, rows, multiple)
+    return FormBatch(form, inputs, Targets(predictor_S, rows.targets(), with_entropy, with_router), counts_BL)
+
+
+def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
+    """Run a model with the head of forward.lm_head on a batch.
+
+    Args:
+        model: as the loop calls it (wrapped by DDP, PEFT, ...).
+
+    Raises:
+        TakesNoPacks: the model does not read the layout of the pack.
+    """
+    policy = base_model_of(model)
+    with in_form(policy, batch.form):
+        output = model(**batch.inputs, **{TARGETS: batch.targets})
+    if batch.form == "packed" and not batch.inputs[LAYOUT].readers:
+        raise TakesNoPacks(f"{type(policy).__name__} does not attend through transformers' attention interface")
+    router = RouterOutput(output.router_logits, batch.counts_BL) if output.router_logits else None
+    return LogProbs(output.log_probs, output.entropy if batch.targets.entropy else None, router)
+
+
+def run_rows(form: Form, model: Callable[..., Any], rows: TokenRows, **options: Any) -> LogProbs:
+    """Run a model on completions in a form; `options` as of `lay_out`."""
+    return run_batch(model, lay_out(form, base_model_of(model), rows, **options))
+
+
+def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
+    """Inside, forwards and backward passes of a model run in a form. May be nested.
+
+    Gradient checkpointing runs the layers again in the backward pass.
+    """
+    contexts = {"packed": packed_attention, "prefix": cached_under_checkpointing, "padded": plain_attention}
+    return contexts[form](policy)
+
+
+def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
+    pack = build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), with_router, multiple)
+    device = rows.ids_N.device
+    ids = rows.ids_N[torch.tensor(pack.source_N, device=device)].unsqueeze(0)
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.tensor(pack.positions_N, device=device).unsqueeze(0),
+        LAYOUT: pack.layout,
+    }
+    predictor_S = torch.tensor(pack.predictor_S, dtype=torch.long, device=device)
+    return inputs, predictor_S, torch.tensor(pack.layout.counts_N, device=device).unsqueeze(0)
+
+
+def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
     ids, mask, width = rows.padded(multiple)
     prompt, device = ids.size(1) - width, ids.device
     runs = [range(first, min(stop, len(rows))) for first, stop in group_runs(rows.same_prompt)]
     first_G = torch.tensor([run.start for run in runs], device=device)
     prompt_B = torch.repeat_interleave(torch.tensor([len(run) for run in runs], device=device))
-    columns = columns_of(width, with_router)
+    # a completion's last token predicts nothing, but a router's statistics count it. Some layers take one column alone
+    # for a step of decoding, in which they change their cache
+    columns = max(width if with_router else width - 1, 2)
     ids, mask = (torch.nn.functional.pad(values, (0, max(columns - width, 0))) for values in (ids, mask))
     attended = mask[:, : prompt + columns]
     places = rows.image_inputs(range(len(rows)), ids, prompt, pixels=False)
@@ -151,23 +185,13 @@ def score_prefix(
     before_BT += len(runs) * prompt
     before_BT[:, 0] = prompt_B * prompt + prompt - 1
     targets = mask[:, prompt : prompt + width].bool()
-    wanted = Wanted(before_BT[targets], rows.targets(), with_entropy, with_router)
     # a prompt counts once for each of its completions
     times_G1 = torch.bincount(prompt_B, minlength=len(runs))[:, None]
     counts = [inputs["attention_mask"] * times_G1, mask[:, prompt : prompt + columns]]
-    with cached_under_checkpointing(policy):  # one call of the model for both passes, because engines hook into it
-        return scored(model, inputs, wanted, torch.cat([part.flatten() for part in counts])[None])
+    return inputs, before_BT[targets], torch.cat([part.flatten() for part in counts])[None]
 
 
-def score_padded(
-    model: Callable[..., Any],
-    policy: Any,
-    rows: TokenRows,
-    with_router: bool = False,
-    with_entropy: bool = True,
-    multiple: int = 1,
-) -> Scores:
-    """As `score_packed`, in a padded batch; the widths of prompts and completions are multiples of `multiple`."""
+def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
     ids, mask, width = rows.padded(multiple)
     images = rows.image_inputs(range(len(rows)), ids, ids.size(1) - width)
     attended = rows.attention_mask(mask)
@@ -176,8 +200,37 @@ def score_padded(
         inputs["position_ids"] = positions
     targets = torch.zeros_like(attended, dtype=torch.bool)
     targets[:, -width:] = attended[:, -width:].bool()
-    predictor = targets.reshape(-1).nonzero().squeeze(1) - 1
-    return scored(model, inputs, Wanted(predictor, rows.targets(), with_entropy, with_router), attended)
+    return inputs, targets.reshape(-1).nonzero().squeeze(1) - 1, attended
 
 
-FORWARDS: dict[Form, Callable[..., Scores]] = {"packed": score_packed, "prefix": score_prefix, "padded": score_padded}
+# ---- Positions ------------------------------------------------------------------------------------------------------
+
+
+def accepts_positions(model: Any) -> bool:
+    """Whether the model's forward takes `position_ids`."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def positions_of(
+    model: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, images: dict[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """The `position_ids` of a padded batch: (B, L), or (3, B, L) where images have rows and columns.
+
+    They count real tokens only, so that padding does not move a row.
+
+    Args:
+        images: the model's image arguments, with or without pixels.
+
+    Returns:
+        None for a model that takes none.
+    """
+    if not accepts_positions(model):
+        return None
+    counted_BL = mask_BL.long().cumsum(-1).sub(1).clamp(min=0)
+    index: Callable[..., Any] | None = getattr(getattr(model, "base_model", model), "get_rope_index", None)
+    if index is None:
+        return counted_BL
+    known = {name: value for name, value in images.items() if name in inspect.signature(index).parameters}
+    if "image_grid_thw" not in known:
+        return counted_BL.expand(3, *counted_BL.shape)
+    return index(ids_BL, attention_mask=mask_BL, **known)[0]

@@ -172,7 +172,7 @@ class RowImages:
         return {name: value.to(ids_BL.device) for name, value in arguments.items()}
 
     def as_trl(self, ids_BL: torch.Tensor, prompts_B: Sequence[int], prompt_columns: int) -> dict[str, Any]:
-        """The images in TRL's layout of a batch, for a user's loss that scores it."""
+        """The images in TRL's layout of a batch, for a user's `_get_per_token_logps_and_entropies`."""
         batch: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL, prompts_B, prompt_columns)
         if "pixel_values" in batch:
             rows = [self._prepared[number] for number in self.numbers_B]

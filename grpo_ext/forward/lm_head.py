@@ -1,8 +1,8 @@
-"""The language-model head that scores tokens, installed in a model's forward.
+"""The language-model head that returns log-probabilities of tokens, installed in a model's forward.
 
-Differs from TRL's fused head: it computes the scored positions only, in any layout, and supports the logits of more
-models. Runs inside the forward of the policy and the reference, below their wrappers. Shapes: S scored positions, H
-hidden size, V vocabulary.
+Differs from TRL's fused head: it computes the positions asked for only, in any layout, and supports the logits of more
+models. Runs inside the forward of the policy and the reference, below their wrappers. Shapes: S tokens
+asked for, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..errors import ModelError
 from .prefix_cache import Continuation, run_after_prompts
 from .tiled_log_probs import LogitTransform, tiled_log_probs
 
-# keywords that carry a `Wanted`, and a `Continuation`, through the wrapped model to its forward
-SCORE, PREFIX = "grpo_ext_score", "grpo_ext_prefix"
+# keywords that carry a `Targets`, and a `Continuation`, through the wrapped model to its forward
+TARGETS, PREFIX = "grpo_ext_targets", "grpo_ext_prefix"
 
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
@@ -99,7 +99,7 @@ class RouterOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scores:
+class LogProbs:
     """The result of a forward for the completions of its rows.
 
     Attributes:
@@ -112,40 +112,28 @@ class Scores:
     router: RouterOutput | None = None
 
 
-class Wanted:
-    """The tokens that a forward scores; a plain class, because FSDP copies dataclass arguments.
+class Targets:
+    """The tokens whose log-probabilities a forward returns; a plain class, because FSDP copies dataclass arguments.
 
     Attributes:
-        predictor_S: positions in the flattened input whose hidden states predict the targets.
-        targets_S: the tokens to score.
+        predictor_S: positions in the flattened input whose hidden states predict the tokens.
+        tokens_S: ids of the tokens.
         entropy, router: also return entropies, and the router logits of a MoE model.
     """
 
     def __init__(
-        self, predictor_S: torch.Tensor, targets_S: torch.Tensor, entropy: bool = True, router: bool = False
+        self, predictor_S: torch.Tensor, tokens_S: torch.Tensor, entropy: bool = True, router: bool = False
     ) -> None:
-        self.predictor_S, self.targets_S, self.entropy, self.router = predictor_S, targets_S, entropy, router
+        self.predictor_S, self.tokens_S, self.entropy, self.router = predictor_S, tokens_S, entropy, router
 
 
 @dataclass
-class ScoredOutput(ModelOutput):
+class HeadOutput(ModelOutput):
     """The output of a model with this head: (S,) log-probabilities and entropies, and router logits of a MoE model."""
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
-
-
-def scored(model: Callable[..., Any], inputs: dict[str, Any], wanted: Wanted, counts_BL: torch.Tensor) -> Scores:
-    """Run a model with this head.
-
-    Args:
-        model: as the loop calls it (wrapped by DDP, PEFT, ...).
-        counts_BL: of the `RouterOutput`, where requested.
-    """
-    output = model(**inputs, **{SCORE: wanted})
-    router = RouterOutput(output.router_logits, counts_BL) if output.router_logits else None
-    return Scores(output.log_probs, output.entropy if wanted.entropy else None, router)
 
 
 def _backbone(model: Any) -> Any:
@@ -162,8 +150,8 @@ def refuse_unknown_head(model: Any) -> None:
     backbone, head = _backbone(model), model.get_output_embeddings()
     if backbone is model or head is None:
         raise ModelError(
-            f"{type(model).__name__} has no backbone with a linear language-model head after it; such a model cannot "
-            "be scored. Use a causal language model of transformers."
+            f"{type(model).__name__} has no backbone with a linear language-model head after it, from which "
+            "log-probabilities are computed. Use a causal language model of transformers."
         )
     if isinstance(head, BaseTunerLayer):
         raise ModelError(
@@ -189,7 +177,7 @@ def refuse_unknown_head(model: Any) -> None:
 def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
     """Install this head in the forward of `model`, before anything wraps the model.
 
-    Called with `grpo_ext_score=Wanted(...)`, the forward returns a `ScoredOutput`; other calls are unchanged.
+    Called with `grpo_ext_targets=Targets(...)`, the forward returns a `HeadOutput`; other calls are unchanged.
 
     Args:
         model: the causal language model; under PEFT, the base model.
@@ -203,19 +191,19 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
 
     @functools.wraps(type(model).forward)  # `generate` checks its arguments against this signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = kwargs.pop(SCORE, None)
-        if wanted is None:
+        targets = kwargs.pop(TARGETS, None)
+        if targets is None:
             return below(self, *args, **kwargs)
-        return _run(self, transform, cast_to_fp32, wanted, *args, **kwargs)
+        return _run(self, transform, cast_to_fp32, targets, *args, **kwargs)
 
     forward.of_grpo_ext = True  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
 
 
 def _run(
-    model: Any, transform: LogitTransform, cast_to_fp32: bool, wanted: Wanted, *args: Any, **kwargs: Any
-) -> ScoredOutput:
-    if wanted.router:
+    model: Any, transform: LogitTransform, cast_to_fp32: bool, targets: Targets, *args: Any, **kwargs: Any
+) -> HeadOutput:
+    if targets.router:
         kwargs["output_router_logits"] = True
     completions: Continuation | None = kwargs.pop(PREFIX, None)
     if completions is None:
@@ -224,7 +212,7 @@ def _run(
     else:
         hidden, routers = run_after_prompts(_backbone(model), kwargs, completions)
     head = model.get_output_embeddings()  # PEFT and FSDP replace the head later
-    hidden_SH = hidden[wanted.predictor_S.to(hidden.device)]
+    hidden_SH = hidden[targets.predictor_S.to(hidden.device)]
     if isinstance(head, FSDPModule):
         head.unshard()  # the head is an FSDP unit where Accelerate finds no norm before it, and nothing else gathers it
     weight, bias = head.weight, getattr(head, "bias", None)
@@ -234,6 +222,6 @@ def _run(
         hidden_SH = hidden_SH.float()
         precision = torch.autocast(hidden_SH.device.type, enabled=False)
     with precision, gathered(weight, bias):
-        targets = wanted.targets_S.to(weight.device)
-        logps, entropy = log_probs(hidden_SH, weight, bias, targets, transform, wanted.entropy)
-    return ScoredOutput(logps, entropy, routers if wanted.router else None)
+        tokens_S = targets.tokens_S.to(weight.device)
+        logps, entropy = log_probs(hidden_SH, weight, bias, tokens_S, transform, targets.entropy)
+    return HeadOutput(logps, entropy, routers if targets.router else None)

@@ -155,25 +155,16 @@ def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int)
     return Cache(layers=layers)
 
 
-def _recomputing(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def keeps_caches(model: torch.nn.Module) -> bool:
-    """Whether `cached_under_checkpointing` is on."""
-    return all(layer._can_checkpoint_with_cache for layer in _recomputing(model))
-
-
 @contextmanager
-def cached_under_checkpointing(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
+def cached_under_checkpointing(model: torch.nn.Module) -> Iterator[None]:
     """Inside, layers under gradient checkpointing get the caches too. May be nested.
 
-    transformers drops a cache there, because it would grow twice; these do not grow. Run the backward pass inside too:
-    it runs the layers again.
+    transformers drops a cache there, because it would grow twice; these do not grow.
     """
     with ExitStack() as restored:
-        for layer in _recomputing(model) if enabled else []:
-            restored.enter_context(assigned(layer, _can_checkpoint_with_cache=True))
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                restored.enter_context(assigned(layer, _can_checkpoint_with_cache=True))
         yield
 
 

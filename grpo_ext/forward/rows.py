@@ -26,7 +26,7 @@ class TokenRows:
         same_prompt: for each row but the first, whether its prompt is that of the row before.
         images: of the prompts; None for a model that takes none.
         attended_N: whether attention sees each token; None where it sees all. As in TRL, a token that is masked out
-            keeps its position and is not scored, and the next token is predicted from it.
+            keeps its position and gets no log-probability, and the next token is predicted from it.
     """
 
     ids_N: torch.Tensor
@@ -94,7 +94,7 @@ class TokenRows:
         return self.images.inputs(rows, ids_BL, prompts, prompt_columns, pixels)
 
     def targets(self) -> torch.Tensor:
-        """The completion tokens that are scored, (S,)."""
+        """The completion tokens that get log-probabilities, (S,)."""
         tokens = self._of_completions(self.ids_N)
         return tokens if self.attended_N is None else tokens[self._of_completions(self.attended_N)]
 
@@ -126,9 +126,9 @@ class TokenRows:
         return torch.zeros_like(tokens_BL).masked_scatter(tokens_BL.bool(), self.attended_N.to(tokens_BL.dtype))
 
     def to_columns(self, values_S: torch.Tensor, width: int) -> torch.Tensor:
-        """Values of the scored tokens in TRL's layout: (B, width), zero elsewhere.
+        """Values of `targets` in TRL's layout: (B, width), zero elsewhere.
 
-        They stay connected to the graph where nothing is scored, so that every process can run its backward pass.
+        They stay connected to the graph where there are none, so that every process can run its backward pass.
         """
         lengths = torch.tensor(list(self.completions_B), device=values_S.device)[:, None]
         mask = torch.arange(width, device=values_S.device) < lengths

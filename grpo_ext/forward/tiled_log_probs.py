@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of given tokens, from hidden states, without the logits of all positions.
 
 Differs from TRL's kernel: plain torch on every device, float64 for float64, tiles that suit the device. The
-language-model head (forward.lm_head) runs it inside a model's forward. Shapes: S scored positions, H hidden size, V
+language-model head (forward.lm_head) runs it inside a model's forward. Shapes: S positions, H hidden size, V
 vocabulary, R x C one tile.
 """
 

@@ -21,7 +21,7 @@ from ..batching.micro_batches import Form
 from ..errors import ConfigError
 from ..forward.images import PromptProcessor
 from ..forward.rows import TokenRows
-from ..forward.scorer import Scorer
+from ..forward.runner import ForwardRunner
 from ..rewards.guard import Faults
 from ..rewards.runner import RewardFunctions, RewardRunner
 from ..rewards.workers import RewardWorkers
@@ -52,8 +52,8 @@ _REFUSED_WITH_LATER_IMAGES: dict[Form, str] = {"prefix": "tools and environments
 _RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}  # TRL's, by the argument of functions
 
 
-def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[Scorer, Rollouts]:
-    """The scorer of a run, and the source of its rollout batches."""
+def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Rollouts]:
+    """The runner of the forwards of a run, and the source of its rollout batches."""
     with_images, prepare = isinstance(trainer.processing_class, ProcessorMixin), None
     later_images = with_images and bool(trainer.tools or trainer.environment_factories)
     if with_images:
@@ -61,13 +61,13 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[Scorer, Rollouts]:
         prepare = PromptProcessor(trainer.processing_class, template, compat.image_token(trainer.model))
         compat.sample_no_image_tokens(trainer)
     refused = (_REFUSED_WITH_IMAGES if with_images else {}) | (_REFUSED_WITH_LATER_IMAGES if later_images else {})
-    scorer = Scorer(trainer.accelerator, trainer.args, refused)
+    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused)
     images = ImageSource(prepare, later_images or (with_images and any(map(trainer._override_of, _CHANGE_ROWS))))
-    worker = _worker(trainer, images, scorer, clock)
-    return scorer, Rollouts(trainer.accelerator, trainer.args, worker, functools.partial(load_weights, trainer))
+    worker = _worker(trainer, images, forwards, clock)
+    return forwards, Rollouts(trainer.accelerator, trainer.args, worker, functools.partial(load_weights, trainer))
 
 
-def _worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: PhaseClock) -> OverriddenWorker:
+def _worker(trainer: Any, images: ImageSource, forwards: ForwardRunner, clock: PhaseClock) -> OverriddenWorker:
     """The worker of the main thread, on the models that are trained."""
     args, accelerator, factories = trainer.args, trainer.accelerator, trainer.environment_factories
     chat = Chat(
@@ -95,7 +95,7 @@ def _worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: PhaseClock
         policy=lambda: trainer.model,
         reference=lambda: trainer.ref_model,
         as_reference=lambda: compat.as_reference(accelerator.unwrap_model(trainer.model)),
-        logps=log_probabilities(trainer, scorer),
+        logps=log_probabilities(trainer, forwards),
         engine=_engine(trainer, settings, images, memory),
         chat=chat,
         environments=environments,
@@ -139,17 +139,17 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
     return TransformersEngine(model, lambda: compat.generating(trainer), settings, images.of_transcripts, memory)
 
 
-def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows, Terms], torch.Tensor]:
+def log_probabilities(trainer: Any, forwards: ForwardRunner) -> Callable[[Any, TokenRows, Terms], torch.Tensor]:
     """A function that computes log-probabilities (S,) of a rollout's rows, by the user's override if there is one."""
 
     def score(model: Any, rows: TokenRows, terms: Terms) -> torch.Tensor:
         limits = (terms.batch_size, terms.max_tokens, terms.num_generations)
-        with scorer.without_gradients(model):
+        with forwards.without_gradients(model):
             if (override := trainer._override_of(LOGPS)) is None:
-                return scorer.score_rollout(model, rows, *limits)
+                return forwards.rollout_log_probs(model, rows, *limits)
             ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
             images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
-            with scorer.requested(ids, mask, rows, limits):
+            with forwards.requested(ids, mask, rows, limits):
                 logps_BT, _, _ = override(model, ids, mask, width, batch_size=terms.batch_size, **images)
         return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)])
 

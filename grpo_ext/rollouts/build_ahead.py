@@ -14,7 +14,7 @@ from .. import compat
 from ..forward.images import PromptProcessor
 from ..forward.lm_head import install
 from ..forward.reference import base_model_of
-from ..forward.scorer import Scorer
+from ..forward.runner import ForwardRunner
 from ..forward.snapshot import Snapshot, Weights
 from ..rewards.runner import RewardRunner
 from ..runtime.clock import PhaseClock
@@ -75,11 +75,11 @@ def _terms_by(trainer: Any, weights: Weights) -> Terms:
 def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
     rollouts, accelerator = trainer._rollouts, copy.copy(trainer.accelerator)
     accelerator._models = []  # without the models that are trained
-    snapshot, scorer = _snapshot(trainer, accelerator), trainer._scorer.copy(accelerator)
+    snapshot, forwards = _snapshot(trainer, accelerator), trainer._forwards.copy(accelerator)
     ahead = RolloutsAhead(
-        worker=_worker(trainer, snapshot, accelerator, scorer),
+        worker=_worker(trainer, snapshot, accelerator, forwards),
         snapshot=snapshot,
-        form_of=scorer.choice.form,
+        form_of=forwards.choice.form,
         thread=RolloutThread(rollouts.threads, snapshot.device),
         clock=trainer._clock,
         steps=rollouts.steps,
@@ -127,7 +127,7 @@ def _sender(trainer: Any, snapshot: Snapshot) -> Callable[[], None]:
     return send
 
 
-def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, scorer: Scorer) -> RolloutWorker:
+def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, forwards: ForwardRunner) -> RolloutWorker:
     """The thread's worker: on copies of the models, with tokenizers, environments and a clock of its own."""
     main = trainer._rollouts.worker
     chat, environments, images, rewards = main.chat.copy(), main.environments.copy(), main.images, main.rewards
@@ -150,7 +150,7 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, scorer: Scorer) 
         policy=policy,
         reference=lambda: snapshot.reference,
         as_reference=lambda: compat.as_reference(snapshot.policy),
-        logps=log_probabilities(trainer, scorer),
+        logps=log_probabilities(trainer, forwards),
         engine=engine,
         chat=chat,
         environments=environments,

@@ -189,7 +189,7 @@ class RunKeeper(TrainerCallback):
             args.dataloader_drop_last,
             None if args.max_steps > 0 else args.num_train_epochs,
             micro_batch_tokens=args.micro_batch_tokens,
-            form=trainer._scorer.choice.described(trainer.model),
+            form=trainer._forwards.choice.described(trainer.model),
             precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
             ahead=described(trainer),
         )

@@ -75,7 +75,7 @@ class RunState:
             entropy=entropy,
             limits={
                 "window": trainer._step_planner.limits.state(),
-                "scoring": trainer._scorer.memory.limit,
+                "scoring": trainer._forwards.memory.limit,
                 "generation": rollouts.worker.memory.limit,
             },
             waiting=list(rollouts.waiting) if rollouts.ahead is None else rollouts.ahead.for_checkpoint(),
@@ -97,7 +97,7 @@ class RunState:
             trainer.entropy_coef = self.entropy["coefficient"]
             trainer._last_world_entropy = self.entropy["last"]
         trainer._step_planner.limits.restore(self.limits["window"])
-        trainer._scorer.memory.limit = self.limits["scoring"]
+        trainer._forwards.memory.limit = self.limits["scoring"]
         rollouts.worker.memory.limit = self.limits["generation"]
 
     def forget_rollouts(self) -> None:

@@ -23,7 +23,7 @@ from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
 from ..errors import MemoryShortageError
 from ..forward.rows import TokenRows, padded_ids_and_mask
-from ..forward.scorer import Scorer
+from ..forward.runner import ForwardRunner
 from ..rollouts.batch import RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
@@ -84,7 +84,7 @@ class Attempt:
         planner = self.planner
         passes = accumulating(planner.accelerator, self.model, self.gradients, len(self.plan))
         try:
-            with planner.clock.phase("train"), planner.scorer.running(self.model), passes as gradients:
+            with planner.clock.phase("train"), planner.forwards.running(self.model), passes as gradients:
                 yield gradients
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
@@ -102,11 +102,11 @@ class Attempt:
             return
         measured: list[MicroBatchStatistics] = []
         discard = None if self.gradients is None else self.gradients.discard
-        without_gradients = planner.scorer.without_gradients(accelerator.unwrap_model(self.model))
+        without_gradients = planner.forwards.without_gradients(accelerator.unwrap_model(self.model))
         with out_of_memory_on_all(accelerator, discard), without_gradients:
             for part in self.plan:
                 batch, rows = planner.collate(self.rollout, part.rows, settings.training)
-                scores = planner.scorer.score_inputs(model, batch, rows, settings.router, settings.log_probs)
+                scores = planner.forwards.micro_batch_log_probs(model, batch, rows, settings.router, settings.log_probs)
                 measured.append(MicroBatchStatistics.of(part, scores, loss_mask(batch), top_k))
         set_statistics(self.context, measured, settings.top_entropy_quantile)
 
@@ -159,7 +159,7 @@ class StepPlanner:
 
     accelerator: Accelerator
     args: GRPOConfig
-    scorer: Scorer
+    forwards: ForwardRunner
     clock: PhaseClock
     images: ImageSource
     pad_token_id: int
@@ -202,11 +202,11 @@ class StepPlanner:
         gradients: NativeGradients | None,
     ) -> Attempt:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
-        scorer, policy = self.scorer, self.accelerator.unwrap_model(model)
-        if not scorer.choice.settled(policy):
-            with scorer.without_gradients(policy):
-                scorer.choice.check(policy, self._token_rows(rollout, settings.training))
-        form = "padded" if any(rollout.gaps) else scorer.choice.form(policy)
+        forwards, policy = self.forwards, self.accelerator.unwrap_model(model)
+        if not forwards.choice.settled(policy):
+            with forwards.without_gradients(policy):
+                forwards.choice.check(policy, self._token_rows(rollout, settings.training))
+        form = "padded" if any(rollout.gaps) else forwards.choice.form(policy)
         layout = MicroBatchLayout(
             max_rows=max_rows,
             max_tokens=self.limits.tokens,
@@ -215,7 +215,7 @@ class StepPlanner:
             unit_rows=self.args.unit_rows,
             processes=self.accelerator.num_processes,
             rank=self.accelerator.process_index,
-            equal_counts=scorer.sharded,
+            equal_counts=forwards.sharded,
         )
         sizes = rollout.sizes(self.multiple)
         rows = rollout.contributing_rows if settings.skip_zeros else range(len(rollout))
@@ -262,7 +262,7 @@ class StepPlanner:
         step = StepContext(counted(mask.sum(1).tolist(), groups), StepMetrics(self.accelerator.device), top_k=top_k)
         if settings.top_entropy_quantile < 1.0:
             with torch.no_grad():
-                scores = self.scorer.score_inputs(model, inputs, rows, settings.router, settings.log_probs)
+                scores = self.forwards.micro_batch_log_probs(model, inputs, rows, settings.router, settings.log_probs)
             set_statistics(step, [MicroBatchStatistics(whole, scores[1], mask)], settings.top_entropy_quantile)
         return {**inputs, CONTEXT_KEY: MicroBatchContext.of(step, whole, groups, rows, inputs)}
 
@@ -270,7 +270,7 @@ class StepPlanner:
 
     def _gradients(self, model: Any) -> NativeGradients | None:
         """How this step's gradients are added up; None where the engine does it."""
-        if self.scorer.sharded:
+        if self.forwards.sharded:
             return None
         kind = FixedPointGradients if self.args.bitwise_invariant else NativeGradients
         return kind(self.accelerator.unwrap_model(model), self.accelerator)

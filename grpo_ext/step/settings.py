@@ -10,7 +10,7 @@ from typing import Any
 
 from ..algorithms.losses import LossConfig
 from ..forward.architecture import experts_per_token
-from ..forward.scorer import LogProbs
+from ..forward.runner import LogProbsOverride
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class StepSettings:
         experts_per_token: of a MoE model.
         custom_loss: the user overrides the loss, so a micro-batch holds its images too.
         training: the step trains; False in an evaluation.
-        log_probs: the user's `_get_per_token_logps_and_entropies`; None: the scorer's.
+        log_probs: the user's `_get_per_token_logps_and_entropies`; None: the trainer's.
     """
 
     skip_zeros: bool
@@ -33,7 +33,7 @@ class StepSettings:
     experts_per_token: int
     custom_loss: bool
     training: bool
-    log_probs: LogProbs | None
+    log_probs: LogProbsOverride | None
 
     @property
     def needs_statistics(self) -> bool:
@@ -41,7 +41,7 @@ class StepSettings:
         return self.top_entropy_quantile < 1.0 or self.router
 
 
-def step_settings_of(trainer: Any, custom_loss: bool, log_probs: LogProbs | None) -> StepSettings:
+def step_settings_of(trainer: Any, custom_loss: bool, log_probs: LogProbsOverride | None) -> StepSettings:
     """The settings of a step as they are now.
 
     Args:

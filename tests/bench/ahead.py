@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.forward.scorer import Scorer
+from grpo_ext.forward.runner import ForwardRunner
 from grpo_ext.rollouts import engine
 from tests.support.benches import SETTINGS, Clock
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
@@ -39,7 +39,7 @@ def waiting_sampler(seconds: Iterator[float]) -> Any:
     return sample
 
 
-def elsewhere(scorer: Any, model: Any, rows: Any, *args: Any) -> torch.Tensor:
+def elsewhere(runner: Any, model: Any, rows: Any, *args: Any) -> torch.Tensor:
     """Log-probabilities that another device has computed, and the wait for them is in that for the sampler."""
     return torch.full((sum(rows.completions_B),), -3.0)
 
@@ -74,10 +74,10 @@ def seconds_per_step(
         trainer = GRPOTrainer(tiny_model(**SHAPE), score, args, prompts(64), processing_class=tiny_tokenizer())
         trainer.add_callback(clock := Clock())
         sampler = engine.sample_chunk if sampling is None else waiting_sampler(iter(sampling))
-        scorer = Scorer.score_rollout if scores_here else elsewhere
+        log_probs = ForwardRunner.rollout_log_probs if scores_here else elsewhere
         with (
             mock.patch.object(engine, "sample_chunk", sampler),
-            mock.patch.object(Scorer, "score_rollout", scorer),
+            mock.patch.object(ForwardRunner, "rollout_log_probs", log_probs),
             mock.patch.object(GRPOTrainer, "_prepare_inputs", prepared),
             mock.patch("builtins.print"),
         ):

@@ -306,7 +306,7 @@ def main() -> None:
         server.answer({"flops": rollouts.flops(width, body - adapters, head)})
         if spec["who"] == OURS:
             runner = trainer._step_planner  # cuts a micro-batch that does not fit
-            server.layout = lambda: {"form": runner.scorer.choice.form(model), "micro": runner.limits.rows}
+            server.layout = lambda: {"form": runner.forwards.choice.form(model), "micro": runner.limits.rows}
         server.base = server.memory.now_and_peak()[0]
         if shape.sample:
             _serve_sampling(trainer, server)

@@ -33,7 +33,7 @@ def main(folder: Path, what: str) -> None:
 
     if trainer.accelerator.process_index == 1:
         if what == "refusal":
-            forms.packed_attention = refused
+            forms.build_pack = refused
         else:
             forms.build_pack = changed
     trainer.train()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from grpo_ext.forward import attention
 from grpo_ext.forward.form_check import try_form
-from grpo_ext.forward.forms import score_packed, score_padded, score_prefix
+from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows
 from tests.support import varlen
@@ -80,7 +80,7 @@ def test_two_kernel_calls_give_the_masked_attention_and_its_gradients(record_pro
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 12), (torch.float32, 0)], ids=str)
 def test_packs_take_these_calls_in_half_precision(calls, dtype, expected):
     model = model_on("sdpa", False, dtype)
-    gradient(score_packed, model, on_the_device(rows_of(*LONG)))
+    gradient("packed", model, on_the_device(rows_of(*LONG)))
     assert len(calls) == expected  # two each way in three layers
 
 
@@ -95,11 +95,11 @@ def flash_or_skip(implementation: str, dtype: torch.dtype):
 def test_shared_prefixes_differ_from_padded_batches_by_rounding(record_property, implementation):
     model = flash_or_skip(implementation, torch.bfloat16)
     exact, batch = model_on("sdpa", False, torch.float32), on_the_device(rows_of(*LONG))
-    trial = try_form("prefix", model, model, batch)
+    trial = try_form("prefix", model, batch)
     assert trial.refused is None
-    right = gradient(score_padded, exact, batch)
-    noise = (gradient(score_padded, model, batch).float() - right).norm() / right.norm()
-    prefix = (gradient(score_prefix, model, batch).float() - right).norm() / right.norm()
+    right = gradient("padded", exact, batch)
+    noise = (gradient("padded", model, batch).float() - right).norm() / right.norm()
+    prefix = (gradient("prefix", model, batch).float() - right).norm() / right.norm()
     record_property("padded against float32", float(noise))
     record_property("prefix against float32", float(prefix))
     assert prefix < 2 * noise
@@ -111,15 +111,15 @@ def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, 
     monkeypatch.setattr(attention, "_CALL_COST" if TOY else "_ACCELERATOR_CALL_COST", call_cost)
     packed, padded = (model_on("sdpa", window, torch.float32) for _ in range(2))
     batch = on_the_device(rows_of(*LONG))
-    ours, theirs = score_packed(packed, packed, batch).logps_S, score_padded(padded, padded, batch).logps_S
+    ours, theirs = run_rows("packed", packed, batch).logps_S, run_rows("padded", padded, batch).logps_S
     assert (ours - theirs).norm() <= 1e-3 * theirs.norm()  # TF32, where it is on, has 10 bits
-    a, b = gradient(score_packed, packed, batch), gradient(score_padded, padded, batch)
+    a, b = gradient("packed", packed, batch), gradient("padded", padded, batch)
     assert (a - b).norm() <= 5e-3 * b.norm()
 
 
 def test_the_check_passes_in_bfloat16():
     model = model_on("sdpa", False, torch.bfloat16)
-    trial = try_form("packed", model, model, on_the_device(rows_of(*LONG)))
+    trial = try_form("packed", model, on_the_device(rows_of(*LONG)))
     assert trial.tokens
     assert trial.refused is None
 

@@ -110,7 +110,7 @@ HYBRID = PREFIXED[PREFIXED.index("qwen3_next") :]
 def architecture(kind: str, seed: int = 0, **overrides: Any) -> Any:
     """A random causal language model; what training would have moved away from its start (norms, decays) is moved."""
     sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256} if kind == "gpt2" else _SIZES
-    wanted = {**sizes, "vocab_size": _SIZES["vocab_size"], **_MODELS[kind], **overrides}
+    wanted = {**sizes, "vocab_size": _SIZES["vocab_size"], **_MODELS.get(kind, {}), **overrides}
     config = AutoConfig.for_model(kind, **{name: value for name, value in wanted.items() if value is not None})
     with torch.random.fork_rng():
         torch.manual_seed(seed)

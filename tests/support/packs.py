@@ -1,4 +1,4 @@
-"""Rows of tokens, and gradients through a scorer, packed or padded."""
+"""Rows of tokens, and gradients of a loss in each form of the forward."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 import torch
 
 from grpo_ext.algorithms.losses import router_statistics
-from grpo_ext.forward.attention import packed_attention
-from grpo_ext.forward.forms import score_packed, score_padded, score_prefix
-from grpo_ext.forward.prefix_cache import cached_under_checkpointing
+from grpo_ext.batching.micro_batches import Form
+from grpo_ext.forward.forms import in_form, run_rows
+from grpo_ext.forward.reference import base_model_of
 from grpo_ext.forward.rows import TokenRows
+
+SHAPES = {  # tokens of the prompts, and of the completions of each
+    "groups": ([7, 12, 3], [[4, 1, 9], [6, 6, 2], [11, 3, 5]]),
+    "one": ([9], [[7]]),
+    "masked_out": ([6, 4], [[5, 0, 3], [0, 0, 2]]),
+    "first_tokens": ([6, 4], [[1, 1], [1, 0]]),
+    "long": ([20], [[30, 2, 17, 9]]),
+}
 
 
 def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> TokenRows:
@@ -28,18 +36,18 @@ def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> 
     return TokenRows(torch.cat(ids), own, [length for lengths in completions for length in lengths], same)
 
 
-def loss_of(score: Any, model: Any, batch: Any, **options: Any) -> torch.Tensor:
-    scores = score(model, getattr(model, "get_base_model", lambda: model)(), batch, **options)
-    logps, entropies = scores.logps_S, scores.entropies_S
+def loss_of(form: Form, model: Any, batch: Any) -> torch.Tensor:
+    output = run_rows(form, model, batch)
+    logps, entropies = output.logps_S, output.entropies_S
     weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype).view_as(logps)
     return (weights * logps).sum() + 0.3 * (weights * entropies).sum()
 
 
-def assert_same_router_counts(score: Any, model: Any, batch: Any) -> None:
+def assert_same_router_counts(form: Form, model: Any, batch: Any) -> None:
     """The router's statistics in a form are those of the padded batch."""
     found = []
-    for one in (score_padded, score):
-        router = one(model, model, batch, with_router=True).router
+    for each in ("padded", form):
+        router = run_rows(each, model, batch, with_router=True).router
         found.append(router_statistics(router.logits, router.counts_BL, 2))
     (chosen, probs, rows), (our_chosen, our_probs, our_rows) = found
     assert rows == our_rows
@@ -47,10 +55,16 @@ def assert_same_router_counts(score: Any, model: Any, batch: Any) -> None:
     torch.testing.assert_close(our_probs, probs, rtol=1e-5, atol=1e-5)  # the router's softmax is float32
 
 
-def gradient(score: Any, model: Any, batch: Any) -> torch.Tensor:
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The relative difference of two tensors."""
+    assert one.shape == other.shape
+    return float((one - other).detach().double().norm() / other.detach().double().norm())
+
+
+def gradient(form: Form, model: Any, batch: Any) -> torch.Tensor:
     model.zero_grad()
-    loss = loss_of(score, model, batch)
-    with packed_attention(model, score is score_packed), cached_under_checkpointing(model, score is score_prefix):
+    loss = loss_of(form, model, batch)
+    with in_form(base_model_of(model), form):
         loss.backward()
     parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
     return torch.cat([part.flatten() for part in parts])

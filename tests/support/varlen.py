@@ -99,9 +99,7 @@ def backward(
     unused: torch.Tensor,
     *,
     scale: float | None = None,
-    grad_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """As the kernel's; `grad_lse`, which it does not have, is for showing what is missing there."""
     assert not dropout
     assert lse.is_contiguous()
     factor = query.size(-1) ** -0.5 if scale is None else scale
@@ -113,8 +111,6 @@ def backward(
         keys, values = (x[k].repeat_interleave(repeats, dim=1) for x in (key, value))
         weights = torch.exp(_scores(query[q], key[k], causal, scale) - lse[:, q, None])
         toward = torch.einsum("qhd,khd->hqk", grad[q], values) - (grad[q] * out[q]).sum(-1).T[:, :, None]
-        if grad_lse is not None:
-            toward = toward + grad_lse[:, q, None]
         toward = weights * toward * factor
         d_query[q] = torch.einsum("hqk,khd->qhd", toward, keys)
         for whole, piece in (
@@ -123,30 +119,6 @@ def backward(
         ):
             whole[k] = piece.unflatten(1, (heads, repeats)).sum(2)
     return grads
-
-
-class ByAutograd(torch.autograd.Function):
-    """What `torch.nn.attention.varlen` makes of the two: its backward is not told the gradient of the log-sum-exp.
-
-    Args (after the tensors): what follows value in `forward`, the scale, and whether it is told all the same.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Any, key: Any, value: Any, bounds: Any, causal: bool, scale: float, told: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = forward(query, key, value, *bounds, 0.0, causal, False, scale=scale)[:2]
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.rest = bounds, causal, scale, told
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
-        bounds, causal, scale, told = ctx.rest
-        none = grad.new_empty(0)
-        extra = grad_lse if told else None
-        rest = (*bounds, 0.0, causal, none, none)
-        return (*backward(grad, *ctx.saved_tensors, *rest, scale=scale, grad_lse=extra), *[None] * 4)
 
 
 def layout_of(groups: list[tuple[int, list[int]]]) -> PackLayout:

@@ -69,7 +69,7 @@ def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, famil
     tower = [p for name, p in whole.model.named_parameters() if part in name]
     before = [p.detach().clone() for p in tower]
     expected = change(whole)
-    assert whole._scorer.choice.form(whole.model) == "prefix"
+    assert whole._forwards.choice.form(whole.model) == "prefix"
     assert any(not torch.equal(p, old) for p, old in zip(tower, before)), "the image tower has to learn"
     for size, changes in ((5, {}), (3, {"forward": "padded"}), (1, {"gradient_checkpointing": True})):
         name = f"{size}-{'-'.join(changes)}"
@@ -211,7 +211,7 @@ def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_
     shown = [bool(images.numel()) for images in whole._rollouts.batch["row_images"]]
     assert any(shown)
     assert log_of(whole, "tools/call_frequency")[0] > 0
-    assert whole._scorer.choice.form(whole.model) == "padded"
+    assert whole._forwards.choice.form(whole.model) == "padded"
     parts = {"per_device_train_batch_size": 5, "gradient_checkpointing": True}
     assert error(expected, change(with_tools(tmp_path / "parts", family, tool, **parts))) <= UPDATE
     assert error(expected, change(with_tools(tmp_path / "other", family, other))) > DIFFERENT
@@ -287,7 +287,7 @@ def test_without_images_a_model_that_takes_some_runs_packs_with_its_tokenizer(tm
     made = {"rows": rows, "processor": image_processor("llava").tokenizer}
     whole = make(tmp_path / "whole", per_device_train_batch_size=16, **made)
     expected = change(whole)
-    assert whole._scorer.choice.form(whole.model) == "packed"
+    assert whole._forwards.choice.form(whole.model) == "packed"
     assert error(expected, change(make(tmp_path / "parts", per_device_train_batch_size=3, **made))) <= UPDATE
 
 

@@ -77,14 +77,14 @@ def test_packs_and_padded_batches_learn_the_same_from_steps_that_cut_groups(tmp_
 def scored_rows(trainer: GRPOTrainer) -> list[int]:
     """Completions in each forward that has a gradient."""
     rows: list[int] = []
-    score = trainer._scorer.score_inputs
+    score = trainer._forwards.micro_batch_log_probs
 
     def spy(model: Any, batch: dict[str, Any], *others: Any) -> Any:
         if torch.is_grad_enabled():
             rows.append(len(batch["completion_ids"]))
         return score(model, batch, *others)
 
-    trainer._scorer.score_inputs = spy
+    trainer._forwards.micro_batch_log_probs = spy
     return rows
 
 
@@ -130,7 +130,7 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
     for form in ("auto", "packed", "prefix", "padded"):
         trainer = make(tmp_path, forward=form, max_steps=1)
         trainer.train()
-        assert trainer._scorer.choice.form(trainer.model) == ("packed" if form == "auto" else form)
+        assert trainer._forwards.choice.form(trainer.model) == ("packed" if form == "auto" else form)
         shares[form] = [log_of(trainer, f"layout/{kind}_share")[0] for kind in ("padding", "duplicate")]
     assert shares["auto"] == shares["packed"] == [0.0, 0.0]
     assert shares["prefix"][0] > shares["prefix"][1] == 0.0  # prompts once, completions in columns
@@ -174,7 +174,7 @@ def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog,
     trainer = make(tmp_path, model, bf16=None, gradient_checkpointing=True, beta=0.1, max_steps=2, **no_experts)
     assert trainer.args.bf16
     trainer.train()
-    assert {trainer._scorer.choice.form(model) for model in (trainer.model, trainer.ref_model)} == {"prefix"}
+    assert {trainer._forwards.choice.form(model) for model in (trainer.model, trainer.ref_model)} == {"prefix"}
     assert "Padded batches run" not in caplog.text
     assert all(share > 0 for share in log_of(trainer, "layout/padding_share"))
 

@@ -10,7 +10,7 @@ import torch
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError
-from grpo_ext.forward import prefix_cache, scorer
+from grpo_ext.forward import prefix_cache, runner
 from grpo_ext.rollouts import engine as sampling
 from grpo_ext.runtime.out_of_memory import free_memory
 from grpo_ext.step import optimizer_step
@@ -114,12 +114,11 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
         return wrapped
 
     monkeypatch.setattr(sampling, "sample_chunk", once("generation", sampling.sample_chunk))
-    forwards = {**scorer.FORWARDS, "packed": once("scoring", scorer.FORWARDS["packed"])}
-    monkeypatch.setattr(scorer, "FORWARDS", forwards)
+    monkeypatch.setattr(runner, "run_rows", once("scoring", runner.run_rows))
     assert error(expected, change(trainer)) <= UPDATE
     assert failed == {"generation", "scoring"}
     assert trainer._rollouts.worker.memory.limit is not None
-    assert trainer._scorer.memory.limit is not None
+    assert trainer._forwards.memory.limit is not None
 
 
 def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ext.checks import trainer as checks
 from grpo_ext.errors import DataError, SplitDependentError
-from grpo_ext.forward.positions import covered_length
+from grpo_ext.forward.rope import covered_length
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import change, error, far
 from tests.tolerances import DIFFERENT, UPDATE

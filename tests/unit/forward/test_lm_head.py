@@ -12,15 +12,13 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from transformers.models.auto import modeling_auto
-from trl.trainer import utils as trl_utils
 
 from grpo_ext import compat
 from grpo_ext.errors import ModelError
 from grpo_ext.forward import lm_head
-from grpo_ext.forward.lm_head import SCORE, Wanted, install, refuse_unknown_head
+from grpo_ext.forward.lm_head import TARGETS, Targets, install, refuse_unknown_head
 from grpo_ext.forward.tiled_log_probs import LogitTransform
-from tests.support.tiny import stock_scores, tiny_model
-from tests.tolerances import PARITY
+from tests.support.tiny import tiny_model
 
 TEMPERATURE = 0.9
 # ---- The logits of every model --------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ def outcome(name: str) -> str:
     with torch.no_grad():
         own = (model(input_ids=ids, use_cache=False).logits[0].float() / TEMPERATURE).log_softmax(-1)
         install(model, TEMPERATURE)
-        ours = model(input_ids=ids, **{SCORE: Wanted(torch.arange(5), ids[0])}).log_probs
+        ours = model(input_ids=ids, **{TARGETS: Targets(torch.arange(5), ids[0])}).log_probs
     error = (own.gather(1, ids.T)[:, 0] - ours).abs().max()
     transformed = lm_head.logit_transform(model.config) != LogitTransform()
     return ("right, transformed" if transformed else "right") if error < 1e-4 else f"off by {error:.1e}"
@@ -191,67 +189,35 @@ def test_a_transform_that_is_not_known_would_show(monkeypatch, setting):
 # ---- The forward ----------------------------------------------------------------------------------------------------
 
 
-def labelled(seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A padded batch, and labels that score its last columns."""
-    ids = torch.randint(3, 50, (3, 10), generator=torch.Generator().manual_seed(seed))
+def padded_batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 50, (3, 10), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :3] = mask[2, 8:] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :5] = -100
-    return {"input_ids": ids, "attention_mask": mask}, labels
-
-
-def scored(model: Any, inputs: dict[str, torch.Tensor], labels: torch.Tensor, **options: Any) -> Any:
-    mask = labels[:, 1:] != -100
-    predictor = torch.nn.functional.pad(mask, (0, 1)).reshape(-1).nonzero().squeeze(1)
-    return model(**inputs, **{SCORE: Wanted(predictor, labels[:, 1:][mask], **options)})
-
-
-def gradient_of(model: Any, loss: torch.Tensor) -> torch.Tensor:
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def test_casting_the_head_to_float32_leaves_autocast():
     model = tiny_model("qwen2")
     install(model, TEMPERATURE, cast_to_fp32=True)
     ids = torch.randint(3, 50, (1, 9))
-    wanted = Wanted(torch.arange(8), ids[0, 1:])
+    targets = Targets(torch.arange(8), ids[0, 1:])
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        ours = model(ids, **{SCORE: wanted}).log_probs
+        ours = model(ids, **{TARGETS: targets}).log_probs
         hidden = model.model(ids).last_hidden_state[0, :-1].float()
     with torch.no_grad():
         logps = (model.lm_head(hidden) / TEMPERATURE).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     assert (ours - logps).abs().max() < 1e-5
     install(model, TEMPERATURE)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert (model(ids, **{SCORE: wanted}).log_probs - logps).abs().max() > 1e-4
-
-
-@stock_scores
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "moe"])
-def test_the_scores_are_those_of_trls_head_which_still_answers(kind):
-    inputs, labels = labelled()
-    model = tiny_model(kind)
-    trl_utils.add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
-    install(model, TEMPERATURE)
-    mask = labels[:, 1:] != -100
-    theirs = model(**inputs, labels=labels, fused_lm_head=True)
-    expected = gradient_of(model, theirs.log_probs[mask].sum() + 0.3 * theirs.entropy[mask].sum())
-    mine = scored(model, inputs, labels)
-    torch.testing.assert_close(mine.log_probs, theirs.log_probs[mask], rtol=0, atol=1e-5)
-    torch.testing.assert_close(mine.entropy, theirs.entropy[mask], rtol=0, atol=1e-5)
-    found = gradient_of(model, mine.log_probs.sum() + 0.3 * mine.entropy.sum())
-    assert (found - expected).norm() <= PARITY * expected.norm()
+        assert (model(ids, **{TARGETS: targets}).log_probs - logps).abs().max() > 1e-4
 
 
 def test_every_other_call_and_the_signature_are_the_models_own():
-    inputs, labels = labelled()
+    inputs = padded_batch()
     model, plain = tiny_model("qwen2"), tiny_model("qwen2")
     install(model, TEMPERATURE)
     assert inspect.signature(model.forward) == inspect.signature(plain.forward)
-    for call in ({}, {"labels": labels}, {"use_cache": True}):
+    for call in ({}, {"labels": inputs["input_ids"]}, {"use_cache": True}):
         ours, theirs = model(**inputs, **call), plain(**inputs, **call)
         assert type(ours) is type(theirs)
         assert torch.equal(ours.logits, theirs.logits)
@@ -260,10 +226,10 @@ def test_every_other_call_and_the_signature_are_the_models_own():
 
 
 def test_nothing_to_score_still_reaches_every_parameter():
-    inputs, labels = labelled()
-    model = tiny_model("qwen2")
+    model, nothing = tiny_model("qwen2"), torch.empty(0, dtype=torch.long)
     install(model, TEMPERATURE)
-    output = scored(model, inputs, torch.full_like(labels, -100))
+    output = model(**padded_batch(), **{TARGETS: Targets(nothing, nothing)})
+    assert output.log_probs.shape == output.entropy.shape == (0,)
     (output.log_probs.sum() + output.entropy.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
@@ -299,10 +265,10 @@ def test_a_copy_of_a_model_runs_its_own_weights():
 def test_a_model_that_returns_tuples_is_scored():
     model, ids = tiny_model("qwen2"), torch.randint(3, 50, (1, 9))
     install(model, TEMPERATURE)
-    wanted = Wanted(torch.arange(8), ids[0, 1:])
-    expected = model(ids, **{SCORE: wanted}).log_probs
+    targets = Targets(torch.arange(8), ids[0, 1:])
+    expected = model(ids, **{TARGETS: targets}).log_probs
     model.config.return_dict = False
-    assert torch.equal(model(ids, **{SCORE: wanted}).log_probs, expected)
+    assert torch.equal(model(ids, **{TARGETS: targets}).log_probs, expected)
 
 
 def test_a_head_of_several_layers_and_an_adapter_on_it_are_refused():

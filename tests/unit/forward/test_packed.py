@@ -6,112 +6,66 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    MambaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, MambaConfig
+from transformers.models.mistral import modeling_mistral
 
 from grpo_ext.batching.packing import PackedGroup, PackLayout
 from grpo_ext.forward import attention
 from grpo_ext.forward.attention import PACKED, TakesNoPacks, packed_attention
-from grpo_ext.forward.forms import score_packed, score_padded, why_not_packed
-from grpo_ext.forward.lm_head import Scores, install
+from grpo_ext.forward.forms import run_rows, why_not_packed
+from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows
-from tests.support.packs import assert_same_router_counts, gradient, rows_of
+from tests.support.architectures import architecture
+from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of
 from tests.support.tiny import tiny_model
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
+_WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 16, "use_sliding_window": True}
+# by name the architecture and its settings
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "llama": ("llama", {}),
+    "gpt2": ("gpt2", {}),
+    "qwen3": ("qwen3", {}),
+    "untied": ("qwen2", {"tie_word_embeddings": False}),
+    "mistral": ("mistral", {}),
+    "window_larger": ("mistral", {"sliding_window": 100}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 4.0, "attn_implementation": "eager"}),
+    "gemma3": ("gemma3_text", _WINDOWS),
+    "moe": ("qwen3_moe", _EXPERTS),
+    "window_in_the_mask": (
+        "qwen2_moe",
+        {**_SHARED_EXPERT, **_EXPERTS, **_WINDOWS},
+    ),
 }
+# grouped experts have no float64; eager attention masks with its smallest number
+FLOAT32 = ("moe", "gemma2", "window_in_the_mask")
 
 
-FLOAT32 = ("moe", "gemma2")  # grouped experts have no float64; eager attention masks with its smallest number
-
-
-def model_of(kind: str, implementation: str = "sdpa") -> Any:
-    torch.manual_seed(1)
-    configs = {
-        "gemma2": lambda: Gemma2Config(**_SMALL, sliding_window=5, attn_logit_softcapping=4.0),
-        "gemma3": lambda: Gemma3TextConfig(
-            **_SMALL, sliding_window=5, layer_types=["sliding_attention"] * 2 + ["full_attention"]
-        ),
-        "mistral": lambda: MistralConfig(**_SMALL, sliding_window=6),
-        "qwen3": lambda: Qwen3Config(**_SMALL),
-        "untied": lambda: Qwen2Config(**_SMALL, tie_word_embeddings=False),
-        "window_larger": lambda: MistralConfig(**_SMALL, sliding_window=100),
-    }
-    if kind in configs:
-        model = AutoModelForCausalLM.from_config(configs[kind](), attn_implementation=implementation)
-    else:
-        model = tiny_model(kind)
-        model.set_attn_implementation(implementation)
+def model_of(kind: str) -> Any:
+    name, settings = MODELS[kind]
+    model = architecture(name, **{"initializer_range": 0.3, **settings})
     model = model if kind in FLOAT32 else model.double()
     install(model, 0.9)
     return model
 
 
-def same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = SAME_ALGEBRA) -> bool:
-    assert ours.shape == theirs.shape
-    return bool((ours - theirs).double().norm() <= tolerance * theirs.double().norm())
-
-
-def alike(ours: Scores, theirs: Scores, tolerance: float) -> bool:
-    logps = same(ours.logps_S, theirs.logps_S, tolerance)
-    return logps and same(ours.entropies_S, theirs.entropies_S, tolerance)
-
-
-SHAPES = {
-    "groups": ([7, 12, 3], [[4, 1, 9], [6, 6, 2], [11, 3, 5]]),
-    "one": ([9], [[7]]),
-    "masked_out": ([6, 4], [[5, 0, 3], [0, 0, 2]]),
-    "long": ([20], [[30, 2, 17, 9]]),
-}
-
-
-KINDS = ("qwen2", "gpt2", "moe", "gemma2", "gemma3", "mistral", "qwen3", "untied", "window_larger")
-
-
 @pytest.mark.parametrize("split", [True, False], ids=["segments", "dense"])
 @pytest.mark.parametrize(
-    ("kind", "shape"), [(k, s) for k in KINDS for s in SHAPES if s == "groups" or k in ("qwen2", "gemma3")]
+    ("kind", "shape"), [(k, s) for k in MODELS for s in SHAPES if s == "groups" or k in ("qwen2", "gemma3")]
 )
 def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, split):
     monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
-    model = model_of(kind, "eager" if kind == "gemma2" else "sdpa")
+    model = model_of(kind)
     assert why_not_packed(model) is None
     batch = rows_of(*SHAPES[shape])
     tolerance = UPDATE if kind in FLOAT32 else FLOAT64_SUMS if kind == "gpt2" else SAME_ALGEBRA
-    assert alike(score_packed(model, model, batch), score_padded(model, model, batch), tolerance)
-    assert same(gradient(score_packed, model, batch), gradient(score_padded, model, batch), tolerance)
-
-
-def test_a_window_that_is_in_the_mask_alone_survives():
-    torch.manual_seed(1)
-    sizes = {**_SMALL, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
-    config = Qwen2MoeConfig(
-        **{**sizes, "num_experts_per_tok": 2}, use_sliding_window=True, sliding_window=5, max_window_layers=1
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    assert "sliding_attention" in config.layer_types
-    install(model, 0.9)
-    batch = rows_of(*SHAPES["long"])
-    assert same(score_packed(model, model, batch).logps_S, score_padded(model, model, batch).logps_S, UPDATE)
+    ours, theirs = run_rows("packed", model, batch), run_rows("padded", model, batch)
+    assert apart(ours.logps_S, theirs.logps_S) <= tolerance
+    assert apart(ours.entropies_S, theirs.entropies_S) <= tolerance
+    assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= tolerance
 
 
 def test_the_layout_reaches_the_layers_as_the_object_it_is():
@@ -125,15 +79,15 @@ def test_the_layout_reaches_the_layers_as_the_object_it_is():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
     model, batch = model_of("llama"), rows_of(*SHAPES["groups"])
-    expected = gradient(score_padded, model, batch)
+    expected = gradient("padded", model, batch)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    assert same(gradient(score_packed, model, batch), expected)
+    assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
 
 
 def test_the_router_counts_what_the_padded_batch_counts():
-    assert_same_router_counts(score_packed, model_of("moe"), rows_of(*SHAPES["masked_out"]))
+    assert_same_router_counts("packed", model_of("moe"), rows_of(*SHAPES["masked_out"]))
 
 
 def test_a_model_that_drops_the_layout_is_refused():
@@ -141,7 +95,16 @@ def test_a_model_that_drops_the_layout_is_refused():
     forward = model.model.forward
     model.model.forward = lambda *args, grpo_ext_pack=None, **kwargs: forward(*args, **kwargs)
     with pytest.raises(TakesNoPacks, match="is not given the layout"):
-        score_packed(model, model, batch)
+        run_rows("packed", model, batch)
+
+
+def test_a_model_that_makes_its_own_mask_is_refused_where_its_window_does_not_show(monkeypatch):
+    model, batch = model_of("mistral"), rows_of([2], [[2, 2]])  # a window of 6
+    run_rows("packed", model, batch)
+    mask = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
+    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", lambda *args, **kwargs: mask)
+    with pytest.raises(TakesNoPacks, match="MistralAttention attends under a mask that the model makes"):
+        run_rows("packed", model, batch)
 
 
 def test_models_that_take_no_packs_say_why():
@@ -157,7 +120,7 @@ def test_a_model_is_left_as_it_was():
     settings = dict(vars(model.config))
     with packed_attention(model):
         assert model.config._attn_implementation == PACKED
-        score_packed(model, model, batch)
+        run_rows("packed", model, batch)
         assert model.config._attn_implementation == PACKED
     assert model.config._attn_implementation == "sdpa"
     assert dict(vars(model.config)) == settings

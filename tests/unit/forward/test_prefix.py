@@ -13,20 +13,13 @@ from grpo_ext.forward import choice as module
 from grpo_ext.forward import prefix_cache
 from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.form_check import try_form
-from grpo_ext.forward.forms import score_packed, score_padded, score_prefix, why_no_prefix, why_not_packed
+from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
 from grpo_ext.tools.check.float64 import float64_throughout
 from tests.support.architectures import HYBRID, PREFIXED, architecture
-from tests.support.packs import assert_same_router_counts, gradient, rows_of
+from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 
-SHAPES = {
-    "groups": ([7, 12, 3], [[4, 1, 9], [6, 6, 2], [11, 3, 5]]),
-    "one": ([9], [[7]]),
-    "masked_out": ([6, 4], [[5, 0, 3], [0, 0, 2]]),
-    "first_tokens": ([6, 4], [[1, 1], [1, 0]]),
-    "long": ([20], [[30, 2, 17, 9]]),
-}
 ALWAYS = ("lfm2", "falcon_h1", "qwen3_5_text")  # convolutions, Mamba 2 and attention in a layer, linear attention
 CHECKPOINTING = {"use_reentrant": False}
 
@@ -41,10 +34,6 @@ def model_of(kind: str, **overrides: Any) -> Any:
     return model.train()
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).detach().double().norm() / other.detach().double().norm())
-
-
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [in_full_unless(shape == "groups" or kind in ALWAYS, kind, shape) for kind in PREFIXED for shape in SHAPES],
@@ -52,18 +41,18 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_the_same_scores_and_gradients(kind, shape):
     model, batch = model_of(kind), rows_of(*SHAPES[shape])
     assert why_no_prefix(model) is None
-    ours, theirs = score_prefix(model, model, batch), score_padded(model, model, batch)
+    ours, theirs = run_rows("prefix", model, batch), run_rows("padded", model, batch)
     assert apart(ours.logps_S, theirs.logps_S) <= FLOAT32_SUMS
     assert apart(ours.entropies_S, theirs.entropies_S) <= FLOAT32_SUMS
-    assert apart(gradient(score_prefix, model, batch), gradient(score_padded, model, batch)) <= FLOAT32_SUMS
+    assert apart(gradient("prefix", model, batch), gradient("padded", model, batch)) <= FLOAT32_SUMS
 
 
 @pytest.mark.parametrize("kind", [in_full_unless(kind in HYBRID, kind) for kind in PREFIXED if kind != "gpt2"])
 def test_the_same_gradients_under_checkpointing(kind, caplog):
     model, batch = model_of(kind), rows_of(*SHAPES["groups"])
-    expected = gradient(score_padded, model, batch)
+    expected = gradient("padded", model, batch)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
-    assert apart(gradient(score_prefix, model, batch), expected) <= FLOAT32_SUMS
+    assert apart(gradient("prefix", model, batch), expected) <= FLOAT32_SUMS
     assert "incompatible" not in caplog.text
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     assert layers
@@ -75,25 +64,25 @@ def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
     """What float32 shows is rounding, then: of the prefix form, of packs, and under checkpointing."""
     batch = rows_of(*SHAPES["groups"])
     with float64_throughout(model_of(kind)) as model:
-        expected = gradient(score_padded, model, batch)
-        for score in (score_prefix, score_packed)[: 1 + (why_not_packed(model) is None)]:
-            assert apart(gradient(score, model, batch), expected) <= FLOAT64_SUMS
+        expected = gradient("padded", model, batch)
+        for form in ("prefix", "packed")[: 1 + (why_not_packed(model) is None)]:
+            assert apart(gradient(form, model, batch), expected) <= FLOAT64_SUMS
         if kind != "gpt2":  # drops the cache there, and pads
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
-            assert apart(gradient(score_prefix, model, batch), expected) <= FLOAT64_SUMS
+            assert apart(gradient("prefix", model, batch), expected) <= FLOAT64_SUMS
 
 
 def test_float64_throughout_is_still_needed():
     """Where `model.double()` alone comes as close, transformers has no float32 left to patch, and the patch may go."""
     batch, model = rows_of(*SHAPES["groups"]), model_of("llama").double()
-    found = apart(gradient(score_packed, model, batch), gradient(score_padded, model, batch))
+    found = apart(gradient("packed", model, batch), gradient("padded", model, batch))
     assert FLOAT64_SUMS < found <= FLOAT32_SUMS
 
 
 def test_a_prompt_whose_cache_carries_no_gradient_would_show(monkeypatch):
     """The negative control: transformers' own caches copy states in place, or a detached cache loses the prompt."""
     model, batch = model_of("lfm2"), rows_of(*SHAPES["groups"])
-    expected = gradient(score_padded, model, batch)
+    expected = gradient("padded", model, batch)
     update = prefix_cache._Recorded.update
 
     def detached(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -101,21 +90,21 @@ def test_a_prompt_whose_cache_carries_no_gradient_would_show(monkeypatch):
         return keys, values
 
     monkeypatch.setattr(prefix_cache._Recorded, "update", detached)
-    assert apart(gradient(score_prefix, model, batch), expected) > 1e-3
+    assert apart(gradient("prefix", model, batch), expected) > 1e-3
 
 
 def test_the_router_counts_what_the_padded_batch_counts():
-    assert_same_router_counts(score_prefix, model_of("qwen3_next"), rows_of(*SHAPES["masked_out"]))
+    assert_same_router_counts("prefix", model_of("qwen3_next"), rows_of(*SHAPES["masked_out"]))
 
 
 def test_adapters_and_widths():
     model = model_of("falcon_h1")
     adapter = LoraConfig(r=4, target_modules=["q_proj", "in_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     wrapped, batch = get_peft_model(model, adapter), rows_of(*SHAPES["groups"])
-    expected = gradient(score_padded, wrapped, batch)
-    assert apart(gradient(score_prefix, wrapped, batch), expected) <= FLOAT32_SUMS
-    wide = score_prefix(wrapped, model, batch, multiple=8).logps_S
-    assert apart(wide, score_padded(wrapped, model, batch).logps_S) <= FLOAT32_SUMS
+    expected = gradient("padded", wrapped, batch)
+    assert apart(gradient("prefix", wrapped, batch), expected) <= FLOAT32_SUMS
+    wide = run_rows("prefix", wrapped, batch, multiple=8).logps_S
+    assert apart(wide, run_rows("padded", wrapped, batch).logps_S) <= FLOAT32_SUMS
 
 
 # ---- Which models run it --------------------------------------------------------------------------------------------
@@ -184,6 +173,6 @@ def test_a_planted_fault_is_found(monkeypatch, kind, fault):
             attention_mask = torch.ones_like(attention_mask)
         made(self, input_ids, attention_mask, position_ids, prompt_B, instead)
 
-    assert try_form("prefix", model, model, batch).refused is None
+    assert try_form("prefix", model, batch).refused is None
     monkeypatch.setattr(prefix_cache.Continuation, "__init__", spoilt)
-    assert try_form("prefix", model, model, batch).refused is not None
+    assert try_form("prefix", model, batch).refused is not None

@@ -105,14 +105,6 @@ def test_a_wrong_gradient_would_show(monkeypatch):
         torch.autograd.gradcheck(lambda *x: log_probs(*x, targets, LogitTransform()), (hidden, weight, bias))
 
 
-def test_no_position_gives_no_scores_and_a_gradient_of_zero():
-    hidden, weight, bias, targets = case(rows=0)
-    logps, entropies = log_probs(hidden, weight, bias, targets, LogitTransform())
-    assert logps.shape == entropies.shape == (0,)
-    (logps.sum() + entropies.sum()).backward()
-    assert weight.grad.abs().sum() == 0
-
-
 # ---- Precision ------------------------------------------------------------------------------------------------------
 
 

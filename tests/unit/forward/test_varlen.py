@@ -9,23 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
 
-from grpo_ext.batching.packing import PackLayout
 from grpo_ext.forward import attention
-from grpo_ext.forward.forms import score_packed, score_padded
+from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
 from tests.support import varlen
-from tests.support.packs import gradient, rows_of
-from tests.support.tiny import tiny_model
+from tests.support.architectures import architecture
+from tests.support.packs import SHAPES, apart, gradient, rows_of
 from tests.support.varlen import HEADS, PACKS, SCALE, dense, layout_of, outcome, states_of
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA
-
-ROWS = {
-    "ragged": ([7, 12, 3], [[4, 1, 9], [6, 6, 2], [11, 3, 5]]),
-    "empty": ([6, 4], [[5, 0, 3], [0, 0, 2]]),
-    "one": ([9], [[7]]),
-}
 
 
 @pytest.fixture
@@ -35,35 +27,10 @@ def calls(monkeypatch) -> list[str]:
     return varlen.count_calls(monkeypatch, varlen.forward, varlen.backward)
 
 
-def by_autograd(layout: PackLayout, *states: torch.Tensor, told: bool) -> torch.Tensor:
-    """The two calls joined by autograd, through operators whose backward is told the log-sum-exp's gradient or not."""
-    rows = [x[0].transpose(0, 1) for x in states]
-    own, seen = attention._joint_parts(layout, states[0].device)
-    out, lse = varlen.ByAutograd.apply(*rows, own.bounds, True, SCALE, told)
-    parts = rows[0][seen.queries], rows[1][seen.keys], rows[2][seen.keys]
-    other, other_lse = varlen.ByAutograd.apply(*parts, seen.bounds, False, SCALE, told)
-    share = torch.sigmoid(other_lse - lse[:, seen.queries]).T[..., None]
-    joined = out.clone()
-    joined[seen.queries] = torch.lerp(out[seen.queries], other, share)
-    return joined.transpose(0, 1)[None]
-
-
-def model_of(kind: str) -> Any:
-    """A tiny model; with a sliding window, a Mistral."""
-    if kind not in ("qwen2", "llama", "gpt2"):
-        torch.manual_seed(1)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 60}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-        config = MistralConfig(**sizes, **heads, sliding_window=100 if kind == "window_larger" else 6)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
-    else:
-        model = tiny_model(kind).double()
+def model_of(kind: str, **settings: Any) -> Any:
+    model = architecture(kind, initializer_range=0.3, **settings).double()
     install(model, 0.9)
     return model
-
-
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    assert (ours - theirs).norm() <= SAME_ALGEBRA * theirs.norm()
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -79,17 +46,14 @@ def test_two_calls_give_the_masked_attention_and_its_gradients(calls, pack, head
     assert calls == ["_varlen"] * once + ["_varlen_backward"] * once
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("pack", [pack for pack in PACKS if pack != "prompts alone"])
-def test_joining_by_autograd_would_give_wrong_gradients(pack, heads):
-    layout = layout_of(PACKS[pack])
-    states = states_of(layout, heads)
+def test_gradients_of_the_parts_alone_would_be_wrong(calls):
+    """The negative control: each part with its own output and log-sum-exp, as autograd would compute them."""
+    layout = layout_of(PACKS["ragged"])
+    states = states_of(layout, HEADS[0])
+    own, _ = attention._joint_parts(layout, states[0].device)
+    alone = outcome(attention._SharedPrefixAttention.apply(*states, [own], SCALE), states)
     expected = outcome(dense(layout, *states), states)
-    told, untold = (outcome(by_autograd(layout, *states, told=told), states) for told in (True, False))
-    for found, right in zip(told, expected):
-        torch.testing.assert_close(found, right, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
-    torch.testing.assert_close(untold[0], expected[0], rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
-    assert (untold[1] - expected[1]).norm() > 0.05 * expected[1].norm()
+    assert (alone[1] - expected[1]).norm() > 0.05 * expected[1].norm()
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -105,25 +69,26 @@ def test_torchs_own_operators_take_the_arguments(heads):
         assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
 
 
-@pytest.mark.parametrize("shape", ROWS)
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "window_larger"])
+@pytest.mark.parametrize("shape", ["groups", "masked_out", "one"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_a_model_scores_and_learns_as_on_the_padded_batch(calls, kind, shape):
-    model, batch = model_of(kind), rows_of(*ROWS[shape])
-    assert_same(score_packed(model, model, batch).logps_S, score_padded(model, model, batch).logps_S)
+    model, batch = model_of(kind), rows_of(*SHAPES[shape])
+    assert apart(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S) <= SAME_ALGEBRA
     assert len(calls) == 2 * model.config.num_hidden_layers
-    assert_same(gradient(score_packed, model, batch), gradient(score_padded, model, batch))
+    assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= SAME_ALGEBRA
 
 
 def test_gradient_checkpointing_runs_the_same_calls_again(calls):
-    model, batch = model_of("llama"), rows_of(*ROWS["ragged"])
-    expected = gradient(score_padded, model, batch)
+    model, batch = model_of("llama"), rows_of(*SHAPES["groups"])
+    expected = gradient("padded", model, batch)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert_same(gradient(score_packed, model, batch), expected)
-    assert (calls.count("_varlen"), calls.count("_varlen_backward")) == (8, 4)
+    assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
+    assert (calls.count("_varlen"), calls.count("_varlen_backward")) == (16, 8)
 
 
-def test_a_window_keeps_the_masked_calls(calls):
-    model, batch = model_of("window"), rows_of(*ROWS["ragged"])
-    assert_same(score_packed(model, model, batch).logps_S, score_padded(model, model, batch).logps_S)
-    assert calls == []
+@pytest.mark.parametrize(("window", "expected"), [(6, 0), (100, 8)])
+def test_a_window_that_a_sequence_reaches_keeps_the_masked_calls(calls, window, expected):
+    model, batch = model_of("mistral", sliding_window=window), rows_of(*SHAPES["groups"])
+    assert apart(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S) <= SAME_ALGEBRA
+    assert len(calls) == expected

@@ -7,11 +7,9 @@ is built.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -115,36 +113,3 @@ def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> str | N
             f"{length} tokens, the longest prompt and max_completion_length."
         )
     return None
-
-
-def accepts_positions(model: Any) -> bool:
-    """Whether the model's forward takes `position_ids`."""
-    return "position_ids" in inspect.signature(model.forward).parameters
-
-
-def positions_of(
-    model: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, images: dict[str, torch.Tensor]
-) -> torch.Tensor | None:
-    """The `position_ids` of a batch in TRL's layout: (B, L), or (3, B, L) where images have rows and columns.
-
-    Args:
-        images: the model's image arguments, with or without pixels.
-
-    Returns:
-        None for a model that takes none.
-    """
-    if not accepts_positions(model):
-        return None
-    counted_BL = position_ids(mask_BL)
-    index: Callable[..., Any] | None = getattr(getattr(model, "base_model", model), "get_rope_index", None)
-    if index is None:
-        return counted_BL
-    known = {name: value for name, value in images.items() if name in inspect.signature(index).parameters}
-    if "image_grid_thw" not in known:
-        return counted_BL.expand(3, *counted_BL.shape)
-    return index(ids_BL, attention_mask=mask_BL, **known)[0]
-
-
-def position_ids(attention_mask_BT: torch.Tensor) -> torch.Tensor:
-    """Positions that count real tokens only, so that padding does not move a row (B, T), int64."""
-    return attention_mask_BT.long().cumsum(-1).sub(1).clamp(min=0)

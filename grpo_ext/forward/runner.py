@@ -1,14 +1,14 @@
 """Log-probabilities of completions under the policy and the reference, for a rollout or a micro-batch.
 
-Differs from TRL, where one method serves both: a rollout is scored without gradients, in chunks that fit into memory; a
-micro-batch is scored in one forward, with gradients. TRL's `_get_per_token_logps_and_entropies` calls `score_for_trl`
+Differs from TRL, where one method serves both: a rollout runs without gradients, in chunks that fit into memory; a
+micro-batch runs in one forward, with gradients. `padded_log_probs` answers TRL's `_get_per_token_logps_and_entropies`,
 where a user overrides or calls it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,20 +21,17 @@ from .. import compat
 from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
+from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from .architecture import experts_per_token
-from .attention import packed_attention, plain_attention, runs_packs
 from .choice import ForwardChoice
-from .forms import FORWARDS
-from .lm_head import RouterOutput, Scores
-from .prefix_cache import cached_under_checkpointing, keeps_caches
+from .forms import in_form, run_rows
+from .lm_head import LogProbs, RouterOutput
 from .reference import base_model_of
 from .rows import TokenRows, Unchanged, padded_ids_and_mask
 
-# log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None
-TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
-LogProbs = Callable[..., Any]  # a user's `_get_per_token_logps_and_entropies`
+LogProbsOverride = Callable[..., Any]  # a user's `_get_per_token_logps_and_entropies`
 
 
 @dataclass
@@ -42,14 +39,14 @@ class Request:
     """Rows that go through a user's `_get_per_token_logps_and_entropies` as padded tensors.
 
     Attributes:
-        scorer: the scorer of this thread.
+        runner: of this thread.
         rows: the rows without padding.
         tensors: ids and attention mask of the padded batch; `rows` are valid for these tensors alone.
-        limits: of `score_rollout`, for the rows of a rollout; None for a micro-batch.
-        router: the router output of a MoE model, set when the micro-batch is scored.
+        limits: of `rollout_log_probs`, for the rows of a rollout; None for a micro-batch.
+        router: the router output of a MoE model, set once the micro-batch has run.
     """
 
-    scorer: Scorer
+    runner: ForwardRunner
     rows: TokenRows
     tensors: Unchanged
     limits: tuple[Any, ...] | None = None
@@ -59,8 +56,8 @@ class Request:
 _request: ContextVar[Request | None] = ContextVar("request", default=None)  # of this thread
 
 
-class Scorer:
-    """Computes log-probabilities of completions.
+class ForwardRunner:
+    """Runs models on completions, in the form of each.
 
     Args:
         args: `forms`, `unit_rows`, `pad_to_multiple_of` and the arguments of gradient checkpointing.
@@ -78,24 +75,24 @@ class Scorer:
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
         self.choice = ForwardChoice(args.forms, accelerator.device, not self.sharded, checkpointing, refused)
+        self._running = False  # whether backward passes run in the form of the model
 
-    def copy(self, accelerator: Accelerator) -> Scorer:
-        """A scorer for another thread, with that thread's accelerator."""
-        scorer = Scorer(accelerator, self.args, self.choice.all_refused)
-        scorer.memory = self.memory
-        return scorer
+    def copy(self, accelerator: Accelerator) -> ForwardRunner:
+        """A runner for another thread, with that thread's accelerator."""
+        runner = ForwardRunner(accelerator, self.args, self.choice.all_refused)
+        runner.memory = self.memory
+        return runner
 
     @property
-    def of_this_thread(self) -> Scorer:
-        """The scorer of the request that this thread is inside; without a request, this scorer."""
+    def of_this_thread(self) -> ForwardRunner:
+        """The runner of the request that this thread is inside; without a request, this one."""
         request = _request.get()
-        return self if request is None else request.scorer
+        return self if request is None else request.runner
 
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
         """Inside, forwards and backwards of `model` run in its form."""
-        policy, form = base_model_of(model), self.choice.form(model)
-        with packed_attention(policy, form == "packed"), cached_under_checkpointing(policy, form == "prefix"):
+        with in_form(base_model_of(model), self.choice.form(model)), assigned(self, _running=True):
             yield
 
     @contextmanager
@@ -119,10 +116,10 @@ class Scorer:
         rows: TokenRows,
         limits: tuple[int | None, int | None, int] | None = None,
     ) -> Iterator[Request]:
-        """Inside, `score_for_trl` of this thread knows the rows of these padded tensors.
+        """Inside, `padded_log_probs` of this thread knows the rows of these padded tensors.
 
         Args:
-            limits: of `score_rollout`; None for a micro-batch.
+            limits: of `rollout_log_probs`; None for a micro-batch.
         """
         request = Request(self, rows, Unchanged(input_ids, attention_mask), limits)
         token = _request.set(request)
@@ -136,7 +133,7 @@ class Scorer:
         request = _request.get()
         return request is not None and request.tensors.are(input_ids, attention_mask)
 
-    def score_rollout(
+    def rollout_log_probs(
         self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
     ) -> torch.Tensor:
         """Log-probabilities (S,) of this process's part of a rollout batch, without gradients; all processes together.
@@ -145,18 +142,18 @@ class Scorer:
             batch_size, max_tokens: completions and tokens of a forward, at most.
             group_size: completions per group, which canonical units are cut within.
         """
-        parts = self._score_chunks(model, rows, (batch_size, max_tokens, group_size))
-        return torch.cat([scores.logps_S for scores in parts])
+        parts = self._run_chunks(model, rows, (batch_size, max_tokens, group_size))
+        return torch.cat([part.logps_S for part in parts])
 
-    def score_inputs(
+    def micro_batch_log_probs(
         self,
         model: Any,
         inputs: dict[str, Any],
         rows: TokenRows,
         with_router: bool,
-        override: LogProbs | None,
+        override: LogProbsOverride | None,
     ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
-        """Score a micro-batch that TRL's loss takes.
+        """Log-probabilities of a micro-batch that TRL's loss takes.
 
         Args:
             inputs: TRL's padded dictionary; rows: its tokens.
@@ -167,10 +164,10 @@ class Scorer:
         """
         width = inputs["completion_ids"].size(1)
         if override is None:
-            scores, device = self._forward(model, rows, True, with_router), inputs["completion_ids"].device
-            assert scores.entropies_S is not None
-            logps, entropies = (rows.to_columns(v, width).to(device) for v in (scores.logps_S, scores.entropies_S))
-            return logps, entropies, scores.router
+            output, device = self._forward(model, rows, True, with_router), inputs["completion_ids"].device
+            assert output.entropies_S is not None
+            logps, entropies = (rows.to_columns(v, width).to(device) for v in (output.logps_S, output.entropies_S))
+            return logps, entropies, output.router
         ids, mask = padded_ids_and_mask(inputs)
         images = compat.images_among(inputs)
         if not images and rows.images is not None:
@@ -180,7 +177,7 @@ class Scorer:
             logps, entropies, _ = override(model, ids, mask, width, **options)
         return logps, entropies, request.router
 
-    def score_for_trl(
+    def padded_log_probs(
         self,
         model: Any,
         input_ids: torch.Tensor,
@@ -189,28 +186,31 @@ class Scorer:
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-    ) -> TrlScores:
-        """Score a padded batch, as `_get_per_token_logps_and_entropies` does, in forwards of `batch_size` rows.
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What `_get_per_token_logps_and_entropies` returns for a padded batch, in forwards of `batch_size` rows.
 
-        The tensors of a request are scored through its rows, and the request gets the router output.
+        The tensors of a request run as its rows, and the request gets the router output.
+
+        Returns:
+            Log-probabilities (B, T), entropies (B, T) or None, and the mean auxiliary loss or None.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
         if request is not None and request.limits is not None:
-            parts = self._score_chunks(model, rows, request.limits, compute_entropy, compute_aux_loss)
+            parts = self._run_chunks(model, rows, request.limits, compute_entropy, compute_aux_loss)
         else:
             chunks = self._cut(model, rows, batch_size)
             parts = [self._forward(model, rows.part(part), compute_entropy, compute_aux_loss) for part in chunks]
-        routers = [scores.router for scores in parts if scores.router is not None]
+        routers = [part.router for part in parts if part.router is not None]
         aux_loss = None
         if routers:
             experts = experts_per_token(base_model_of(model))
             aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
         if request is not None and len(parts) == 1:
             request.router = parts[0].router
-        logps_S, entropies = torch.cat([scores.logps_S for scores in parts]), None
+        logps_S, entropies = torch.cat([part.logps_S for part in parts]), None
         if compute_entropy:
-            entropies_S = torch.cat([scores.entropies_S for scores in parts if scores.entropies_S is not None])
+            entropies_S = torch.cat([part.entropies_S for part in parts if part.entropies_S is not None])
             entropies = rows.to_columns(entropies_S, width)
         return rows.to_columns(logps_S, width), entropies, aux_loss
 
@@ -223,15 +223,15 @@ class Scorer:
         sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple)
         return cut_in_order(sizes, batch_size or len(rows), max_tokens, form)
 
-    def _score_chunks(
+    def _run_chunks(
         self,
         model: Any,
         rows: TokenRows,
         limits: tuple[int | None, int | None, int],
         with_entropy: bool = False,
         with_router: bool = False,
-    ) -> list[Scores]:
-        """Score a rollout in chunks that fit into memory, canonical units in bitwise mode; see `score_rollout`."""
+    ) -> list[LogProbs]:
+        """Run a rollout in chunks that fit into memory, canonical units in bitwise mode; see `rollout_log_probs`."""
         with self.accelerator.autocast():
             self.choice.check(model, rows)
         batch_size, max_tokens, group_size = limits
@@ -241,25 +241,26 @@ class Scorer:
             sizes = StepSizes(group_numbers(len(rows), group_size), [], [])
             chunks = [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(len(rows)), unit)]
 
-        def work(piece: Sequence[int]) -> Scores:
+        def work(piece: Sequence[int]) -> LogProbs:
             return self._forward(model, rows.part(slice(piece[0], piece[-1] + 1)), with_entropy, with_router)
 
         # where a forward is a collective, every process runs as many; a process with fewer chunks repeats its last one
         forwards = max_over_processes(len(chunks), self.accelerator.device) if self.sharded else len(chunks)
-        scores: list[Scores] = []
+        outputs: list[LogProbs] = []
         for number in range(forwards):
             chunk = chunks[min(number, len(chunks) - 1)]
             parts = self.memory.run(range(chunk.start, chunk.stop), work)
-            scores += parts if number < len(chunks) else []
-        return scores
+            outputs += parts if number < len(chunks) else []
+        return outputs
 
-    def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
-        """Score rows in one forward, with gradients where they are on."""
-        policy, form = base_model_of(model), self.choice.form(model)
-        # a loss that is computed outside the step runs its backward pass outside `running`
-        inside = runs_packs(policy) if form == "packed" else keeps_caches(policy)
-        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside
-        has_gaps = rows.attended_N is not None
-        forward = FORWARDS["padded" if again or has_gaps else form]
-        with self.accelerator.autocast(), plain_attention(policy) if has_gaps else nullcontext():
-            return forward(model, policy, rows, with_router, with_entropy, self.multiple)
+    def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> LogProbs:
+        """Run rows in one forward, with gradients where they are on."""
+        form = self.choice.form(model)
+        # outside `running`, a backward pass under gradient checkpointing would run the layers again in another form
+        again = torch.is_grad_enabled() and base_model_of(model).is_gradient_checkpointing and not self._running
+        if again or rows.attended_N is not None:
+            form = "padded"
+        with self.accelerator.autocast():
+            return run_rows(
+                form, model, rows, with_router=with_router, with_entropy=with_entropy, multiple=self.multiple
+            )
