@@ -190,15 +190,11 @@ def export(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder to write (default: RUN/report; of several runs report-comparison beside the first)."),
-    ] = None,
 ) -> None:
     """Write what a run did, or how several differ, as one page with plots; also of a run that goes on or was killed."""
-    from .report.page import report as write
+    from .report import report as write
 
-    page = write(runs, output)
+    page = write(runs)
     say(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from grpo_ext.errors import ConfigError
 from grpo_ext.rewards.worker import pack
 from grpo_ext.tools.check import runs, splits
-from grpo_ext.tools.check.comparison import Trained, compare, gradient_error, metric_difference, update_error
+from grpo_ext.tools.check.comparison import compare, gradient_error, metric_difference, update_error
 from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
 from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.check.splits import check, splits_of
@@ -77,8 +77,7 @@ def test_metric_difference_finds_the_worst_value_and_leaves_timings_out():
 
 
 def verdict(reference: RunResult, other: RunResult, trace: bool = False) -> SplitResult:
-    first = Trained(reference)
-    return compare(run_of({}, trace=trace), Split(1), first, first if other is reference else Trained(other))
+    return compare(run_of({}, trace=trace), Split(1), reference, other)
 
 
 def test_verdicts():
@@ -109,7 +108,7 @@ def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
 
     assert reason(trace) == ""
     assert reason(other) == "the first difference is in optimizer/a/exp_avg after step 2"
-    assert reason(trace[:1]) == "the first difference is in the number of steps after step 2"
+    assert reason(trace[:1]) == "2 against 1 steps"
     assert reason(trace, 1.0 + 1e-12) == "only the log differs, most in loss"
 
 
@@ -185,7 +184,6 @@ QUANTISED = object()  # stands for a BitsAndBytesConfig
     [
         ({}, None, True),
         ({"fp16": True}, None, False),
-        ({"bf16": True}, None, False),
         ({}, QUANTISED, True),
         ({"float32_adapters": False}, QUANTISED, False),
     ],
@@ -219,7 +217,7 @@ def test_no_process_is_left_of_a_launch_that_is_ended(tmp_path):
     """Its processes have sessions of their own: ending the launcher alone would leave them."""
     (tmp_path / "wait.py").write_text("import time\ntime.sleep(100)\n")
     command = runs.launch_command(2, [str(tmp_path / "wait.py")])
-    started = runs._Launched(command, {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "output.txt")
+    started = runs.Processes(command, {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "output.txt")
     until = time.monotonic() + 60
     while sum(str(tmp_path) in words for words in command_lines()) < 3 and time.monotonic() < until:
         time.sleep(0.1)
@@ -277,8 +275,6 @@ def test_check_trains_and_compares_with_a_local_reward(fork_launches, tmp_path):
     assert [r.verdict for r in report.of(STOCK)] == ["reference", "refused"]
     assert report.ok
     assert 0.0 < report.of(OURS)[1].gradient_error < 2e-6
-    (padded,) = report.of("trl, padded")
-    assert 0.0 < padded.gradient_error < 1e-4  # rounding, and no other completions
 
 
 def test_in_float64_a_check_leaves_nothing_but_its_rounding(fork_launches, tmp_path):
