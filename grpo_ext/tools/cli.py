@@ -113,7 +113,7 @@ def plan(
     ahead = f"{lag} rollout batch(es)" if lag else None
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
     if (model := settings.get("model_name_or_path")) is not None:
-        from .plan.measure import expected_memory
+        from .plan import expected_memory
 
         text, table = expected_memory(model, geometry, settings, engine, prompt_length)
         say(text)
@@ -159,7 +159,6 @@ def check(
         )
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
-    Console().print(report.table())
     for note in report.notes():
         say(f"  {note}")
     say(report.conclusion())
@@ -183,8 +182,8 @@ def export(
 
     if checkpoint.is_dir() and not (checkpoint / LISTING).is_file():
         say(f"{checkpoint} has no checksums, so it is read unverified.")
-    done = export_model(checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, trust_shards=trust_shards)
-    say(f"{out}: {done.kind}, {done.size / 1e6:.1f} MB")
+    kind = export_model(checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, trust_shards=trust_shards)
+    say(f"{out}: {kind}")
 
 
 @app.command()

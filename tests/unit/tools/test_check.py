@@ -307,15 +307,17 @@ def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
     assert report.results[1].gradient_error > 1e-2
 
 
-@pytest.mark.parametrize(("word", "status"), [("rounding", 0), ("differs", 1)])
-def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status):
+@pytest.mark.parametrize(
+    ("verdict", "status", "words"), [("rounding", 0, "learns the same"), ("differs", 1, "learns something else")]
+)
+def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, verdict, status, words):
     from typer.testing import CliRunner
 
     from grpo_ext.tools import cli
 
-    result = SplitResult(Split(1), OURS, word)
+    result = SplitResult(Split(1), OURS, verdict)
     monkeypatch.setattr("grpo_ext.tools.check.task.load_run", lambda *args: (run_of({"global_batch_size": 1}), ""))
     monkeypatch.setattr("grpo_ext.tools.check.check", lambda *args, **kwargs: CheckReport([result], steps=1))
     done = CliRunner().invoke(cli.app, ["check", "--processes", "1", "--micro_batch_sizes", "1"])
     assert done.exit_code == status, done.output
-    assert word in done.output
+    assert words in done.output
