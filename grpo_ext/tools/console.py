@@ -72,8 +72,10 @@ class Console(RunCallback):
         self._task: Any = None
 
     def install(self, trainer: Trainer) -> Trainer:
-        """Add this to a trainer in place of transformers' own progress callbacks; returns the trainer. The terminal is
-        put in order also where `train()` ends with an error (with another trainer, at the program's end)."""
+        """Add this to a trainer in place of transformers' own progress callbacks; returns the trainer.
+
+        The bar also goes where `train()` ends with an error; with another trainer than ours, at the program's end.
+        """
         from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # in notebooks transformers sets another callback
 
         changed: Any = trainer
@@ -153,7 +155,7 @@ class Console(RunCallback):
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back; again and again if need be."""
+        """Take the bar away; may be called again."""
         if self._bar is not None:
             self._bar.stop()
         self._bar = None

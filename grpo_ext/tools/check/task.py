@@ -33,9 +33,9 @@ def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
             trained on.
     """
     demo = is_demo(run_settings)
-    defaults = (
-        {**demo_defaults(run_settings), "global_batch_size": 32, "rollout_chunk_size": 8} if demo else {"bf16": False}
-    )
+    defaults: dict[str, Any] = {"bf16": False}
+    if demo:
+        defaults = {**demo_defaults(run_settings), "global_batch_size": 32, "rollout_chunk_size": 8}
     ignored = written(run_settings)
     settings = {**defaults, **{name: value for name, value in run_settings.items() if name not in ignored}}
     script, training, model = as_dataclasses(settings)
