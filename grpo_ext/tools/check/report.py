@@ -48,8 +48,7 @@ class SplitResult:
 
     def line(self, verdict: str | None = None) -> str:
         """The result in a line; `verdict` replaces one that is not final."""
-        errors = {"gradient": self.gradient_error, "update": self.update_error}
-        errors |= {"float64": self.float64_error, "logs": self.metric_error}
+        errors = {"gradient": self.gradient_error, "update": self.update_error, "float64": self.float64_error}
         known = [f"{name} {error:.1e}" for name, error in errors.items() if not math.isnan(error)]
         shown = f" ({', '.join(known)})" if known and self.verdict != "reference" else ""
         return f"{self.trainer}, {self.split}: {verdict or self.verdict}{shown}"
