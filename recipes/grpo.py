@@ -46,7 +46,7 @@ from grpo_ext.tools.options import (
     parse,
     stock_arguments,
 )
-from grpo_ext.tools.report.page import report_or_reason
+from grpo_ext.tools.report import report_or_reason
 from grpo_ext.tools.stock import STOCK
 
 REAL_DEMOS = ("sums", "last_word")  # in smollm2.py

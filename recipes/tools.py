@@ -23,7 +23,7 @@ from grpo_ext.demo.warm_start import EOS, build_model, build_tokenizer, built_on
 from grpo_ext.errors import GrpoExtError
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.options import refuse_option, refuse_unknown
-from grpo_ext.tools.report.page import report_or_reason
+from grpo_ext.tools.report import report_or_reason
 
 MODEL, CALL, ANSWER = "<model>", "<call>", "<answer>"
 NAME, ARGUMENT = "calculate", "expression"

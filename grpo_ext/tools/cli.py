@@ -116,7 +116,7 @@ def plan(
     ahead = f"{lag} rollout batch(es)" if lag else None
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, micro_batch_tokens=tokens, ahead=ahead))
     if (model := settings.get("model_name_or_path")) is not None:
-        from .plan.measure import expected_memory
+        from .plan import expected_memory
 
         text, table = expected_memory(model, geometry, settings, engine, prompt_length)
         say(text)
@@ -162,7 +162,6 @@ def check(
         )
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
-    Console().print(report.table())
     for note in report.notes():
         say(f"  {note}")
     say(report.conclusion())
@@ -186,22 +185,18 @@ def export(
 
     if checkpoint.is_dir() and not (checkpoint / LISTING).is_file():
         say(f"{checkpoint} has no checksums, so it is read unverified.")
-    done = export_model(checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, trust_shards=trust_shards)
-    say(f"{out}: {done.kind}, {done.size / 1e6:.1f} MB")
+    kind = export_model(checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, trust_shards=trust_shards)
+    say(f"{out}: {kind}")
 
 
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Folder to write (default: RUN/report; of several runs report-comparison beside the first)."),
-    ] = None,
 ) -> None:
     """Write what a run did, or how several differ, as one page with plots; also of a run that goes on or was killed."""
-    from .report.page import report as write
+    from .report import report as write
 
-    page = write(runs, output)
+    page = write(runs)
     say(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
 
 

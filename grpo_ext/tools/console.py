@@ -7,7 +7,6 @@ Unlike the Trainer's dictionaries, a line holds what matters and is cropped wher
 from __future__ import annotations
 
 import atexit
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -71,11 +70,12 @@ class Console(RunCallback):
         self._out = rich_console.Console() if out is None else out
         self._bar: Progress | None = None
         self._task: Any = None
-        self._handlers: list[tuple[Any, Any]] = []
 
     def install(self, trainer: Trainer) -> Trainer:
-        """Add this to a trainer in place of transformers' own progress callbacks; returns the trainer. The terminal is
-        put in order also where `train()` ends with an error (with another trainer, at the program's end)."""
+        """Add this to a trainer in place of transformers' own progress callbacks; returns the trainer.
+
+        The bar also goes where `train()` ends with an error; with another trainer than ours, at the program's end.
+        """
         from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # in notebooks transformers sets another callback
 
         changed: Any = trainer
@@ -109,11 +109,12 @@ class Console(RunCallback):
         self._bar.live.transient = True  # leaves no line behind when it is hidden for other output
         self._task = self._bar.add_task("GRPO", total=state.max_steps, completed=state.global_step, status="")
         atexit.register(self.close)
-        self._show()
+        self._bar.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar again after a table of samples."""
-        self._show()
+        if self._bar is not None:
+            self._bar.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Move the bar, and measure if it is time."""
@@ -139,13 +140,13 @@ class Console(RunCallback):
         elif any(key.startswith("eval_") for key in logs):
             values = {key.removeprefix("eval_"): value for key, value in logs.items()}
             self._line("eval", state, values, {name: values[name] for name in first_and_last(values)})
-        if getattr(args, "log_completions", False):
-            self._hide()  # TRL prints its table next, straight to the terminal
+        if getattr(args, "log_completions", False) and self._bar is not None:
+            self._bar.stop()  # TRL prints its table next, straight to the terminal
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the bar as it is, finished."""
         if self._bar is not None:
-            self._show()
+            self._bar.start()
             self._bar.live.transient = False
         self.close()
 
@@ -154,8 +155,9 @@ class Console(RunCallback):
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back; again and again if need be."""
-        self._hide()
+        """Take the bar away; may be called again."""
+        if self._bar is not None:
+            self._bar.stop()
         self._bar = None
         atexit.unregister(self.close)
 
@@ -163,24 +165,6 @@ class Console(RunCallback):
 
     def _is_terminal(self) -> bool:
         return not self._is_file and self._out.is_interactive and not self._out.is_jupyter
-
-    def _show(self) -> None:
-        if self._bar is None or self._bar.live.is_started:
-            return
-        real = {id(getattr(sys, name)): name for name in ("stdout", "stderr")}
-        self._bar.start()
-        # rich stands in for sys.stderr, but loggers hold the stream they were made with and would write over the bar
-        for handler in _stream_handlers():
-            if (name := real.get(id(handler.stream))) is not None:
-                self._handlers.append((handler, handler.stream))
-                handler.setStream(getattr(sys, name))
-
-    def _hide(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        for handler, stream in self._handlers:
-            handler.setStream(stream)
-        self._handlers.clear()
 
     def _line(self, kind: str, state: Any, logs: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         """Print a line: figures of this kind of line, then what was logged."""
@@ -206,9 +190,3 @@ def _fields(logs: Mapping[str, Any]) -> list[tuple[str, str]]:
             value += f" +- {float(logs['reward_std']):.2f}"
         fields.append((name, value))
     return fields
-
-
-def _stream_handlers() -> list[Any]:
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]

@@ -60,19 +60,13 @@ def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset |
     return _hold_out(_with_answer(_with_prompt(dataset, data), data), data, seed)
 
 
-def is_local(source: str | Path) -> bool:
-    """Whether data lie on this machine, or would, by their name; else they are of the Hub."""
-    path, text = Path(source).expanduser(), str(source)
-    looks_local = path.suffix.lower() in _BUILDERS or path.is_absolute() or text.startswith((".", "~"))
-    return looks_local or text.count("/") > 1 or path.exists()
-
-
 def _read(data: DataArguments) -> Dataset:
     source, split = str(data.dataset_name), data.dataset_split
     path = Path(source).expanduser()
-    if is_local(source) and not path.exists():
-        raise DataError(f"The data {source} does not exist (looked in {Path.cwd()}); check the path.")
     builder = _BUILDERS.get(path.suffix.lower())
+    no_hub_name = builder is not None or path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
+    if no_hub_name and not path.exists():
+        raise DataError(f"The data {source} does not exist (looked in {Path.cwd()}); check the path.")
     if path.is_file() and builder is None:
         raise DataError(
             f"{path} has the extension '{path.suffix}', which names no known kind of data; use one of "

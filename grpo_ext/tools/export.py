@@ -13,7 +13,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +36,6 @@ _BESIDE = (
 )
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written.
-
-    Attributes:
-        kind: what the checkpoint held ("full", "adapter", "merged adapter", "FSDP shards", "ZeRO shards").
-        size: of the folder, in bytes.
-    """
-
-    kind: str
-    size: int
-
-
 def export(
     checkpoint: str | Path,
     out: str | Path,
@@ -58,8 +44,10 @@ def export(
     base: str | None = None,
     dtype: str | None = None,
     trust_shards: bool = False,
-) -> Exported:
+) -> str:
     """Write the policy of a checkpoint to a new folder; on any error nothing is left behind.
+
+    Returns what the checkpoint held: "full", "adapter", "merged adapter", "FSDP shards" or "ZeRO shards".
 
     Args:
         merge_adapter: put an adapter into its base model; otherwise the adapter alone is written.
@@ -87,12 +75,11 @@ def export(
                 kind = _write_model(source, folder, dtype)
             _copy_beside(source, folder)
             _write_card(source, folder, target.name, kind)
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except GrpoExtError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{source} could not be exported: {type(error).__name__}: {error}") from error
-    return Exported(kind, size)
+    return kind
 
 
 def _holds_adapter(source: Path, trust_shards: bool) -> bool:

@@ -23,9 +23,9 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
     Raises:
         GrpoExtError: names them.
     """
-    if given := [f"{name}={settings[name]!r}" for name in sorted(ALGORITHM) if settings.get(name)]:
+    if used := [f"{name}={settings[name]!r}" for name in sorted(ALGORITHM) if settings.get(name)]:
         raise GrpoExtError(
-            f"{', '.join(given)}: stock TRL has no such setting and would learn something else; leave it out to "
+            f"{', '.join(used)}: stock TRL has no such setting and would learn something else; leave it out to "
             "compare with stock TRL."
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 from peft import LoraConfig
 
 from grpo_ext.tools.check.comparison import update_error
-from grpo_ext.tools.check.runs import Run, RunResult, run_all
+from grpo_ext.tools.check.runs import Run, RunResult, train
 from tests.support.cases import LORA, Bench
 
 SEEDS = (3, 4, 5, 6)
@@ -42,7 +42,7 @@ def main(steps: int = 2) -> None:
         runs = planned(Bench(Path(name)), steps)
         for processes in (1, 2):
             together = {key: run for key, run in runs.items() if SPLITS[key[-1]][0] == processes}
-            results |= dict(zip(together, run_all(list(together.values()), processes)))
+            results |= dict(zip(together, train(list(together.values()), processes)))
     if failed := [result.error for result in results.values() if result.error is not None]:
         raise RuntimeError(failed[0])
     print("| weights | adapter | sampled | 1 process | 2 processes |\n|---|---|---|---|---|")

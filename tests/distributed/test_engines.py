@@ -285,8 +285,8 @@ def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, proces
     final = {name: run / name / "checkpoint-3" for name in ("saved", "shards")}
     expected = launches(engine, processes)["saved"].state
     for name in ("saved", "shards"):
-        done = export(final[name], tmp_path / name, trust_shards=True)
-        assert done.kind == ("full" if name == "saved" else SHARD_KINDS.get(engine, "full"))
+        kind = export(final[name], tmp_path / name, trust_shards=True)
+        assert kind == ("full" if name == "saved" else SHARD_KINDS.get(engine, "full"))
         assert {path.name for path in (tmp_path / name).iterdir()} == FILES | {"tokenizer_config.json"}
         written = load_file(tmp_path / name / "model.safetensors")
         for key, value in written.items():
@@ -305,7 +305,7 @@ def test_every_checkpoint_of_an_adapter_is_exported(launches, folder, tmp_path, 
     merged = export(final["lora_saved"], tmp_path / "merged", merge_adapter=True, base=str(folder / "model"))
     alone = export(final["lora_saved"], tmp_path / "alone", base=str(folder / "model"))
     joined = export(final["lora_shards"], tmp_path / "joined", base=str(folder / "model"), trust_shards=True)
-    assert (merged.kind, alone.kind, joined.kind) == ("merged adapter", "adapter", "adapter")
+    assert (merged, alone, joined) == ("merged adapter", "adapter", "adapter")
     expected = load_file(tmp_path / "alone" / "adapter_model.safetensors")
     found = load_file(tmp_path / "joined" / "adapter_model.safetensors")
     assert found.keys() == expected.keys()

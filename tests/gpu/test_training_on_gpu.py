@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.precision.loss_scaler import LossScaler
-from grpo_ext.tools.plan.measure import measure
-from grpo_ext.tools.plan.memory import MemoryLayout, memory_of
+from grpo_ext.tools.plan import MemoryLayout, measure, memory_of
 from tests.support.gpu import TOY, needs_gpu
 from tests.support.rollouts import give_completions
 from tests.support.tiny import letter_reward, tiny_tokenizer
@@ -80,7 +79,7 @@ def test_a_model_of_half_a_billion_weights_trains(record_property, tmp_path, pre
     assert isinstance(trainer.accelerator.scaler, LossScaler) == (precision == "fp16")
     config = Qwen2Config(**HALF_B)
     sizes = measure(config, compute="float16" if precision == "fp16" else "bfloat16")
-    expected = memory_of(sizes, MemoryLayout("ddp", 1, PROMPT + GROUP * COMPLETION, 1, 1))["training"]
+    expected = memory_of(sizes, MemoryLayout("ddp", 1, PROMPT + GROUP * COMPLETION, 1))["training"]
     peak = expected if TOY else torch.cuda.max_memory_allocated()
     record_property("expected GiB", expected / 2**30)
     record_property("peak GiB", peak / 2**30)

@@ -134,7 +134,7 @@ def serves(environment: dict[str, str]) -> bool:
     return not other
 
 
-class Forked:
+class Forked(Processes):
     """The processes of a launch (grpo_ext.tools.check.runs) that a server forks; it has no other launch meanwhile."""
 
     def __init__(self, command: Sequence[str], processes: int, environment: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,13 @@ from grpo_ext.tools.check.runs import Run, RunResult
 from tests.support.cases import Bench
 from tests.support.forks import forked
 
-run_all = functools.partial(runs.run_all, start=forked)
 train = functools.partial(runs.train, start=forked)
+
+
+def run_all(runs: Sequence[Run], processes: int, **options: Any) -> list[RunResult]:
+    """The results of `train` in a list."""
+    return list(train(runs, processes, **options))
+
 
 REFERENCE = 16  # the whole step in one forward
 SIZES = (8, 5, 3, 1)

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from grpo_ext.tools.report.page import ReportCallback
-from grpo_ext.tools.report.runs import load_run
+from grpo_ext.tools.report import ReportCallback, load_run
 from tests.support.tiny import prompts
 from tests.support.trainers import log_of, make
 
@@ -60,8 +59,8 @@ def test_wandb_gets_the_metrics_and_the_completions(tmp_path, monkeypatch):
 def test_the_run_log_holds_every_log_line_and_those_of_evaluations(tmp_path):
     trainer = train(tmp_path / "out", callbacks=[ReportCallback()], max_steps=3, eval_strategy="steps", eval_steps=2)
     run = load_run(tmp_path / "out")
-    for name in ("reward", "kl", "grad_norm", "time/train", "eval_reward"):
-        assert run.series(name)[1] == log_of(trainer, name), name
+    for name in ("reward", "entropy", "grad_norm", "time/train", "eval_reward"):
+        assert run.series[name][1] == log_of(trainer, name), name
     training = [entry for entry in run.log.entries if "reward" in entry["values"]]
     assert [entry["step"] for entry in training] == [1, 2, 3]
     assert run.status == "finished"

@@ -8,7 +8,6 @@ the initial ones, so every split has the same completions. The invariance tests 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,6 @@ SMALL_STEP = 0.1  # of the largest step's gradient: the least a step's error is 
 _TIMING = ("step_time", "total_flos")  # values that are no result of the algorithm
 _TIMING_ENDS = ("_runtime", "_per_second")
 _LAYOUT_STARTS = ("time/", "layout/")  # the layout of a step, which a split changes
-
-
-@dataclass
-class Trained:
-    """A split's run, and the file with the gradients of a second run, which does not learn."""
-
-    run: RunResult
-    gradients: Path | None = None
 
 
 def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -96,44 +87,39 @@ def _relative_gap(a: Any, b: Any) -> float:
     return abs(a - b) / max(1.0, abs(a))
 
 
-def first_difference(reference: list[dict[str, str]], other: list[dict[str, str]]) -> tuple[int, str] | None:
-    """The first step and tensor whose hashes differ; None where all are the same."""
-    for step, (a, b) in enumerate(zip(reference, other), start=1):
-        different = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
-        if different:
-            return step, different[0]
-    return None if len(reference) == len(other) else (min(len(reference), len(other)) + 1, "the number of steps")
-
-
-def compare(run: Run, split: Split, reference: Trained, other: Trained, tolerance: float = TOLERANCE) -> SplitResult:
-    """Compare two splits of `run`, whose name is that of the trainer in the report; with a trace compare hashes."""
-    if (error := other.run.error) is not None:
-        first_line = error.removeprefix("GrpoExtError: ").split("\n")[0][:200]
-        return SplitResult(split, run.name, "refused", first_line)
-    result = SplitResult(split, run.name, "same")
-    result.update_error = update_error(reference.run.delta, other.run.delta)
-    result.metric_error, metric = metric_difference(reference.run.log, other.run.log)
+def compare(
+    run: Run, split: Split, reference: RunResult, other: RunResult, tolerance: float = TOLERANCE
+) -> SplitResult:
+    """Compare two splits of `run`; with a trace compare hashes."""
+    if other.error is not None:
+        first_line = other.error.removeprefix("GrpoExtError: ").split("\n")[0][:200]
+        return SplitResult(split, run.trainer, "refused", first_line)
+    result = SplitResult(split, run.trainer, "same")
+    result.update_error = update_error(reference.delta, other.delta)
+    result.metric_error, metric = metric_difference(reference.log, other.log)
     if reference.gradients and other.gradients:
         result.gradient_error = gradient_error(reference.gradients, other.gradients)
-    if not any(bool(d.any()) for d in other.run.delta.values()):
+    if not any(bool(d.any()) for d in other.delta.values()):
         nothing = "no parameter moved: no group had rewards that differ, or the learning rate is 0; train more steps"
         result.verdict, result.reason = "nothing learned", nothing
     elif other is reference:
         result.verdict = "reference"
     elif run.trace:
-        result.reason = _difference_of_bits(reference.run, other.run, result.metric_error, metric)
+        log_reason = f"only the log differs, most in {metric}" if result.metric_error > 0.0 else ""
+        result.reason = _first_different_hash(reference.trace, other.trace) or log_reason
         result.verdict = "differs" if result.reason else "same bits"
     else:
-        result.reason = _difference(run, result, reference.run, other.run, tolerance, metric)
+        result.reason = _difference(run, result, reference, other, tolerance, metric)
         result.verdict = "differs" if result.reason else "same"
     return result
 
 
-def _difference_of_bits(reference: RunResult, other: RunResult, metric_error: float, metric: str) -> str:
-    """The first difference of two runs' bits; empty where there is none."""
-    if (difference := first_difference(reference.trace, other.trace)) is not None:
-        return f"the first difference is in {difference[1]} after step {difference[0]}"
-    return f"only the log differs, most in {metric}" if metric_error > 0.0 else ""
+def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str, str]]) -> str:
+    """The first step and tensor whose hashes differ; empty where all are the same."""
+    for step, (a, b) in enumerate(zip(reference, other), start=1):
+        if different := sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name)):
+            return f"the first difference is in {different[0]} after step {step}"
+    return "" if len(reference) == len(other) else f"{len(reference)} against {len(other)} steps"
 
 
 def _difference(

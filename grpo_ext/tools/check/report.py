@@ -1,4 +1,4 @@
-"""The report of `grpo-ext check`: the result of each split, and all of them as a table, sentences and JSON."""
+"""The report of `grpo-ext check`: a line for each split, and all of them as sentences and JSON."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
-
-from rich import box
-from rich.table import Table
 
 from ..stock import OURS
 
@@ -72,19 +69,6 @@ class CheckReport:
     def of(self, trainer: str) -> list[SplitResult]:
         """The results of one trainer."""
         return [r for r in self.results if r.trainer == trainer]
-
-    def table(self) -> Table:
-        """The errors and the verdict of every split."""
-        title = f"Relative errors against the first split: the gradient, and the update after {self.steps} steps"
-        table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in ("trainer", "proc.", "micro", "gradient", "update", "float64", "logs", "verdict"):
-            words = name in ("trainer", "verdict")
-            table.add_column(name, justify="left" if words else "right", no_wrap=words)
-        for r in self.results:
-            values = (r.gradient_error, r.update_error, r.float64_error, r.metric_error)
-            errors = ("" if math.isnan(e) else f"{e:.1e}" for e in values)
-            table.add_row(r.trainer, str(r.split.processes), str(r.split.micro_batch_size), *errors, r.verdict)
-        return table
 
     def notes(self) -> list[str]:
         """Why splits differ or were refused: one sentence for each reason, with its splits."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -95,6 +95,7 @@ class RunResult:
         log: the Trainer's log lines.
         error: the message, where the run ended with one.
         trace: for each step, the hash of every parameter and optimizer tensor.
+        gradients: a file with the gradients of the same run that did not learn, where a check had one.
     """
 
     name: str
@@ -102,23 +103,7 @@ class RunResult:
     log: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
     trace: list[dict[str, str]] = field(default_factory=list)
-
-
-class Processes(Protocol):
-    """The processes of a launch."""
-
-    def status(self) -> int | None:
-        """The exit status; None while they run."""
-
-    def output(self) -> str:
-        """What they printed so far, errors included."""
-
-    def kill(self) -> None:
-        """Kill every process that still runs."""
-
-
-# starts the worker: (folder, processes, environment)
-Starter = Callable[[Path, int, dict[str, str]], Processes]
+    gradients: Path | None = None
 
 
 def free_port() -> int:
@@ -139,7 +124,9 @@ def launch_command(processes: int, script: Sequence[str]) -> list[str]:
     return [*torchrun, "--master-port", str(free_port()), *script]
 
 
-class _Launched:
+class Processes:
+    """The processes of a launch; what they print goes into a file."""
+
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self._log = log
         with log.open("wb") as output:
@@ -148,12 +135,15 @@ class _Launched:
             )
 
     def status(self) -> int | None:
+        """The exit status; None while they run."""
         return self._process.poll()
 
     def output(self) -> str:
+        """What they printed so far, errors included."""
         return self._log.read_text(errors="replace")
 
     def kill(self) -> None:
+        """Kill every process that still runs."""
         if self._process.poll() is not None:
             return
         # each process of a launcher has a session of its own, and outlives it
@@ -163,10 +153,14 @@ class _Launched:
         self._process.wait()
 
 
+# starts the worker: (folder, processes, environment)
+Starter = Callable[[Path, int, dict[str, str]], Processes]
+
+
 def launched(folder: Path, processes: int, environment: dict[str, str]) -> Processes:
     """A `Starter`: fresh interpreters, several of them through torch's launcher."""
     command = launch_command(processes, ["-m", "grpo_ext.tools.check.worker", str(folder), str(os.getpid())])
-    return _Launched(command, environment, folder / "output.txt")
+    return Processes(command, environment, folder / "output.txt")
 
 
 def train(
@@ -207,13 +201,6 @@ def _wait_for(result: Path, started: Processes, what: str, timeout_s: float) -> 
             last = started.output()[-800:]
             raise LaunchError(f"{what}: one took more than {timeout_s:g} s; use fewer steps. Last output:\n{last}")
         time.sleep(POLL_S)
-
-
-def run_all(
-    runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, start: Starter = launched
-) -> list[RunResult]:
-    """The results of `train` in a list."""
-    return list(train(runs, processes, timeout_s, start))
 
 
 def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:

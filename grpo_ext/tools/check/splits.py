@@ -6,18 +6,17 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ...batching.sizes import geometry_of
 from ...errors import ConfigError
 from ..stock import OURS, STOCK
-from .comparison import GRADIENT_TOLERANCE, TOLERANCE, Trained, compare
+from .comparison import GRADIENT_TOLERANCE, TOLERANCE, compare
 from .report import CheckReport, Split, SplitResult
-from .runs import Run, train
+from .runs import Run, RunResult, train
 
-# stock TRL again with more padding and no other difference: the effect of rounding alone
-PADDED, PADDING = f"{STOCK}, padded", 64
+Job = tuple[Run, Split]  # a run to train, and the split to train it under
 Progress = Callable[[str], None]
 
 
@@ -81,102 +80,76 @@ def check(
     again = "; float64 follows for those beyond the tolerance" if repeated else ""
     precision = run.half or "float32"
     progress(f"{len(splits)} splits in {precision}, written as processes x completions in a forward{again}")
+    trainers = [run] if against is None else [run, replace(run, trainer=STOCK)]
+    # those on the same number of processes share a launch
+    counts = dict.fromkeys(split.processes for split in splits)
+    jobs = [(each, split) for count in counts for each in trainers for split in splits if split.processes == count]
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as name:
-        comparison = _Comparison(Path(name), tolerance)
         results = []
-        for result in comparison.results(_jobs(run, splits, against is not None), gradients=not bitwise):
+        for result in _results(jobs, Path(name), tolerance, gradients=not bitwise):
             open_question = repeated and result.verdict == "differs" and result.trainer == OURS
             progress(result.line("beyond the tolerance" if open_question else None))
             results.append(result)
-        ours = [r for r in results if r.trainer == OURS]
-        if all(r.verdict == "refused" for r in ours):
+        ours = [result for result in results if result.trainer == OURS]
+        if all(result.verdict == "refused" for result in ours):
             raise ConfigError(f"no split could be trained: {ours[0].reason}")
         if repeated:
-            comparison.repeat(run, ours, progress)
-    return CheckReport(sorted(results, key=lambda r: (OURS, STOCK, PADDED).index(r.trainer)), steps)
+            _repeat(run, ours, Path(name), tolerance, progress)
+    return CheckReport(sorted(results, key=lambda result: (OURS, STOCK).index(result.trainer)), steps)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A run to train under a split; the run's name is that of the trainer in the report."""
+def _results(jobs: Sequence[Job], folder: Path, tolerance: float, gradients: bool) -> Iterator[SplitResult]:
+    """Train all jobs and compare each with the first one of its trainer that could be trained.
 
-    run: Run
-    split: Split
-
-
-def _jobs(run: Run, splits: Sequence[Split], with_stock: bool) -> list[_Job]:
-    """The runs of all trainers, those on the same number of processes together."""
-    runs = [replace(run, name=OURS)]
-    stock = replace(run, name=STOCK, trainer=STOCK)
-    if with_stock:
-        runs.append(stock)
-    jobs = []
-    for processes in dict.fromkeys(split.processes for split in splits):
-        jobs += [_Job(r, split) for r in runs for split in splits if split.processes == processes]
-        if with_stock and not run.trace and processes == splits[0].processes:
-            config = {**run.config, "pad_to_multiple_of": PADDING}
-            jobs.append(_Job(replace(stock, name=PADDED, config=config), splits[0]))
-    return jobs
-
-
-@dataclass
-class _Comparison:
-    """What all splits of a check share.
-
-    Attributes:
+    Args:
         folder: for the gradients.
     """
+    references: dict[str, RunResult] = {}
+    for (run, split), trained in _train(jobs, folder, gradients):
+        if trained.error is None:
+            references.setdefault(run.trainer, trained)
+        reference = references.get(run.trainer, trained)
+        yield compare(run, split, reference, trained, tolerance)
+        if trained.gradients and trained is not reference:
+            trained.gradients.unlink()
 
-    folder: Path
-    tolerance: float
 
-    def results(self, jobs: Sequence[_Job], gradients: bool) -> Iterator[SplitResult]:
-        """Train all jobs and compare each with the first one of its trainer that could be trained."""
-        references: dict[str, Trained] = {}
-        for job, trained in self._train(jobs, gradients):
-            if trained.run.error is None:
-                references.setdefault(job.run.trainer, trained)
-            reference = references.get(job.run.trainer, trained)
-            result = compare(job.run, job.split, reference, trained, self.tolerance)
-            if trained.gradients and trained is not reference:
-                trained.gradients.unlink()
-            if job.run.name == PADDED and result.verdict != "refused":
-                result.reason = f"pad_to_multiple_of={PADDING} and no other difference: the effect of rounding alone"
-            yield result
+def _repeat(run: Run, results: Sequence[SplitResult], folder: Path, tolerance: float, progress: Progress) -> None:
+    """Train the splits that differ, and the reference, again in float64; a difference that vanishes is rounding."""
+    doubtful = [result for result in results if result.verdict == "differs"]
+    reference = next((result for result in results if result.verdict == "reference"), None)
+    if not doubtful or reference is None:
+        return
+    wrong = sum(result.gradient_error > GRADIENT_TOLERANCE for result in doubtful)
+    progress(
+        f"In float32 {len(doubtful)} split(s) are beyond the tolerance, {wrong} of them in the gradient; float64 tells "
+        "whether that is rounding"
+    )
+    repeated = [reference, *doubtful]
+    jobs = [(replace(run, dtype="float64"), result.split) for result in repeated]
+    for result, exact in zip(repeated, _results(jobs, folder, tolerance, gradients=wrong > 0), strict=True):
+        if result is not reference:
+            result.float64_error = exact.update_error
+            if exact.verdict == "same":
+                result.verdict, result.reason = "rounding", ""
+            progress(result.line())
 
-    def repeat(self, run: Run, results: Sequence[SplitResult], progress: Progress) -> None:
-        """Train the splits that differ, and the reference, again in float64; a difference that vanishes is rounding."""
-        doubtful = [r for r in results if r.verdict == "differs"]
-        reference = next((r for r in results if r.verdict == "reference"), None)
-        if not doubtful or reference is None:
-            return
-        wrong = sum(r.gradient_error > GRADIENT_TOLERANCE for r in doubtful)
-        progress(
-            f"In float32 {len(doubtful)} split(s) are beyond the tolerance, {wrong} of them in the gradient; float64 "
-            "tells whether that is rounding"
-        )
-        jobs = [_Job(replace(run, name=OURS, dtype="float64"), r.split) for r in (reference, *doubtful)]
-        for result, exact in zip((reference, *doubtful), self.results(jobs, gradients=wrong > 0), strict=True):
-            if result is not reference:
-                result.float64_error = exact.update_error
-                if exact.verdict == "same":
-                    result.verdict, result.reason = "rounding", ""
-                progress(result.line())
 
-    def _train(self, jobs: Sequence[_Job], gradients: bool) -> Iterator[tuple[_Job, Trained]]:
-        """Train each job; with `gradients` also without learning."""
-        for processes, together in itertools.groupby(jobs, lambda job: job.split.processes):
-            runs: list[Run] = []
-            updates: dict[str, tuple[_Job, Path]] = {}
-            for number, job in enumerate(together):
-                config = {**job.run.config, "per_device_train_batch_size": job.split.micro_batch_size}
-                file = self.folder / f"{job.run.dtype}_{processes}_{number}.safetensors"
-                if gradients:
-                    still = {**config, "learning_rate": 0.0, "max_grad_norm": 0.0}
-                    runs.append(replace(job.run, name=f"gradient_{number}", config=still, gradients=file))
-                runs.append(replace(job.run, name=f"update_{number}", config=config))
-                updates[runs[-1].name] = job, file
-            for result in train(runs, processes):
-                if result.name in updates:
-                    job, file = updates[result.name]
-                    yield job, Trained(result, file if file.exists() else None)
+def _train(jobs: Sequence[Job], folder: Path, gradients: bool) -> Iterator[tuple[Job, RunResult]]:
+    """Train each job; with `gradients` also with a learning rate of 0, for the gradients in its result."""
+    for processes, together in itertools.groupby(jobs, lambda job: job[1].processes):
+        runs: list[Run] = []
+        updates: dict[str, tuple[Job, Path]] = {}
+        for number, (run, split) in enumerate(together):
+            config = {**run.config, "per_device_train_batch_size": split.micro_batch_size}
+            file = folder / f"{run.dtype}_{processes}_{number}.safetensors"
+            if gradients:
+                still = {**config, "learning_rate": 0.0, "max_grad_norm": 0.0}
+                runs.append(replace(run, name=f"gradient_{number}", config=still, gradients=file))
+            runs.append(replace(run, name=f"update_{number}", config=config))
+            updates[runs[-1].name] = (run, split), file
+        for result in train(runs, processes):
+            if result.name in updates:
+                job, file = updates[result.name]
+                result.gradients = file if file.exists() else None
+                yield job, result

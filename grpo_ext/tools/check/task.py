@@ -19,12 +19,10 @@ from ..options import as_dataclasses, demo_defaults, fields_of, is_demo, load_ar
 from .runs import Run
 
 # settings of a split, and other names of the two global sizes
-_SIZES = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation"),
-)
+_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 
 
-def load_run(given: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
+def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
     """(the run of these settings, with its data in `folder`; a sentence about it, with the settings it leaves out).
 
     Settings that name neither a model nor data are those of the demo, here with smaller steps. Without
@@ -34,10 +32,12 @@ def load_run(given: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
         ConfigError: a setting is refused, or only one of model and data is named. DataError: rows that cannot be
             trained on.
     """
-    demo = is_demo(given)
-    defaults = {**demo_defaults(given), "global_batch_size": 32, "rollout_chunk_size": 8} if demo else {"bf16": False}
-    ignored = written(given)
-    settings = {**defaults, **{name: value for name, value in given.items() if name not in ignored}}
+    demo = is_demo(run_settings)
+    defaults: dict[str, Any] = {"bf16": False}
+    if demo:
+        defaults = {**demo_defaults(run_settings), "global_batch_size": 32, "rollout_chunk_size": 8}
+    ignored = written(run_settings)
+    settings = {**defaults, **{name: value for name, value in run_settings.items() if name not in ignored}}
     script, training, model = as_dataclasses(settings)
     rewards = tuple(resolve_rewards(script.rewards, training.max_completion_length))
     load = load_arguments(training, model)
@@ -56,11 +56,11 @@ def load_run(given: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
     config = _config(settings, {name: value for name, value in load.items() if name != "dtype"})
     peft: Any = get_peft_config(model)
     run = Run("", source, str(folder), rewards, config, peft=peft, quantization=quantization)
-    ignored |= {"dtype"} & {*given, *(training.model_init_kwargs or {})}
+    ignored |= {"dtype"} & {*run_settings, *(training.model_init_kwargs or {})}
     parts = [f"Checking {about}", "all weights" if peft is None else f"LoRA of rank {peft.r}", _precision(run)]
     if ignored:
         parts.append(f"without {', '.join(sorted(ignored))}")
-    if not demo and given.get("bf16") is None and run.half is None:
+    if not demo and run_settings.get("bf16") is None and run.half is None:
         parts.append("the run itself trains in bfloat16, TRL's default (--bf16 True checks that)")
     return run, "; ".join(parts)
 

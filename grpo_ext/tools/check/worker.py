@@ -17,23 +17,22 @@ from typing import Any
 
 import psutil
 import torch
+import trl
 from datasets import load_from_disk
 from safetensors.torch import save_file
 from transformers import PrinterCallback, TrainerCallback
 
+from ...compat import create_model_from_path, processing_class_of
+from ...config import GRPOConfig
 from ...rewards.worker import unpack
 from ...run.fingerprint import state_hashes
+from ...trainer import GRPOTrainer
 from ..stock import STOCK, stock_config
+from .float64 import float64_throughout
 from .runs import Run
 
 
-class _Refused(Exception):
-    """The trainer refused the run before training."""
-
-
 def _build(run: Run, folder: Path, processes: int) -> Any:
-    from ...compat import create_model_from_path, processing_class_of
-
     config: dict[str, Any] = {
         "output_dir": str(folder / run.name / "out"),
         "report_to": "none",
@@ -44,15 +43,11 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
         **run.config,
     }
     if run.trainer == STOCK:
-        from trl import GRPOConfig, GRPOTrainer
-
         on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True}  # bf16 needs it; our GRPOConfig sets it
-        args: Any = GRPOConfig(**{**on_cpu, **stock_config(config, processes)})
-        trainer_class: Any = GRPOTrainer
+        args: Any = trl.GRPOConfig(**{**on_cpu, **stock_config(config, processes)})
+        trainer_class: Any = trl.GRPOTrainer
     else:
-        import grpo_ext
-
-        args, trainer_class = grpo_ext.GRPOConfig(**config), grpo_ext.GRPOTrainer
+        args, trainer_class = GRPOConfig(**config), GRPOTrainer
     load = {**(config.get("model_init_kwargs") or {}), "dtype": getattr(torch, run.dtype), "device_map": None}
     if run.quantization is not None:
         load["quantization_config"] = run.quantization
@@ -98,8 +93,6 @@ class _Recorder(TrainerCallback):
 
 
 def _train(run: Run, trainer: Any, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    from .float64 import float64_throughout
-
     if trainer.accelerator.num_processes != processes:
         raise RuntimeError(f"{processes} processes were launched, {trainer.accelerator.num_processes} are joined")
     trainer.remove_callback(PrinterCallback)
@@ -135,18 +128,15 @@ def main(folder: Path) -> None:
 
 def _outcome(run: Run, folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(parameters after minus before, the other fields of its `RunResult`) of a run."""
-    # refusals at construction reach every process alike; an error in training on one of several would leave the
-    # others waiting in a collective, so there the launcher ends them all
-    recoverable: type[Exception] = Exception if processes == 1 else _Refused
+    trainer = None
     try:
-        try:
-            trainer = _build(run, folder, processes)
-        except ValueError as error:  # ours and TRL's
-            raise _Refused(f"{type(error).__name__}: {error}") from error
+        trainer = _build(run, folder, processes)
         return _train(run, trainer, processes)
-    except recoverable as error:
-        text = str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
-        return {}, {"error": text}
+    except Exception as error:
+        refused = trainer is None and isinstance(error, ValueError)  # by ours or TRL's, on every process alike
+        if processes > 1 and not refused:
+            raise  # the others may wait in a collective: the launcher ends them
+        return {}, {"error": f"{type(error).__name__}: {error}"}
 
 
 def leave(folder: Path, patience_s: float = 60.0) -> None:

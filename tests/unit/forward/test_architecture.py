@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_ext.forward.architecture import attention_sizes, experts_of, token_cost, weight_sizes
-from grpo_ext.tools.plan.measure import measure
+from grpo_ext.tools.plan import measure
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -153,20 +153,6 @@ def test_the_terminal_is_given_back_when_training_ends_with_an_error():
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
 
 
-def test_loggers_write_above_the_bar_and_get_their_streams_back():
-    _, stream, _, event = on_stream(100)
-    logger, handler = logging.getLogger("somebody"), logging.StreamHandler(sys.stderr)
-    logger.addHandler(handler)
-    try:
-        event("train_begin")
-        logger.warning("look here")
-        event("train_end")
-    finally:
-        logger.removeHandler(handler)
-    assert handler.stream is sys.stderr
-    assert "look here" in screen(stream.getvalue().replace("\n", "\r\n"), 100)
-
-
 @pytest.mark.parametrize("samples", [True, False])
 def test_the_bar_makes_room_for_a_table_that_is_written_past_it_and_would_be_torn_otherwise(samples):
     _, stream, _, event = on_stream(100, samples=samples)

@@ -40,7 +40,7 @@ def ended(pid: int) -> bool:
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_forked_run_has_the_bits_of_a_launched_one(bench, processes):
     ours = [bench.run(name, 5, trace=True, max_steps=2) for name in ("kl", "moe")]
-    for one, other in zip(run_all(ours, processes), runs.run_all(ours, processes)):
+    for one, other in zip(run_all(ours, processes), runs.train(ours, processes)):
         assert one.error is None
         assert one.trace == other.trace
         assert one.log[0]["reward"] == other.log[0]["reward"]
@@ -107,5 +107,5 @@ def test_an_error_on_one_process_is_the_error_of_the_launch(bench, start):
         return letter_reward(prompts, completions)
 
     with pytest.raises(LaunchError, match="'broken' raised KeyError") as failed:
-        runs.run_all([bench.run("grpo", 5, rewards=(broken,))], 2, start=start)
+        list(runs.train([bench.run("grpo", 5, rewards=(broken,))], 2, start=start))
     assert "ended with status 1. " in str(failed.value)

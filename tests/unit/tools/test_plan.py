@@ -16,8 +16,17 @@ from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.config import forms_of
 from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
-from grpo_ext.tools.plan.measure import expected_memory, largest_micro_batch, load_config, measure
-from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, count, in_units, memory_of
+from grpo_ext.tools.plan import (
+    ENGINES,
+    MemoryLayout,
+    ModelSizes,
+    expected_memory,
+    in_units,
+    largest_micro_batch,
+    load_config,
+    measure,
+    memory_of,
+)
 from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
@@ -93,7 +102,7 @@ def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing
     sizes = measure(config, compute="float32")
     tokens = prompt + group * completion
     tile = CPU_TILE[0] * CPU_TILE[1]
-    expected = memory_of(sizes, MemoryLayout("ddp", 1, tokens, 1, 1, checkpointing, head_tile=tile))
+    expected = memory_of(sizes, MemoryLayout("ddp", 1, tokens, 1, checkpointing, head_tile=tile))
     state = sum(v.nbytes for values in trainer.optimizer.state.values() for v in values.values() if v.dim())
     assert expected["optimizer"] == state
     assert expected["weights"] == sum(p.nbytes for p in trainer.model.parameters())
@@ -109,7 +118,6 @@ SIZES = ModelSizes(
     layers=24,
     hidden=2048,
     vocabulary=32000,
-    weight_bytes=4,
     compute_bytes=2,
     token_bytes=100_000,
     cache_bytes=50_000,
@@ -117,11 +125,11 @@ SIZES = ModelSizes(
 
 
 def training(engine: str, processes: int, **changes: Any) -> float:
-    return memory_of(SIZES, MemoryLayout(engine, processes, 4096, 64, 1024, **changes))["training"]
+    return memory_of(SIZES, MemoryLayout(engine, processes, 4096, 64 * 1024, **changes))["training"]
 
 
 def test_engines_share_what_they_share():
-    parts = {engine: memory_of(SIZES, MemoryLayout(engine, 8, 4096, 64, 1024)) for engine in ENGINES}
+    parts = {engine: memory_of(SIZES, MemoryLayout(engine, 8, 4096, 64 * 1024)) for engine in ENGINES}
     assert parts["ddp"]["optimizer"] == 8 * parts["fsdp2"]["optimizer"] == 8 * 10**9
     # DeepSpeed in half precision: 2 bytes of weights and gradients, float32 copies with the optimizer's shards
     assert parts["zero2"]["optimizer"] == parts["zero3"]["optimizer"] == 12 * 10**9 / 8
@@ -137,11 +145,13 @@ def test_what_costs_memory_costs_memory():
     assert training("ddp", 1, checkpointing=False) > training("ddp", 1)
     assert training("ddp", 1, reference=True) - training("ddp", 1) == 4 * 10**9
     assert training("ddp", 1, bitwise=True) - training("ddp", 1) == 8 * 10**9
+    # sampled ahead by one: two copies of the weights, and the cache while the step runs
+    assert training("ddp", 1, weights_ahead=2) - training("ddp", 1) == 2 * 4 * 10**9 + 50_000 * 64 * 1024
     with pytest.raises(ConfigError, match="engine='ring'"):
         training("ring", 1)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2", "moe"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "moe"])
 def test_architectures_are_measured(kind):
     model = tiny_model(kind)
     sizes = measure(model.config, compute="float32")
@@ -161,7 +171,7 @@ def test_quantised_weights_are_counted_as_they_are_held(tmp_path, bits):
     held = sum(p.nbytes for p in model.parameters())
     held += sum(p.quant_state.absmax.nbytes for p in model.parameters() if hasattr(p, "quant_state"))
     settings: dict[str, Any] = {"compute": "float32", "lora_rank": 4}
-    layout = MemoryLayout("ddp", 1, 64, 4, 32)
+    layout = MemoryLayout("ddp", 1, 64, 4 * 32)
     found, plain = (memory_of(measure(model.config, **settings, bits=n), layout) for n in (bits, None))
     assert found["weights"] == held < plain["weights"] / 2
     assert found["activations"] == plain["activations"]
@@ -209,12 +219,9 @@ def test_without_a_network_a_plan_says_how_to_name_a_configuration(monkeypatch):
         raise OSError("We couldn't connect")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", refused)
-    where = "https://huggingface.co/some/model/raw/main/config.json"
-    with pytest.raises(ConfigError, match=rf"without a network, .* {where}: --model_name_or_path path/to/config.json"):
+    remedy = "Without a network, download https://huggingface.co/some/model/raw/main/config.json"
+    with pytest.raises(ConfigError, match=remedy):
         load_config("some/model")
-    with pytest.raises(ConfigError) as local:
-        load_config("runs/a/nope")
-    assert "without a network" not in str(local.value)
 
 
 def plan(*args: str) -> subprocess.CompletedProcess:
@@ -227,16 +234,6 @@ def test_memory_is_counted_for_models_of_text(tmp_path):
         load_config(str(tmp_path / "config.json"))
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1,023 B"), (3.2 * 2**20, "3.2 MiB"), (2**30, "1.0 GiB"), (2**41, "2,048.0 GiB")],
-)
-def test_memory_has_a_unit_that_fits(size, text):
-    assert in_units(size) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(12_345, "12,345"), (496_000, "0.5M"), (134.5e6, "134M"), (7.6e9, "7.6B"), (70e9, "70B")]
-)
-def test_parameters_are_counted_in_a_unit_that_fits(number, text):
-    assert count(number) == text
+def test_memory_has_a_unit_that_fits():
+    texts = {0: "0 B", 1023: "1,023 B", 3.2 * 2**20: "3.2 MiB", 2**30: "1.0 GiB", 2**41: "2,048.0 GiB"}
+    assert {size: in_units(size) for size in texts} == texts

@@ -1,0 +1,306 @@
+"""`grpo-ext plan` of a model: the memory that a training step and a rollout take per device, before anything runs.
+
+`memory_of` is arithmetic, from the number of parameters and from what an engine shards. Saved activations are measured
+(`measure`): two layers of the architecture, with random weights and a tiny vocabulary, run forward once on the CPU, and
+every tensor that autograd keeps is added up. Sizes in bytes; weights are float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Column, Table
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from ..batching.micro_batches import Form
+from ..batching.sizes import BatchGeometry, ceil_div
+from ..checks.model import find_model
+from ..config import forms_of
+from ..errors import ConfigError
+from ..forward.architecture import attention_sizes
+from ..forward.choice import ForwardChoice
+from ..forward.tiled_log_probs import TILE
+
+ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
+HUB = "https://huggingface.co"
+_PROMPT_TOKENS = 512  # assumed
+_TOKENS = 192  # of the forward pass that is measured
+_WEIGHT_BYTES = 4
+_QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4 bits have a float32 factor for every 64 weights
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What counts of a model.
+
+    Attributes:
+        parameters: all weights; trained: those with a gradient.
+        largest_layer: parameters of the largest layer, which is gathered as a whole.
+        layers, hidden, vocabulary: of the configuration.
+        compute_bytes: per number in a forward (2: autocast to a half precision).
+        token_bytes: saved per token and layer for the backward pass.
+        cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
+        quantised: parameters that are held in `quantised_bytes` each.
+        form: how its completions run; form_in_words: that, and why not in another form.
+    """
+
+    parameters: int
+    trained: int
+    largest_layer: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    compute_bytes: int
+    token_bytes: float
+    cache_bytes: float
+    quantised: int = 0
+    quantised_bytes: float = 0.0
+    form: Form = "packed"
+    form_in_words: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """How it is run.
+
+    Attributes:
+        engine: one of `ENGINES`; processes: devices that share what it shards.
+        tokens: of the largest micro-batch, prompt included.
+        sampled_tokens: of all completions of a `generate` call at their longest, prompts included.
+        checkpointing: gradient checkpointing.
+        reference: a reference model of its own is held.
+        bitwise: gradient sums of 64-bit integers.
+        weights_ahead: copies of the trained weights on this device, for what is sampled ahead.
+        head_tile: logits that the head computes at a time.
+    """
+
+    engine: str
+    processes: int
+    tokens: int
+    sampled_tokens: int
+    checkpointing: bool = True
+    reference: bool = False
+    bitwise: bool = False
+    weights_ahead: int = 0
+    head_tile: int = TILE[0] * TILE[1]
+
+
+def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
+    """Bytes per device by part, with the totals "training" and "rollout".
+
+    Raises:
+        ConfigError: unknown engine.
+    """
+    if layout.engine not in ENGINES:
+        raise ConfigError(f"engine={layout.engine!r}: use one of {', '.join(ENGINES)}.")
+    deepspeed = layout.engine in ("zero2", "zero3")
+    half = model.compute_bytes < _WEIGHT_BYTES
+    # DeepSpeed holds weights and gradients in the half precision, and float32 copies with the optimizer's shards
+    width = model.compute_bytes if deepspeed else _WEIGHT_BYTES
+    masters = _WEIGHT_BYTES if deepspeed and half else 0
+    plain = model.parameters - model.quantised
+    whole = plain * width + model.quantised * model.quantised_bytes
+    shards_weights = layout.engine in ("zero3", "fsdp2")
+    holders = layout.processes if layout.engine != "ddp" else 1  # of gradients and optimizer states
+    held_weights = whole / layout.processes if shards_weights else whole
+    # one layer in use and the next one being gathered
+    gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0
+    casts = plain * model.compute_bytes if half and not deepspeed and not shards_weights else 0
+    # with checkpointing the input of every layer, and one layer that is run again
+    inputs = model.hidden * _WEIGHT_BYTES * model.layers
+    saved = inputs + model.token_bytes if layout.checkpointing else model.token_bytes * model.layers
+    parts = {
+        "weights": held_weights + gathered,
+        "half-precision copies": casts,
+        "reference": held_weights if layout.reference else 0,
+        "gradients": (width if deepspeed else 4) * model.trained / holders,
+        "optimizer": (8 + masters) * model.trained / holders,
+        "bitwise sums": 8 * model.trained if layout.bitwise else 0,
+        "activations": layout.tokens * saved,
+        # float32 values and what becomes of them; in half precision the products too
+        "logits": min(layout.tokens * model.vocabulary, layout.head_tile) * (8 + (model.compute_bytes if half else 0)),
+        "weights that sample": layout.weights_ahead * width * model.trained,
+        "key-value cache": model.cache_bytes * layout.sampled_tokens,
+    }
+    held = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))
+    step = sum(parts[n] for n in ("half-precision copies", "gradients", "bitwise sums", "activations", "logits"))
+    # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer
+    sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0)
+    if layout.weights_ahead:  # both at a time
+        return {**parts, "training": held + step + sampling, "rollout": held + step + sampling}
+    return {**parts, "training": held + step, "rollout": held + sampling}
+
+
+def load_config(model: str) -> Any:
+    """The configuration of a model id, a folder, or a JSON file.
+
+    Raises:
+        ConfigError: it cannot be read, there is no such model, or it is not of a language model.
+    """
+    try:
+        if model.endswith(".json"):
+            config = AutoConfig.for_model(**json.loads(Path(model).read_text()))
+        else:
+            find_model(model, {})
+            config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"model_name_or_path={model!r} gives no configuration ({reason}); name a model, its folder, or its "
+            f"config.json alone. Without a network, download {HUB}/{model}/raw/main/config.json elsewhere and name "
+            "that file."
+        ) from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"model_name_or_path={model!r} is a {type(config).__name__}, and memory is counted for models of text "
+            "alone; name the text model inside."
+        )
+    return config
+
+
+def measure(
+    config: Any,
+    *,
+    compute: str = "bfloat16",
+    lora_rank: int | None = None,
+    bits: int | None = None,
+    forms: Sequence[Form] = ("packed", "prefix"),
+) -> ModelSizes:
+    """What counts of an architecture, without its weights.
+
+    Args:
+        compute: type of a forward pass.
+        lora_rank: only adapters of this rank on every linear layer are trained.
+        bits: the linear layers are held in 4 or 8 bits (bitsandbytes).
+        forms: that the settings allow, the best first.
+    """
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    parameters, head = sum(p.numel() for p in model.parameters()), model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    adapters = None if lora_rank is None else sum(lora_rank * (m.in_features + m.out_features) for m in linear)
+    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers]
+    layers = [sum(p.numel() for p in layer.parameters()) for stack in stacks for layer in stack]
+    size, choice = getattr(torch, compute).itemsize, ForwardChoice(forms, torch.device("cpu"))
+    return ModelSizes(
+        parameters=parameters,
+        trained=parameters if adapters is None else adapters,
+        largest_layer=max(layers, default=parameters),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        compute_bytes=size,
+        token_bytes=_saved_per_token(config, compute),
+        cache_bytes=attention_sizes(config)[1] * size,
+        quantised=sum(m.weight.numel() for m in linear) if bits else 0,
+        quantised_bytes=_QUANTISED_BYTES[bits] if bits else 0.0,
+        form=choice.form(model),
+        form_in_words=choice.described(model),
+    )
+
+
+def _saved_per_token(config: Any, compute: str) -> float:
+    """Bytes per token and layer that autograd keeps."""
+    long = min(_TOKENS, getattr(config.get_text_config(), "max_position_embeddings", None) or _TOKENS)
+    short = long // 3  # two lengths, so that what does not grow with tokens drops out
+
+    def per_token(layers: int) -> float:
+        return (_saved(config, layers, long, compute) - _saved(config, layers, short, compute)) / (long - short)
+
+    return per_token(2) - per_token(1)
+
+
+def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
+    """Bytes autograd keeps of one forward pass of a small copy of an architecture."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    text.num_hidden_layers, text.vocab_size = layers, 64
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):  # a token keeps what its chosen ones do
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(getattr(text, name), max(8, getattr(text, "num_experts_per_tok", None) or 1)))
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).train()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, Any] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage  # held, so that no other tensor gets its address
+        return tensor
+
+    half = torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32")
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), half:
+        model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form: Form, budget: int | None) -> int:
+    """Tokens of the largest micro-batch, with prompts and completions of the greatest lengths."""
+    rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
+    groups = rows if form == "padded" else ceil_div(rows, geometry.num_generations)
+    tokens = groups * prompt + rows * longest
+    return tokens if budget is None else min(tokens, max(budget, prompt + longest))
+
+
+def expected_memory(
+    model: str, geometry: BatchGeometry, settings: Mapping[str, Any], engine: str = "ddp", prompt: int | None = None
+) -> tuple[str, Table]:
+    """What the memory depends on, in words, and the memory per device by part.
+
+    Args:
+        model: id, folder or config.json.
+        settings: of the run, by the names of GRPOConfig and of trl's ModelConfig.
+        prompt: tokens of the longest prompt; None assumes 512.
+
+    Raises:
+        ConfigError: a configuration that cannot be read, an unknown engine.
+    """
+    # bfloat16 is TRL's default
+    compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
+    lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
+    longest, longest_prompt = settings.get("max_completion_length") or 512, prompt or _PROMPT_TOKENS
+    forms = forms_of(settings.get("forward", "auto"))
+    bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
+    sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
+    tokens = largest_micro_batch(geometry, longest_prompt, longest, sizes.form, settings.get("micro_batch_tokens"))
+    lag = settings.get("rollout_lag")
+    layout = MemoryLayout(
+        engine,
+        geometry.num_processes,
+        tokens,
+        sampled_tokens=min(geometry.rollout_chunk_size, geometry.rollout_batch_size) * (longest_prompt + longest),
+        checkpointing=bool(settings.get("gradient_checkpointing", True)),
+        reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
+        bitwise=bool(settings.get("bitwise_invariant", False)),
+        weights_ahead=lag + 1 if lag else 0,  # of batches that are due later, and of the one that is late
+    )
+    table = Table("part", Column("memory", justify="right"))
+    for name, size in memory_of(sizes, layout).items():
+        total = name in ("training", "rollout")
+        if size or total:
+            table.add_row(f"[bold]{name}[/bold]" if total else name, in_units(size))
+    return (
+        f"Model: {sizes.parameters / 1e6:,.1f}M parameters, {sizes.trained / 1e6:,.1f}M trained; saved activations "
+        f"{in_units(sizes.token_bytes)} per token and layer\n"
+        f"Forward: {sizes.form_in_words}\n"
+        f"Prompts: up to {longest_prompt} tokens ({'assumed' if prompt is None else 'as given'}); completions: up to "
+        f"{longest}\n"
+        f"Largest micro-batch: {tokens:,} tokens\n"
+        f"Expected memory per device, {engine} on {geometry.num_processes}:"
+    ), table
+
+
+def in_units(size: float) -> str:
+    """Bytes in the largest unit of which there is one: "3.2 MiB"."""
+    power = max((n for n in (1, 2, 3) if size >= 1024**n), default=0)
+    return f"{size / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
