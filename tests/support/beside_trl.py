@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import transformers
 import trl
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOTrainer
 from tests.support.own_generate import Sampler
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import change, error
-from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
+from tests.support.tiny import prompts, tiny_model
+from tests.support.trainers import change, error, make
+from tests.tolerances import DIFFERENT, UPDATE
 
-SETTINGS: dict[str, Any] = {"shuffle_dataset": False, "adam_epsilon": ADAM_EPSILON, "learning_rate": 1e-2}
-TRL_SETTINGS = {spec.name for spec in dataclasses.fields(trl.GRPOConfig)}
+SETTINGS: dict[str, Any] = {
+    **{"shuffle_dataset": False, "learning_rate": 1e-2, "max_steps": 2},
+    **{"global_batch_size": 16, "rollout_chunk_size": 8},
+}
 Parts = Callable[[], dict[str, Any]]
 Mixin = type | None
 
@@ -31,18 +32,12 @@ def build(folder: Any, base: type, mixin: Mixin = None, size: int = 16, parts: P
         settings: stock TRL is given those that it has.
     """
     cls = type("Own", (mixin, base), {}) if mixin else base
-    kwargs = config_kwargs(folder, **{**SETTINGS, "per_device_train_batch_size": size, **settings})
-    config: Any = GRPOConfig
-    if not issubclass(base, GRPOTrainer):
-        config, kwargs = trl.GRPOConfig, {name: value for name, value in kwargs.items() if name in TRL_SETTINGS}
-    usual = {"reward_funcs": letter_reward, "train_dataset": prompts(8), "processing_class": tiny_tokenizer()}
-    given = {**usual, **parts()}
-    if "model" not in given:
-        given["model"] = sampling_model()
-    if kwargs.get("beta"):  # stock TRL loads the reference by its name
-        given["model"].save_pretrained(f"{folder}-reference")
-        given["model"].config._name_or_path = f"{folder}-reference"
-    return cls(args=config(**kwargs), **given)
+    changes = {"train_dataset": prompts(8), **SETTINGS, "per_device_train_batch_size": size, **settings, **parts()}
+    model = changes.pop("model", None) or sampling_model()
+    if changes.get("beta"):  # stock TRL loads the reference by its name
+        model.save_pretrained(f"{folder}-reference")
+        model.config._name_or_path = f"{folder}-reference"
+    return make(folder, model, cls=cls, **changes)
 
 
 def sampling_model(kind: str = "qwen2") -> Any:

@@ -324,10 +324,10 @@ def test_a_model_with_a_forward_of_its_own_is_refused(tmp_path):
     inner = model.forward
     model.forward = functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
     with pytest.raises(ModelError, match="a forward of its own by hand"):
-        make(tmp_path / "one", kind=model, rollout_lag=1)
+        make(tmp_path / "one", model=model, rollout_lag=1)
     used = tiny_model()
-    make(tmp_path / "two", kind=used)
-    make(tmp_path / "three", kind=used, rollout_lag=1).train()  # a trainer before it has left the head of this package
+    make(tmp_path / "two", model=used)
+    make(tmp_path / "three", model=used, rollout_lag=1).train()  # a trainer before it has left the head of this package
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])

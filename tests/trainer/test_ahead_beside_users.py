@@ -194,8 +194,8 @@ def test_what_cannot_be_copied_is_refused_before_training(tmp_path):
     model = tiny_model()
     model.lock = threading.Lock()
     with pytest.raises(ModelError, match="cannot be copied"):
-        make(tmp_path / "one", kind=model, rollout_lag=1)
-    make(tmp_path / "two", kind=model)
+        make(tmp_path / "one", model=model, rollout_lag=1)
+    make(tmp_path / "two", model=model)
 
 
 def test_noise_that_speed_would_order_is_refused(tmp_path):
@@ -205,7 +205,7 @@ def test_noise_that_speed_would_order_is_refused(tmp_path):
     for layer in noisy.model.layers:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ConfigError, match=r"attention_dropout=0.1: two threads draw from one stream"):
-        make(tmp_path / "one", kind=noisy, rollout_lag=1, **settings)
+        make(tmp_path / "one", model=noisy, rollout_lag=1, **settings)
     make(tmp_path / "two", rollout_lag=1, **settings)
 
 

@@ -163,7 +163,7 @@ def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
         assert f"model='{checkpoint}'" in str(refused.value)
     with pytest.raises(CheckpointError, match=r"out is a run, not a checkpoint; the newest in it is .*checkpoint-1"):
         other(tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out"))
-    make(tmp_path / "new", kind=type(tiny_model()).from_pretrained(checkpoint)).train()
+    make(tmp_path / "new", model=type(tiny_model()).from_pretrained(checkpoint)).train()
 
 
 def test_a_checkpoint_that_lost_its_listing_is_broken(tmp_path, caplog):

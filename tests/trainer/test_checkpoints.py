@@ -21,8 +21,8 @@ from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.resume import find_checkpoint
 from grpo_ext.run.state import RunState
-from tests.support.tiny import prompts, sparse_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import BASE, LORA, SAVE, make, on, other, parameters
+from tests.support.tiny import config_kwargs, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.trainers import LORA, SAVE, make, on, other, parameters
 
 
 @pytest.fixture(scope="module")
@@ -313,13 +313,13 @@ def test_the_log_names_the_model_without_the_path_to_it(tmp_path):
 )
 def test_bitwise_mode_refuses_what_it_cannot_keep(tmp_path, settings, says):
     with pytest.raises(ConfigError, match=says):
-        GRPOConfig(str(tmp_path), **{**BASE, "bitwise_invariant": True, **settings})
+        GRPOConfig(**config_kwargs(tmp_path, bitwise_invariant=True, **settings))
 
 
 def test_bitwise_mode_refuses_fsdp_from_the_launcher(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match="FSDP"):
-        GRPOConfig(str(tmp_path), **{**BASE, "bitwise_invariant": True})
+        GRPOConfig(**config_kwargs(tmp_path, bitwise_invariant=True))
 
 
 def test_bitwise_mode_refuses_dropout_and_reward_models(tmp_path):

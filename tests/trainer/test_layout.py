@@ -44,7 +44,7 @@ def plain_update(tmp_path_factory):
 
     @functools.cache
     def of(kind: str) -> torch.Tensor:
-        return update(tmp_path_factory.mktemp("plain"), kind=kind, reward=sparse, **PLAIN)[0]
+        return update(tmp_path_factory.mktemp("plain"), model=kind, reward=sparse, **PLAIN)[0]
 
     return of
 
@@ -60,7 +60,7 @@ def plain_update(tmp_path_factory):
 )
 def test_a_switch_does_not_change_the_update(tmp_path, plain_update, kind, switch):
     plain = plain_update(kind)
-    switched, _ = update(tmp_path / "switched", kind=kind, reward=sparse, **{**PLAIN, **switch})
+    switched, _ = update(tmp_path / "switched", model=kind, reward=sparse, **{**PLAIN, **switch})
     assert error(plain, switched) <= UPDATE
 
 
@@ -234,7 +234,7 @@ def test_a_loss_computed_outside_the_window_does_not_run_packs_under_checkpointi
 )
 def test_nothing_is_scored_by_trls_head(tmp_path, monkeypatch, kind, settings):
     """Its kernel is None beside TRL 1.15 on a machine without Triton."""
-    expected, _ = update(tmp_path / "with", kind=kind, max_steps=2, **settings)
+    expected, _ = update(tmp_path / "with", model=kind, max_steps=2, **settings)
     monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", None)
-    found, _ = update(tmp_path / "without", kind=kind, max_steps=2, **settings)
+    found, _ = update(tmp_path / "without", model=kind, max_steps=2, **settings)
     assert torch.equal(found, expected)
