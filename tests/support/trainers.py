@@ -72,8 +72,8 @@ def change(trainer: Any) -> torch.Tensor:
     return trained() - start
 
 
-def update(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
-    trainer = make(folder, **settings)
+def update(folder: Any, model: Any = "qwen2", **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
+    trainer = make(folder, model, **settings)
     return change(trainer), trainer
 
 

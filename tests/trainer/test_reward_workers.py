@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from grpo_ext.errors import ConfigError
-from tests.support.drop_in import CountingGame, conversations, make, tool_tokenizer
+from tests.support.drop_in import CountingGame, conversations, tool_tokenizer
 from tests.support.tiny import prompts
-from tests.support.trainers import log_of, on
+from tests.support.trainers import log_of, make, on
 
 
 def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_too(tmp_path):
@@ -29,7 +29,7 @@ def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_to
     def replace(state: Any) -> None:
         trainer.reward_funcs[0] = elsewhere(2.0 + state.global_step)
 
-    trainer = make(tmp_path, rewards=elsewhere(1.0), reward_workers=1, max_steps=2)
+    trainer = make(tmp_path, reward=elsewhere(1.0), reward_workers=1, max_steps=2)
     trainer.add_callback(on("on_step_end", replace))
     trainer.train()
     assert log_of(trainer, "reward") == [1.0, 3.0]
@@ -47,7 +47,7 @@ def test_workers_end_with_the_training(tmp_path, fails):
         if fails:
             raise KeyboardInterrupt
 
-    trainer = make(tmp_path, rewards=graded, reward_workers=1, max_steps=1)
+    trainer = make(tmp_path, reward=graded, reward_workers=1, max_steps=1)
     trainer.add_callback(on("on_step_end", look))
     with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
         trainer.train()
@@ -61,10 +61,10 @@ def test_a_function_that_cannot_be_sent_is_named_before_training(tmp_path):
         return [float(database.in_transaction) for _ in completions]
 
     with pytest.raises(ConfigError, match=r"'stored' cannot be sent .* reward_workers=1 .*at its first call"):
-        make(tmp_path, rewards=stored, reward_workers=1)
+        make(tmp_path, reward=stored, reward_workers=1)
 
 
 def test_environments_stay_in_the_training_process(tmp_path):
-    extra = {"environment_factory": CountingGame}
+    parts = {"train_dataset": conversations(), "processing_class": tool_tokenizer()}
     with pytest.raises(ConfigError, match="reward_workers=2 with environment_factory"):
-        make(tmp_path, rewards=None, dataset=conversations(), tokenizer=tool_tokenizer(), extra=extra, reward_workers=2)
+        make(tmp_path, reward=None, reward_workers=2, environment_factory=CountingGame, **parts)

@@ -6,10 +6,9 @@ import functools
 
 import pandas
 
-from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.drop_in import make
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import log_of
+from grpo_ext import GRPOTrainer
+from tests.support.tiny import letter_reward
+from tests.support.trainers import log_of, make
 
 
 def plain(prompts, completions, **kwargs):
@@ -23,7 +22,7 @@ async def later(prompts, completions, **kwargs):
 
 def test_reward_functions_stay_the_objects_they_are(tmp_path):
     functions = [plain, later, functools.partial(plain, extra=1)]
-    trainer = make(tmp_path, rewards=functions)
+    trainer = make(tmp_path, reward=functions, max_steps=1)
     trainer.train()
     assert all(mine is given for mine, given in zip(trainer.reward_funcs, functions, strict=True))
 
@@ -40,11 +39,11 @@ def test_columns_logged_in_one_rollout_and_not_in_the_next_are_shown(tmp_path):
             log_extra("short", completions[:3])
         return letter_reward(prompts, completions)
 
-    trainer = make(tmp_path, rewards=graded, max_steps=3, log_completions=True)
+    trainer = make(tmp_path, reward=graded, rollout_chunk_size=8, log_completions=True)
     trainer.train()
     assert calls == [8] * 6
     assert log_of(trainer, "share") == [2 / 3, 5 / 3]
-    tables = [pandas.read_parquet(path) for path in sorted((tmp_path / "out" / "completions").iterdir())]
+    tables = [pandas.read_parquet(path) for path in sorted((tmp_path / "completions").iterdir())]
     assert [len(table) for table in tables] == [16] * 3
     assert [[*table["a"].notna()] for table in tables] == [
         [False] * 8 + [True] * 8,
@@ -69,12 +68,11 @@ def test_a_subclass_may_log_itself_and_may_override_what_logs(tmp_path):
         log_extra("text", completions)
         return letter_reward(prompts, completions)
 
-    args = GRPOConfig(**config_kwargs(tmp_path / "out", log_completions=True))
-    trainer = Own(tiny_model(), graded, args, prompts(), processing_class=tiny_tokenizer())
+    trainer = make(tmp_path, reward=graded, cls=Own, rollout_chunk_size=8, max_steps=2, log_completions=True)
     trainer.train()
     assert log_of(trainer, "renamed/own") == [16.0, 16.0]
     assert log_of(trainer, "renamed/n") == [8.0, 8.0]
-    table = pandas.read_parquet(max((tmp_path / "out" / "completions").iterdir()))
+    table = pandas.read_parquet(max((tmp_path / "completions").iterdir()))
     assert [*table["text"]] == [*table["completion"]]
     assert len(table["length"]) == 16
     assert table["length"].notna().all()
