@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
@@ -15,9 +14,6 @@ from tests.support.drop_in import CountingGame, conversations
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import sampled
 from tests.support.trainers import SAVE, make, other
-
-ROPE = {"rope_type": "default", "rope_theta": 500.0}
-WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
 
 
 def saved_run(folder: Path, **changes: Any) -> Path:
@@ -36,16 +32,10 @@ def refusal(checkpoint: Path, folder: Path, **changes: Any) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"rope_parameters": ROPE}, "rope_parameters.rope_theta: 10000.0 in the checkpoint, 500.0 now"),
-        (WINDOW, "sliding_window: null in the checkpoint, 4 now"),
-    ],
-)
-def test_another_model_configuration_is_refused_and_each_field_is_named(checkpoint, tmp_path, changes, field):
-    message = refusal(checkpoint, tmp_path, model=tiny_model(**changes))
-    assert f"model.config.{field}" in message
+def test_another_model_configuration_is_refused_and_each_field_is_named(checkpoint, tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    message = refusal(checkpoint, tmp_path, model=tiny_model(rope_parameters=rope))
+    assert "model.config.rope_parameters.rope_theta: 10000.0 in the checkpoint, 500.0 now" in message
     assert "allow_changed_on_resume=['model.config']" in message
 
 
@@ -62,14 +52,6 @@ def test_a_model_by_its_path_is_compared_with_what_was_loaded(tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.config\.rms_norm_eps: 1e-06 in the checkpoint, 0\.01 now"):
         train(checkpoint, rms_norm_eps=1e-2)
     train(checkpoint, attn_implementation="eager")  # how it is computed, not what
-
-
-def test_where_the_model_comes_from_and_how_it_is_run_may_differ(checkpoint, tmp_path):
-    elsewhere = type(tiny_model()).from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float32)
-    elsewhere.config.use_cache = False
-    trainer = other(tmp_path, model=elsewhere, max_steps=1)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert trainer.state.global_step == 1
 
 
 # ---- Tools ----------------------------------------------------------------------------------------------------------
@@ -121,7 +103,6 @@ def with_tools(folder: Path, **parts: Any) -> GRPOTrainer:
     ("before", "after", "named"),
     [
         ({"tools": [add]}, {"tools": [add, negate]}, "tools.negate: null in the checkpoint"),
-        ({"tools": [add, negate]}, {"tools": [negate, add]}, "tools.(order): "),
         ({"environment_factory": CountingGame}, {"environment_factory": Game}, "tools.Game.give_up: null"),
     ],
 )

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import Trainer
+from transformers import AutoModelForSequenceClassification, Trainer
 
 from grpo_ext import GRPOConfig
-from grpo_ext.errors import CheckpointError, ConfigError, RewardError
+from grpo_ext.errors import CheckpointError, ConfigError, PrecisionError, RewardError, SplitDependentError
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.resume import find_checkpoint
 from grpo_ext.run.state import RunState
 from tests.support.tiny import config_kwargs, prompts, sparse_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import LORA, SAVE, make, on, other, parameters
+from tests.support.trainers import LORA, SAVE, make, other, parameters
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,8 @@ def test_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(copy, caplog
 def test_nothing_whole_is_an_error(copy, tmp_path):
     for folder in checkpoints(copy):
         damage(folder)
+    with pytest.raises(CheckpointError, match=r"optimizer.pt has changed since it was written.*'latest'"):
+        make(copy, **SAVE).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     for word in (True, "auto"):  # what is broken is no reason to start anew
         with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
             make(copy, **SAVE).train(resume_from_checkpoint=word)
@@ -76,15 +78,10 @@ def templated(template: str) -> Any:
     ("changes", "named"),
     [
         ({"seed": 4}, ["seed: 3 in the checkpoint, 4 now"]),
-        ({"max_grad_norm": 2.0, "beta": 0.1}, ["max_grad_norm", "beta"]),
-        (
-            {"global_batch_size": 8, "loss_type": "grpo"},
-            ["global_batch_size: 16 in the checkpoint", "loss_type"],
-        ),
+        ({"global_batch_size": 8, "beta": 0.1}, ["global_batch_size: 16 in the checkpoint", "beta"]),
         ({"train_dataset": prompts(12, seed=5)}, ["data.rows_sha256: ", "allow_changed_on_resume=['data']"]),
         ({"reward_funcs": sparse_reward}, ["rewards: "]),
         ({"model": tiny_model(hidden_size=64)}, ["model.parameters: ", "model.sha256: "]),
-        ({"bitwise_invariant": True}, ["bitwise_invariant"]),
         ({"processing_class": templated("{{ messages }}")}, ["tokenizer: "]),
         ({"peft_config": LoraConfig(**LORA)}, ["model.adapters.default: "]),
     ],
@@ -109,23 +106,6 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 2
     assert why_broken(copy / "checkpoint-3.replaced-1") is None
     assert not list(copy.glob("_writing*"))
-
-
-def test_the_best_experts_are_those_that_are_left_at_the_end(tmp_path):
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    evaluate = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, **best}
-    trainer = other(tmp_path, model=tiny_model("moe"), eval_dataset=prompts(4), **evaluate)
-    losses, weights = [], []
-
-    def remember(state: Any) -> None:
-        losses.append(state.log_history[-1]["eval_loss"])
-        weights.append(parameters(trainer))
-
-    trainer.add_callback(on("on_evaluate", remember))
-    trainer.train()
-    best_step = max(range(3), key=losses.__getitem__)
-    assert torch.equal(parameters(trainer), weights[best_step])
-    assert not torch.equal(weights[0], weights[2])
 
 
 def test_an_adapter_or_a_frozen_model_that_changed_is_refused(tmp_path):
@@ -186,16 +166,6 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, capsys):
     assert torch.equal(parameters(whole), parameters(again))
     assert [int(folder.name.split("-")[1]) for folder in checkpoints(tmp_path)][-1] == steps
     assert f"Going on after step {steps} of {steps}." in capsys.readouterr().out
-
-
-def test_auto_begins_where_there_is_no_checkpoint_and_goes_on_where_there_is(tmp_path):
-    first = other(tmp_path, max_steps=2)
-    first.train("auto")
-    assert first.state.global_step == 2
-    (tmp_path / "checkpoint-2").rename(tmp_path / "kept")
-    again = other(tmp_path, max_steps=2)
-    again.train("auto")
-    assert torch.equal(parameters(first), parameters(again))
 
 
 def test_a_run_goes_on_with_another_global_batch_that_cuts_groups(tmp_path, caplog):
@@ -304,10 +274,8 @@ def test_the_log_names_the_model_without_the_path_to_it(tmp_path):
         ({"micro_batch_tokens": 100}, "canonical_unit_size sets their size"),
         ({"use_vllm": True}, "use_vllm"),
         ({"torch_compile": True}, "torch_compile"),
-        ({"fp16": True}, "fp16"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "DeepSpeed"),
         ({"canonical_unit_size": 9}, r"use 1 to 4 \(num_generations\)"),
-        ({"canonical_unit_size": 0}, "canonical_unit_size=0"),
         ({"bitwise_threads": 0}, "bitwise_threads=0"),
     ],
 )
@@ -323,21 +291,14 @@ def test_bitwise_mode_refuses_fsdp_from_the_launcher(tmp_path, monkeypatch):
 
 
 def test_bitwise_mode_refuses_dropout_and_reward_models(tmp_path):
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    from grpo_ext.errors import SplitDependentError
-
     with pytest.raises(SplitDependentError, match="dropout"):
         other(tmp_path, bitwise_invariant=True, model=tiny_model("llama", attention_dropout=0.1))
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = LlamaForSequenceClassification(LlamaConfig(**sizes, vocab_size=70, num_labels=1, pad_token_id=0))
+    model = AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)
     with pytest.raises(ConfigError, match="reward models"):
         make(tmp_path, reward=model, reward_processing_classes=tiny_tokenizer(), bitwise_invariant=True)
 
 
 def test_a_gradient_out_of_range_is_an_error_and_never_a_wrong_sum(tmp_path):
-    from grpo_ext.errors import PrecisionError
-
     def huge(completions: list[str], **kwargs: Any) -> list[float]:
         return [1e12 * len(c) for c in completions]
 
@@ -377,12 +338,6 @@ def test_what_a_checkpoint_has_loaded_is_freed(tmp_path, monkeypatch, held):
     gc.collect()
     assert len(loaded) == 2
     assert [reference() is not None for reference in loaded] == [held] * 2
-
-
-def test_a_bit_that_flipped_is_found_and_never_loaded(copy):
-    damage(copy / "checkpoint-2", "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model.safetensors has changed since it was written.*'latest'"):
-        make(copy, **SAVE).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
 
 
 def test_bitwise_mode_does_not_go_on_with_another_form_of_the_forward(tmp_path):

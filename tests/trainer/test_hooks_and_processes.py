@@ -128,12 +128,6 @@ def test_a_resumed_run_goes_on_with_the_completions_of_its_checkpoint(tmp_path):
     assert calls == [32]  # the second rollout batch alone
 
 
-def test_a_rollout_func_is_evaluated_and_replaces_groups_without_variance(tmp_path):
-    trainer = rolling(tmp_path, dynamic_sampling=True, num_generations_eval=4)
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(0.0, abs=1.0)
-
-
 def test_bitwise_mode_refuses_a_rollout_func(tmp_path):
     with pytest.raises(ConfigError, match="rollout_func"):
         rolling(tmp_path, bitwise_invariant=True)

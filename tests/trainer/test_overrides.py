@@ -23,15 +23,8 @@ from tests.tolerances import DIFFERENT, METRIC, UPDATE
 # without keywords about images, which are None; `log` is given more values
 OVERRIDDEN = (
     *("training_step", "_prepare_inputs", "_generate", "_generate_single_turn", "_generate_and_score_completions"),
-    *(
-        "_calculate_rewards",
-        "compute_loss",
-        "_compute_loss",
-        "_get_per_token_logps_and_entropies",
-        "log",
-        "_log_metric",
-    ),
-    *("create_optimizer", "create_scheduler"),
+    *("_calculate_rewards", "compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
+    *("log", "_log_metric", "create_optimizer", "create_scheduler"),
 )
 NO_ROWS = [0]  # of a step that goes on with a rollout batch
 MORE_INPUTS = {STEP_PART, "attention_mask"}
@@ -72,9 +65,7 @@ def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
 
     def calls(base: type) -> dict[str, list[Any]]:
         seen: list[Any] = []
-        graded_parts = {"reward_funcs": graded}
-        cls = recording(base, seen)
-        build(tmp_path, cls, parts=lambda: graded_parts, num_iterations=2, rollout_chunk_size=16).train()
+        build(tmp_path, recording(base, seen), reward=graded, num_iterations=2, rollout_chunk_size=16).train()
         return {name: [call[1:] for call in seen if call[0] == name] for name in OVERRIDDEN}
 
     stock, ours = calls(trl.GRPOTrainer), calls(GRPOTrainer)
@@ -152,8 +143,8 @@ def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any)
 )
 def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp_path, override, settings):
     def trained(base: type, mixin: Any = override, size: int = 16) -> tuple[torch.Tensor, list[float]]:
-        parts = {"reward_funcs": one_group_teaches}
-        trainer = build(tmp_path, base, mixin, size, lambda: parts, rollout_chunk_size=16, **settings)
+        settings_of_run = {"reward": one_group_teaches, "rollout_chunk_size": 16, **settings}
+        trainer = build(tmp_path, base, mixin, size, **settings_of_run)
         return change(trainer), [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
     stock, stock_losses = trained(trl.GRPOTrainer)
@@ -164,10 +155,9 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
 
 
 @stock_scores
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(tmp_path, loss_type):
-    stock = change(build(tmp_path, trl.GRPOTrainer, loss_type=loss_type))
-    assert error(stock, change(build(tmp_path, GRPOTrainer, TrlsLoss, 5, loss_type=loss_type))) < UPDATE
+def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(tmp_path):
+    stock = change(build(tmp_path, trl.GRPOTrainer))
+    assert error(stock, change(build(tmp_path, GRPOTrainer, TrlsLoss, 5))) < UPDATE
 
 
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
@@ -185,11 +175,11 @@ def test_sampling_of_ones_own_is_said_and_refused_in_bitwise_mode(tmp_path, capl
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             return [[5, 6]] * len(prompt_ids), None
 
-    trainer = build(tmp_path, Own, parts=lambda: {"model": tiny_model()})
+    trainer = build(tmp_path, Own, model=tiny_model())
     trainer.train()
     assert "Own._generate_single_turn may sample in its own way; only the update is covered" in caplog.text
     with pytest.raises(ConfigError, match=r"Own\._generate_single_turn"):
-        build(tmp_path, Own, parts=lambda: {"model": tiny_model()}, bitwise_invariant=True)
+        build(tmp_path, Own, model=tiny_model(), bitwise_invariant=True)
 
 
 def test_what_is_not_called_is_said(tmp_path, caplog):
