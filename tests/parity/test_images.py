@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from tests.parity.harness import ROWS, assert_alike, side_by_side
 from tests.parity.scripts import Journal, Script, writing_reward
-from tests.support.images import Gallery, calling, image, image_model, image_processor, image_rows, look
+from tests.support.images import FAMILIES, Gallery, calling, image, image_model, image_processor, image_rows, look
 from tests.support.tiny import stock_scores
 
 pytestmark = stock_scores
@@ -57,7 +57,7 @@ def in_messages() -> Dataset:
     )
 
 
-@pytest.mark.parametrize("family", ["llava", "idefics3", "qwen2_5_vl", "gemma3", "internvl", "lfm2_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_images_of_a_data_set(tmp_path, family):
     rows = image_rows(2, shapes=((8, 8), (16, 8)))
     sides = side_by_side(tmp_path, lambda journal: showing(journal, family, rows), log_multimodal=True)

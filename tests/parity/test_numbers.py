@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from peft import LoraConfig
 from trl.trainer import grpo_trainer
 
-from tests.parity.harness import GROUP, ROWS, Known, assert_alike, side_by_side
+import grpo_ext
+from tests.parity.harness import GROUP, ROWS, Known, assert_alike, compare, run_one, side_by_side
 from tests.parity.scripts import (
     EOS,
     Journal,
@@ -30,6 +32,8 @@ from tests.parity.scripts import (
 from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer
 
 pytestmark = stock_scores
+OF_MICRO_BATCHES = "means over the step, where TRL's are means of the micro-batches' means"
+MEANS = [(part, name, False) for part in ("metrics", "lines") for name in ("entropy", "clip_ratio/*")]
 
 
 def text_parts(journal: Journal, reply: Reply = letters, **parts: Any) -> dict[str, Any]:
@@ -202,6 +206,64 @@ def test_an_evaluation_tells_the_tokens_of_training_and_adds_none(tmp_path):
     records = {mode: record for mode, record in sides.stock.metrics if record}
     assert records["eval"]["num_tokens"] == records["train"]["num_tokens"]
     assert_alike(sides)
+
+
+# ---- Losses ---------------------------------------------------------------------------------------------------------
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "bnpo": {"loss_type": "bnpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "epsilon": 0.1},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.2, "sapo_temperature_pos": 0.8},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "vespo": {
+        **{"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5},
+        **{"vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5},
+    },
+    "gspo": {"importance_sampling_level": "sequence"},
+    "delta": {"delta": 1.05, "epsilon": 0.01},
+    "kl_biased": {"beta": 0.1, "use_bias_correction_kl": False},
+    "quantile": {"top_entropy_quantile": 0.3},
+    "entropy": {"entropy_coef": 0.05},
+    "off_policy": {"off_policy_mask_threshold": 1e-4},
+    "moe": {"kind": "moe"},
+}
+MOVED = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-2}  # the policy has moved in every second step
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_has_the_update_and_the_metrics_of_stock_trl(tmp_path, name):
+    settings = dict(LOSSES[name])
+    kind = settings.pop("kind", "qwen2")
+
+    def parts(journal: Journal) -> dict[str, Any]:
+        model = scripted_model(tiny_tokenizer(), kind=kind)
+        if "beta" in settings:  # stock TRL loads the reference by its name
+            model.save_pretrained(tmp_path / "start")
+            model.config._name_or_path = str(tmp_path / "start")
+        return text_parts(journal, model=model, train_dataset=prompts(4))
+
+    sides = side_by_side(tmp_path, parts, **MOVED, **settings)
+    assert sides.stock.update.norm() > 1e-3
+    assert_alike(sides)
+
+
+def test_another_denominator_is_noticed(tmp_path):
+    """The negative control."""
+    stock, ours = (
+        run_one(package, tmp_path / name, text_parts, False, loss_type=name, **MOVED)
+        for package, name in ((trl, "dapo"), (grpo_ext, "grpo"))
+    )
+    assert any(line.startswith("update: ") for line in compare(stock, ours))
+
+
+def test_a_step_that_cuts_groups_has_the_update_of_stock_trl(tmp_path):
+    """6 x 3 completions with 4 generations: the second step begins within a group."""
+    sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "steps_per_generation": 6}
+    rows = prompts(9)
+    sides = side_by_side(tmp_path, lambda journal: text_parts(journal, train_dataset=rows), **sizes, max_steps=2)
+    assert_alike(sides, *(Known(part, name, extra, OF_MICRO_BATCHES) for part, name, extra in MEANS))
 
 
 # ---- Rewards --------------------------------------------------------------------------------------------------------

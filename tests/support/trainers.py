@@ -87,6 +87,14 @@ def on(event: str, act: Callable[[TrainerState], Any], at: int | None = None) ->
     return type("OnEvent", (TrainerCallback,), {event: called})()
 
 
+def noted_events(trainer: Any, *names: str) -> list[str]:
+    """The names of these events, in the order in which callbacks are told of them from now on."""
+    events: list[str] = []
+    for name in names:
+        trainer.add_callback(on(name, lambda state, name=name: events.append(name)))
+    return events
+
+
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / a.norm())
 

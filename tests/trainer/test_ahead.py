@@ -26,7 +26,7 @@ from grpo_ext.run.state import RunState
 from grpo_ext.runtime.determinism import computing_with
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
-from tests.support.trainers import LORA, SAVE, log_of, make, other, parameters
+from tests.support.trainers import LORA, SAVE, log_of, make, noted_events, other, parameters
 
 
 def log_probs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
@@ -90,11 +90,14 @@ def test_a_run_that_waits_stops_at_once_and_goes_on_as_it_was(tmp_path, after):
 
     slow.__name__ = letter_reward.__name__
     trainer = make(tmp_path / "out", reward=slow, max_steps=4, rollout_lag=1, save_strategy="steps", save_steps=10)
+    events = noted_events(trainer, "on_epoch_end", "on_train_end")
     start = time.perf_counter()
     with pytest.raises(TrainingInterrupted):
         trainer.train()
     release.set()
     assert time.perf_counter() - start < 40
+    assert events[-1] == "on_train_end"
+    assert "train_runtime" in trainer.state.log_history[-1]
     whole = make(tmp_path / "whole", max_steps=4, rollout_lag=1)
     whole.train()
     again = make(tmp_path / "out", max_steps=4, rollout_lag=1)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError
-from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.state import RunState
 from tests.support.architectures import architecture
 from tests.support.launch import ROOT
@@ -139,28 +138,6 @@ def test_rewards_are_joined_and_logged_as_at_the_submission(tmp_path, dynamic):
     assert log_of(trainer, "reward") == [1.0, 1.0, 1.0, 32.0, 32.0]
     assert log_of(trainer, "rewards/one/mean") == [1.0] * 3
     assert log_of(trainer, "rewards/three/mean") == [3.0] * 2
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_run_that_is_stopped_while_it_waits_tells_its_callbacks(tmp_path, lag):
-    calls = []
-
-    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        calls.append(threading.current_thread().name)
-        if len(calls) == 3:
-            os.kill(os.getpid(), 15)
-            time.sleep(1.0 if lag else 0.0)
-        return letter_reward(prompts, completions)
-
-    trainer = other(tmp_path, reward_funcs=reward, rollout_lag=lag, save_strategy="no", max_steps=6)
-    seen: list[str] = []
-    names = ("on_save", "on_epoch_end", "on_train_end")
-    for name in names:
-        trainer.add_callback(on(name, lambda state, name=name: seen.append(name)))
-    with pytest.raises(TrainingInterrupted):
-        trainer.train()
-    assert seen[-3:] == [*names]
-    assert "train_runtime" in trainer.state.log_history[-1]
 
 
 # ---- Around train() -------------------------------------------------------------------------------------------------

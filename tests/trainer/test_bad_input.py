@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -127,25 +128,25 @@ def test_trained_weights_in_half_precision_are_said(tmp_path, caplog):
     assert "27 of 27 trained tensors are bfloat16" in said[0]
 
 
-def test_dropout_is_refused_with_its_remedy(tmp_path):
-    with pytest.raises(SplitDependentError, match=r"attention_dropout=0.1.*disable_dropout=True"):
-        make(tmp_path, model=tiny_model("llama", attention_dropout=0.1))
-    with pytest.raises(SplitDependentError, match=r"p=0.1"):
-        make(tmp_path, model=tiny_model("gpt2", resid_pdrop=0.1))
-
-
-def test_lora_dropout_is_refused(tmp_path):
-    lora = {"peft_config": LoraConfig(r=4, lora_dropout=0.05, task_type="CAUSAL_LM")}
-    with pytest.raises(SplitDependentError, match=r"lora_dropout.*p=0.05"):
-        make(tmp_path, **lora)
-    make(tmp_path, **lora, disable_dropout=True)
-
-
-def test_batch_normalisation_is_refused(tmp_path):
+def normalised() -> Any:
     model = tiny_model()
     model.model.extra = nn.BatchNorm1d(4)
-    with pytest.raises(SplitDependentError, match=r"model.extra \(BatchNorm1d\)"):
-        make(tmp_path, model=model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"model": tiny_model("llama", attention_dropout=0.1)}, r"attention_dropout=0.1.*disable_dropout=True"),
+        ({"model": tiny_model("gpt2", resid_pdrop=0.1)}, r"p=0.1"),
+        ({"peft_config": LoraConfig(r=4, lora_dropout=0.05, task_type="CAUSAL_LM")}, r"lora_dropout.*p=0.05"),
+        ({"model": normalised()}, r"model.extra \(BatchNorm1d\)"),
+    ],
+    ids=["attention", "layers", "lora", "batch norm"],
+)
+def test_what_depends_on_the_split_is_refused(tmp_path, parts, words):
+    with pytest.raises(SplitDependentError, match=words):
+        make(tmp_path, **parts)
 
 
 def test_split_dependence_can_be_allowed_and_is_said(tmp_path, caplog):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ import trl
 from datasets import IterableDataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import ModelError, RolloutError
-from grpo_ext.rollouts import rollout_func, vllm
-from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.errors import ModelError
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import SAVE, log_of, make, parameters, update
 
@@ -129,29 +125,6 @@ def test_a_stream_trains_and_resumes_like_the_data_set_it_streams(tmp_path):
         assert torch.allclose(parameters(plain), parameters(trainer), atol=1e-7)
 
 
-def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
-    class Generation:
-        mode, tensor_parallel_size, llm = "server", 1, SimpleNamespace(generate=None)
-        accelerator = SimpleNamespace(device="cpu", num_processes=2, is_main_process=False)
-
-        def generate(self, prompts, **kwargs):
-            return prompts, [[6]] * len(prompts), None, None
-
-    def sampled():
-        rows = [Transcript({}, key, prompt_ids=[5]) for key in range(4)]
-        return vllm.VllmEngine(generation, contextlib.nullcontext).generate(rows, None, 4)
-
-    generation = Generation()
-    monkeypatch.setattr(rollout_func, "gather_lists", lambda own: [*own, 8])
-    with pytest.raises(RolloutError, match=r"4 to 8 completions.*also for evaluation"):
-        sampled()
-    generation.mode = "colocate"
-    assert sampled() == [([6], None)] * 4
-    generation.mode = "server"
-    monkeypatch.setattr(rollout_func, "gather_lists", lambda own: own)
-    assert sampled() == [([6], None)] * 4
-
-
 def test_a_subclass_may_shape_advantages_of_dynamic_sampling(tmp_path):
     class Silent(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
@@ -210,19 +183,6 @@ def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path
     for values, loss in trained.values():
         assert torch.equal(values, trained[False, True][0])
         assert loss == trained[False, True][1]
-
-
-def test_the_configuration_is_back_when_sampling_fails(tmp_path):
-    trainer = make(tmp_path, tiny_model("moe", output_router_logits=True))
-
-    def fail(*args, **kwargs):
-        assert not trainer.model.config.output_router_logits
-        raise RuntimeError("stopped")
-
-    trainer.model.generate = fail
-    with pytest.raises(RuntimeError, match="stopped"):
-        trainer.train()
-    assert trainer.model.config.output_router_logits
 
 
 def test_a_rollout_that_nothing_scored_is_said(tmp_path, caplog):

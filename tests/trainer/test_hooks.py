@@ -182,22 +182,12 @@ def scored_alone(self: Any, inner: Any, inputs: Any) -> Any:
     }
 
 
-def own_metric(self: Any, inner: Any, inputs: Any) -> Any:
-    """Uses what it is given, logs, gathers, and changes advantages."""
-    scored = inner(inputs)
-    everyone = self.accelerator.gather(scored["advantages"])
-    assert everyone.shape == (16,)
-    self._metrics["train"]["own"].append(everyone.abs().mean().item())
-    scored["advantages"] = scored["advantages"] * everyone.abs().mean() + 0.1
-    return scored
-
-
-for scoring in (rebuilt_rows, scored_alone, own_metric):
+for scoring in (rebuilt_rows, scored_alone):
     scoring.__name__ = "_generate_and_score_completions"
 
 
 @stock_scores
-@pytest.mark.parametrize("hook", [rebuilt_rows, scored_alone, own_metric], ids=["rows", "alone", "metric"])
+@pytest.mark.parametrize("hook", [rebuilt_rows, scored_alone], ids=["rows", "alone"])
 def test_generate_and_score_completions_makes_the_rollout(tmp_path, hook):
     learns_as_in_trl(tmp_path, overriding(hook), lambda: {"reward_funcs": with_bonus})
 

@@ -15,7 +15,7 @@ from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts import batch, source
 from grpo_ext.runtime.collectives import without_gather
 from tests.support.tiny import given_rollout, prompts, tiny_tokenizer
-from tests.support.trainers import make, parameters
+from tests.support.trainers import make
 
 
 class Alone(GRPOTrainer):
@@ -40,26 +40,6 @@ def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "gather_lists", lambda items: [*items, 8])
     with pytest.raises(RolloutError, match="the processes have 8 to 16 rows"):
         trainer.train()
-
-
-class TwoTurns(GRPOTrainer):
-    """Samples every turn twice, and keeps the second."""
-
-    pairs: list[Any]
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        first, _ = super()._generate_single_turn(*args, **kwargs)
-        second, logps = super()._generate_single_turn(*args, **kwargs)
-        self.pairs.append((first, second))
-        return second, logps
-
-
-def test_a_further_call_of_super_samples_something_else(tmp_path):
-    TwoTurns.pairs = []
-    make(tmp_path, cls=TwoTurns, max_steps=2).train()
-    same = [one == other for first, second in TwoTurns.pairs for one, other in zip(first, second)]
-    assert len(same) == 32
-    assert sum(same) < 4
 
 
 def test_a_hook_that_processes_call_differently_often_may_not_gather():
@@ -110,22 +90,6 @@ def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
 def rolling(folder: Any, rollout: Any = given_rollout, **settings: Any) -> GRPOTrainer:
     sets = {"train_dataset": prompts(22), "eval_dataset": prompts(5)}
     return make(folder, rollout_func=rollout, **{**sets, "max_steps": 2, **settings})
-
-
-def test_a_resumed_run_goes_on_with_the_completions_of_its_checkpoint(tmp_path):
-    settings = {"rollout_batch_size": 32, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
-    calls: list[int] = []
-
-    def counted(prompts: Any, trainer: Any) -> Any:
-        calls.append(len(prompts))
-        return given_rollout(prompts, trainer)
-
-    whole = rolling(tmp_path / "whole", **settings)
-    whole.train()
-    resumed = rolling(tmp_path / "whole", counted, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
-    assert torch.equal(parameters(whole), parameters(resumed))
-    assert calls == [32]  # the second rollout batch alone
 
 
 def test_bitwise_mode_refuses_a_rollout_func(tmp_path):

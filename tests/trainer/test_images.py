@@ -84,18 +84,6 @@ def answers(cls: Any, ending: bool = False) -> Any:
     return Answering
 
 
-@stock_scores
-@pytest.mark.parametrize("family", some("idefics3", "gemma3", "qwen3_vl"))
-def test_on_the_same_completions_they_learn_what_stock_trl_learns(tmp_path, family):
-    rows = image_rows(8, shapes=((8, 8), (16, 8)))  # TRL fails on prompts without images
-    settings = {"train_dataset": rows, "per_device_train_batch_size": 16, "max_steps": 1, "shuffle_dataset": False}
-    stock = change(make(tmp_path / "stock", family, cls=answers(trl.GRPOTrainer), **settings))
-    ours = change(make(tmp_path / "ours", family, cls=answers(GRPOTrainer), **settings))
-    assert error(stock, ours) <= UPDATE
-    others = {**settings, "train_dataset": image_rows(8, shapes=((8, 8), (16, 8)), first=100)}
-    assert error(stock, change(make(tmp_path / "others", family, cls=answers(GRPOTrainer), **others))) > DIFFERENT
-
-
 def test_dynamic_sampling_and_a_budget_do_not_change_the_update(tmp_path):
     def sparse(completions: Any, **kwargs: Any) -> list[float]:
         return [float(completion[0]["content"][:1] in "abcdefghij") for completion in completions]
@@ -106,13 +94,12 @@ def test_dynamic_sampling_and_a_budget_do_not_change_the_update(tmp_path):
     assert max(log_of(one, "dynamic_sampling/replaced_groups")) > 0
 
 
-@pytest.mark.parametrize("family", some("lfm2_vl"))
-def test_compact_decoding_samples_what_generate_samples(tmp_path, family):
+def test_compact_decoding_samples_what_generate_samples(tmp_path):
     """Also where prompts have the same tokens and other images."""
     rows = image_rows(8)
     rows = rows.map(lambda row: {"prompt": rows[0]["prompt"]})
     compact, plain = (
-        make(tmp_path / f"{on}", family, train_dataset=rows, compact_rollouts=on, max_steps=1, global_batch_size=32)
+        make(tmp_path / f"{on}", "lfm2_vl", train_dataset=rows, compact_rollouts=on, max_steps=1, global_batch_size=32)
         for on in (True, False)
     )
     for trainer in (compact, plain):

@@ -18,7 +18,7 @@ from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
 from tests.support.launch import two_processes
 from tests.support.tiny import prompts
-from tests.support.trainers import make, on, parameters
+from tests.support.trainers import make, noted_events, on, parameters
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
 
@@ -33,8 +33,10 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, capsys, numbers):
     before = {number: signal.getsignal(number) for number in numbers}
     trainer = make(tmp_path / "out", max_steps=4)
     trainer.add_callback(signals(1, *numbers))
+    events = noted_events(trainer, "on_save", "on_epoch_end", "on_train_end")
     with pytest.raises(TrainingInterrupted) as stopped:
         trainer.train()
+    assert events == ["on_save", "on_epoch_end", "on_train_end"]
     assert stopped.value.code == EXIT_STATUS == 75
     assert trainer.state.global_step == 2
     (folder,) = checkpoints(tmp_path / "out")

@@ -11,10 +11,9 @@ import trl
 from grpo_ext import GRPOTrainer
 from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.batching.prompt_order import StepRows
-from grpo_ext.errors import ConfigError
 from grpo_ext.step.statistics import STEP_PART
 from tests.support.beside_trl import build
-from tests.support.tiny import letter_reward, stock_scores, tiny_model
+from tests.support.tiny import letter_reward, stock_scores
 from tests.support.trainers import change, error
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
@@ -168,18 +167,6 @@ def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     with torch.no_grad():
         assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,)))) != 0.0
         assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,), weight=0.0))) == 0.0
-
-
-def test_sampling_of_ones_own_is_said_and_refused_in_bitwise_mode(tmp_path, caplog):
-    class Own(GRPOTrainer):
-        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            return [[5, 6]] * len(prompt_ids), None
-
-    trainer = build(tmp_path, Own, model=tiny_model())
-    trainer.train()
-    assert "Own._generate_single_turn may sample in its own way; only the update is covered" in caplog.text
-    with pytest.raises(ConfigError, match=r"Own\._generate_single_turn"):
-        build(tmp_path, Own, model=tiny_model(), bitwise_invariant=True)
 
 
 def test_what_is_not_called_is_said(tmp_path, caplog):
