@@ -17,12 +17,14 @@ from transformers import AutoModelForSequenceClassification, Trainer
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import CheckpointError, ConfigError, SplitDependentError
+from grpo_ext.run import output_folder
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.log import LOG, read_log
+from grpo_ext.run.output_folder import HeldFolder
 from grpo_ext.run.resume import find_checkpoint
 from grpo_ext.run.state import RunState
 from tests.support.tiny import config_kwargs, prompts, sparse_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import LORA, SAVE, make, other, parameters
+from tests.support.trainers import LORA, SAVE, make, on, other, parameters
 
 
 @pytest.fixture(scope="module")
@@ -179,12 +181,6 @@ def test_what_shapes_advantages_takes_effect_at_once(tmp_path, caplog, setting, 
     assert ("the rollout batch of the checkpoint is not used" in caplog.text) is dropped
 
 
-def test_a_changed_learning_rate_is_refused_because_it_would_have_no_effect(run, tmp_path):
-    trainer = other(tmp_path, learning_rate=3e-3, allow_changed_on_resume=["learning_rate"])
-    with pytest.raises(CheckpointError, match=r"optimizer goes on with the checkpoint's learning_rate\.$"):
-        trainer.train(str(run / "checkpoint-2"))
-
-
 def test_deepspeeds_shards_want_as_many_processes(run, tmp_path):
     folder = str(run / "checkpoint-2")
     assert find_checkpoint(folder, str(tmp_path), make(tmp_path).accelerator) == folder  # written by one process
@@ -301,3 +297,57 @@ def test_bitwise_mode_does_not_go_on_with_another_form_of_the_forward(tmp_path):
     other(tmp_path, max_steps=1, bitwise_invariant=True).train()
     with pytest.raises(CheckpointError, match='forward: "auto" in the checkpoint, "padded" now'):
         other(tmp_path, max_steps=1, bitwise_invariant=True, forward="padded").train("latest")
+
+
+# ---- Folders of runs ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(output_folder, "_PATIENCE", 0.0)
+    folder, refusals = tmp_path / "out", []
+    first, second = make(folder, **SAVE), make(folder, **SAVE)
+
+    def resume_too(state: Any) -> None:
+        with pytest.raises(CheckpointError) as refused:
+            make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        refusals.append(str(refused.value))
+
+    first.add_callback(on("on_step_end", lambda state: second.train(), at=1))  # before the first has saved anything
+    first.add_callback(on("on_step_end", resume_too, at=3))
+    first.train()
+    for trainer, name in ((first, "out"), (second, "out-2")):
+        assert Path(str(trainer.args.output_dir)) == tmp_path / name
+        assert [why_broken(path) for path in checkpoints(tmp_path / name)] == [None] * 3
+        assert read_log(tmp_path / name / LOG).starts[-1]["ended"] == "finished"
+    assert "out belongs to another run, which" in caplog.text
+    assert "two runs would overwrite each other's checkpoints" in refusals[0]
+    make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # free again
+
+
+def test_a_resume_that_was_refused_changes_no_folder(tmp_path):
+    folder = tmp_path / "out"
+    make(folder, **SAVE).train()
+    trainer = make(folder, **SAVE)
+    with pytest.raises(CheckpointError, match="nope does not exist"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "nope"))
+    assert Path(str(trainer.args.output_dir)) == folder
+    trainer.train(resume_from_checkpoint="latest")
+    assert trainer.state.global_step == 3
+
+
+def test_latest_is_looked_for_once_the_folder_is_free(tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    first = make(folder, **SAVE)
+    first.train()
+    second, release = make(folder, **SAVE), HeldFolder.take
+
+    def take(held: HeldFolder, name: str, in_place: bool) -> tuple[str, str]:
+        (tmp_path / "checkpoint-3").rename(folder / "checkpoint-3")  # the other run saves it, and ends
+        return release(held, name, in_place)
+
+    (folder / "checkpoint-3").rename(tmp_path / "checkpoint-3")
+    monkeypatch.setattr(HeldFolder, "take", take)
+    second.train(resume_from_checkpoint="latest")
+    assert second.state.global_step == 3
+    assert (folder / "checkpoint-3").is_dir()
+    assert not list(folder.glob("*.replaced-*"))

@@ -109,14 +109,6 @@ def test_with_groups_that_all_teach_nothing_changes(tmp_path):
         assert {n: one[n] for n in names} == pytest.approx({n: two[n] for n in names}, nan_ok=True)
 
 
-def test_evaluation_samples_once(tmp_path):
-    reward = Recorder()
-    trainer, _ = trained(tmp_path, reward, max_steps=1)
-    before = len(reward.calls)
-    trainer.evaluate(prompts(5).add_column("number", list(range(5))))
-    assert len(reward.calls) == before + 1
-
-
 def test_a_stream_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="this one is a stream"):
         trainers.make(tmp_path, dynamic_sampling=True, train_dataset=prompts(8).to_iterable_dataset())

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import trl
 
 from grpo_ext import GRPOTrainer, checks
 from grpo_ext.errors import ConfigError, DataError
-from grpo_ext.forward.images import packed_images, unpacked_images
+from grpo_ext.forward.images import packed_images
 from tests.support import trainers
 from tests.support.images import (
     FAMILIES,
@@ -193,15 +192,6 @@ def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
     whole = change(with_tools(tmp_path / "whole", per_device_train_batch_size=16, **exact))
     assert torch.equal(whole, change(with_tools(tmp_path / "parts", per_device_train_batch_size=3, **exact)))
     assert torch.equal(whole, resumed(with_tools(tmp_path / "parts", per_device_train_batch_size=5, **exact)))
-
-
-def test_images_are_packed_without_loss():
-    pictures = [image(1), image(2, 16, 8), image(3)]
-    packed = packed_images([pictures[0], np.asarray(pictures[1]), pictures[2]])
-    padded = torch.nn.functional.pad(packed, (0, 100))
-    found = unpacked_images(padded)
-    assert all(np.array_equal(one, other) for one, other in zip(found, pictures, strict=True))
-    assert unpacked_images(packed_images([])) == []
 
 
 def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, monkeypatch):
