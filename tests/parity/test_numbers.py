@@ -29,6 +29,7 @@ from tests.parity.scripts import (
     scripted_model,
     writing_reward,
 )
+from tests.support.server import StandIn
 from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer
 
 pytestmark = stock_scores
@@ -67,22 +68,16 @@ def calling_parts(journal: Journal, reply: Reply, **parts: Any) -> dict[str, Any
 # ---- A vLLM server --------------------------------------------------------------------------------------------------
 
 
-class Server:
-    """Stands in for TRL's client of a server: it answers from a script, and cannot tell some log-probabilities."""
+class Server(StandIn):
+    """Answers from a script, and cannot tell some log-probabilities."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
 
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-    def reset_prefix_cache(self) -> None:
-        pass
-
     def update_named_params(self, described: Any, parameters: Iterable[Any]) -> None:
         list(parameters)
 
-    def generate(self, prompts: Any, n: int, max_tokens: int, **rest: Any) -> dict[str, Any]:
+    def generate(self, prompts: Any, n: int, max_tokens: int, generation_kwargs: Any, **rest: Any) -> dict[str, Any]:
         ids = [self.script.ids(list(prompt), max_tokens) for prompt in prompts for _ in range(n)]
         return {
             "prompt_ids": prompts,

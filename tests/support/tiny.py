@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -44,9 +45,9 @@ _OF_KIND: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
-    """One token a character; with a minimal chat template if asked for."""
-    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(_VOCABULARY))}
+def tiny_tokenizer(chat: bool = False, tokens: Sequence[str] = _VOCABULARY) -> PreTrainedTokenizerFast:
+    """One token a character; with a minimal chat template if asked for. Longer tokens are sampled, and never read."""
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -61,14 +62,18 @@ def tiny_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_model(kind: str = "qwen2", seed: int = 0, **overrides: Any) -> Any:
-    """A random causal model of about 20 thousand parameters: a model type of transformers, or moe (Qwen2's)."""
+def tiny_config(kind: str, **overrides: Any) -> Any:
+    """The configuration of `tiny_model`."""
     name = "qwen2_moe" if kind == "moe" else kind
     sizes = {**({} if kind == "gpt2" else _SIZES), **_OF_KIND.get(name, {})}
-    config = AutoConfig.for_model(name, vocab_size=len(tiny_tokenizer()), **{**sizes, **overrides})
+    return AutoConfig.for_model(name, **{"vocab_size": len(tiny_tokenizer()), **sizes, **overrides})
+
+
+def tiny_model(kind: str = "qwen2", seed: int = 0, **overrides: Any) -> Any:
+    """A random causal model of about 20 thousand parameters: a model type of transformers, or moe (Qwen2's)."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(tiny_config(kind, **overrides))
 
 
 def prompts(count: int = 22, seed: int = 0) -> Dataset:

@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError
-from grpo_ext.run.state import RunState
-from tests.support.architectures import architecture
 from tests.support.launch import ROOT
 from tests.support.tiny import letter_reward, tiny_model
-from tests.support.trainers import log_of, make, on, other, parameters
+from tests.support.trainers import log_of, make, on, parameters
 
 # ---- Subclasses -----------------------------------------------------------------------------------------------------
 
@@ -47,36 +45,6 @@ def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
 
 
 # ---- Callbacks ------------------------------------------------------------------------------------------------------
-
-
-def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
-    def balanced(folder: Any) -> GRPOTrainer:
-        model = architecture("deepseek_v3", initializer_range=0.2)  # whose router has a bias that is a buffer
-
-        def balance(state: Any) -> None:
-            generator = torch.Generator().manual_seed(state.global_step)
-            for name, buffer in model.named_buffers():
-                if name.endswith("e_score_correction_bias"):
-                    buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
-
-        return other(folder, model=model, rollout_lag=1, max_steps=5, callbacks=[on("on_step_end", balance)])
-
-    whole = balanced(tmp_path)
-    whole.train()
-    state = RunState.load(tmp_path / "checkpoint-5", 4)
-    assert state is not None
-    assert state.rollout is not None
-    assert state.sampled_at == 3
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float32).eval()
-    for row in range(len(state.rollout)):
-        prompt, ids = (list(ids)[row] for ids in (state.rollout.prompt_ids, state.rollout.completion_ids))
-        with torch.no_grad():
-            logits = model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1)[torch.arange(len(ids)), ids]
-        assert torch.allclose(list(state.rollout.old_per_token_logps)[row], expected, atol=2e-5)
-    again = balanced(tmp_path)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert torch.equal(parameters(whole), parameters(again))
 
 
 def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:

@@ -7,6 +7,7 @@ import inspect
 
 import torch
 import trl
+from transformers import TrainingArguments
 
 from grpo_ext import GRPOTrainer
 from tests.support.tiny import (
@@ -55,42 +56,31 @@ SMOKE = {
     "weight_decay": 0.01,
 }
 
-# beside those of SMOKE: shown by the matrix, by parity cases and by tests of their own, refused, or passed on to TRL,
-# transformers and Accelerate, where nothing of ours stands in between
+# what TRL adds to transformers' settings, beside those of SMOKE: shown by the matrix, by parity cases and by tests of
+# their own, refused, or passed on to TRL, where nothing of ours stands in between
 KNOWN = """
-accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta2 adam_epsilon
-auto_find_batch_size average_tokens_across_devices batch_eval_metrics beta bf16 bf16_full_eval cache_implementation
-cast_lm_head_to_fp32 chat_template_kwargs dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context
-dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend
-ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed delta
-disable_dropout disable_tqdm do_eval do_predict do_train ds3_gather_for_generation enable_jit_checkpoint entropy_coef
-entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target epsilon epsilon_high eval_do_concat_batches
-eval_use_gather_object fp16 fp16_full_eval fsdp fsdp_config full_determinism generation_batch_size
-gradient_accumulation_steps gradient_checkpointing hub_always_push hub_model_id hub_private_repo hub_revision
-hub_strategy hub_token ignore_data_skip importance_sampling_level include_for_metrics include_num_input_tokens_seen
-label_names label_smoothing_factor learning_rate length_column_name liger_kernel_config local_rank
-log_completions_hub_repo log_level log_level_replica log_multimodal log_on_each_node logging_nan_inf_filter
-logging_steps logging_strategy loss_type mask_truncated_completions max_completion_length max_grad_norm max_steps
-max_tool_calling_iterations min_p model_init_kwargs multi_objective_aggregation neftune_noise_alpha num_generations
-num_generations_eval num_iterations num_train_epochs off_policy_mask_threshold optim optim_args optim_target_modules
-output_dir pad_to_multiple_of parallelism_config per_device_eval_batch_size per_device_train_batch_size
-prediction_loss_only project push_to_hub remove_unused_columns repetition_penalty report_to
-restore_callback_states_from_checkpoint resume_from_checkpoint reward_weights router_aux_loss_coef run_name
-sapo_temperature_neg sapo_temperature_pos save_on_each_node scale_rewards seed skip_memory_metrics
-steps_per_generation temperature tf32 top_entropy_quantile top_k top_p torch_compile torch_compile_backend
-torch_compile_mode trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy
-transformers_continuous_batching_config trust_remote_code use_adaptive_entropy use_cache use_cpu use_liger_kernel
-use_transformers_continuous_batching use_transformers_paged use_vllm vespo_k_neg vespo_k_pos vespo_lambda_neg
-vespo_lambda_pos vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_importance_sampling_cap
-vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_correction
-vllm_importance_sampling_mode vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host
-vllm_server_port vllm_server_timeout vllm_structured_outputs_regex vllm_tensor_parallel_size
+beta cache_implementation cast_lm_head_to_fp32 chat_template_kwargs delta disable_dropout ds3_gather_for_generation
+entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target epsilon epsilon_high
+generation_batch_size importance_sampling_level log_completions_hub_repo log_multimodal loss_type
+mask_truncated_completions max_completion_length max_tool_calling_iterations min_p model_init_kwargs
+multi_objective_aggregation num_generations num_iterations off_policy_mask_threshold pad_to_multiple_of
+repetition_penalty reward_weights router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos scale_rewards
+steps_per_generation temperature top_entropy_quantile top_k top_p transformers_continuous_batching_config
+trust_remote_code use_adaptive_entropy use_transformers_continuous_batching use_transformers_paged use_vllm
+vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_enable_sleep_mode vllm_gpu_memory_utilization
+vllm_group_port vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_max_model_length vllm_mode vllm_model_impl
+vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
+vllm_tensor_parallel_size
 """
 
 
 def test_every_parameter_of_trls_configuration_is_known():
     """A new one fails here: show what it does, or refuse it, and name it above."""
-    assert {spec.name for spec in dataclasses.fields(trl.GRPOConfig)} - {*KNOWN.split(), *SMOKE} == set()
+    trls, transformers_own = (
+        {spec.name for spec in dataclasses.fields(config)} for config in (trl.GRPOConfig, TrainingArguments)
+    )
+    assert trls - transformers_own - {*KNOWN.split(), *SMOKE} == set()
 
 
 def test_every_parameter_of_trls_trainer_is_known():
