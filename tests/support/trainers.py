@@ -61,15 +61,16 @@ def parameters(trainer: GRPOTrainer) -> torch.Tensor:
     return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()])
 
 
+def trained(model: torch.nn.Module) -> torch.Tensor:
+    """The parameters that are trained, float64."""
+    return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
+
+
 def change(trainer: Any) -> torch.Tensor:
     """What training changed, float64."""
-
-    def trained() -> torch.Tensor:
-        return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
-
-    start = trained()
+    start = trained(trainer.model)
     trainer.train()
-    return trained() - start
+    return trained(trainer.model) - start
 
 
 def update(folder: Any, model: Any = "qwen2", **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError, RewardError
@@ -265,16 +265,12 @@ def test_what_was_abandoned_stops_at_its_next_forward(adapter):
 def test_the_threads_of_a_cpu_are_divided(tmp_path, given, expected):
     seen: set[tuple[str, int]] = set()
 
-    class Note(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            seen.add(("training", torch.get_num_threads()))
-
     def note(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         seen.add(("sampling", torch.get_num_threads()))
         return letter_reward(prompts, completions)
 
     trainer = make(tmp_path, reward=note, rollout_lag=1, rollout_threads=given)
-    trainer.add_callback(Note())
+    trainer.add_callback(on("on_step_end", lambda state: seen.add(("training", torch.get_num_threads()))))
     with computing_with(4):
         trainer.train()
         assert torch.get_num_threads() == 4

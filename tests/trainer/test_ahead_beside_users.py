@@ -78,30 +78,21 @@ def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the
     assert log_of(runs[0], "reward")[-1] > 2.0  # no share of letters
 
 
-class MoreRewards(TrainerCallback):
-    """Replaces the reward functions after the first step, with names and weights."""
-
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self.trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            self.trainer.reward_funcs = [
-                lambda completions, v=value, **_: [v] * len(completions) for value in (2.0, 3.0)
-            ]
-            self.trainer.reward_func_names = ["two", "three"]
-            self.trainer.reward_processing_classes = [None, None]
-            self.trainer.reward_weights = torch.tensor([1.0, 10.0])
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_rewards_are_joined_and_logged_as_at_the_submission(tmp_path, dynamic):
     def one(completions: list[str], **columns: Any) -> list[float]:
         return [1.0] * len(completions)
 
     settings = {"dynamic_sampling": dynamic, "dynamic_sampling_max_rounds": 1} if dynamic else {}
+
+    def replace_rewards(state: Any) -> None:
+        trainer.reward_funcs = [lambda completions, v=value, **_: [v] * len(completions) for value in (2.0, 3.0)]
+        trainer.reward_func_names = ["two", "three"]
+        trainer.reward_processing_classes = [None, None]
+        trainer.reward_weights = torch.tensor([1.0, 10.0])
+
     trainer = make(tmp_path, reward=one, rollout_lag=2, max_steps=5, **settings)
-    trainer.add_callback(MoreRewards(trainer))
+    trainer.add_callback(on("on_step_end", replace_rewards, at=1))
     trainer.train()
     assert log_of(trainer, "reward") == [1.0, 1.0, 1.0, 32.0, 32.0]
     assert log_of(trainer, "rewards/one/mean") == [1.0] * 3

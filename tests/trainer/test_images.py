@@ -62,27 +62,6 @@ def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, famil
     assert error(expected, change(make(tmp_path / "others", family, train_dataset=others))) > DIFFERENT
 
 
-def answers(cls: Any, ending: bool = False) -> Any:
-    """A trainer that samples nothing: a completion follows from the tokens before it and how many others have the same.
-
-    Args:
-        ending: every second completion ends, the others are truncated.
-    """
-
-    class Answering(cls):
-        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            alike: list[list[int]] = []
-            rows = []
-            for ids in prompt_ids:  # by chunks here, all at once in TRL
-                i = alike.count(ids)
-                alike.append(ids)
-                answer = [3 + (sum(ids) + 7 * i + 3 * t) % 20 for t in range(3 + i % 4)]
-                rows.append(answer + [1] * (ending and i % 2))
-            return rows, None
-
-    return Answering
-
-
 def test_dynamic_sampling_and_a_budget_do_not_change_the_update(tmp_path):
     def sparse(completions: Any, **kwargs: Any) -> list[float]:
         return [float(completion[0]["content"][:1] in "abcdefghij") for completion in completions]
@@ -173,7 +152,7 @@ def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_
 
 
 def test_a_completion_that_is_masked_out_shows_nothing(tmp_path):
-    settings = {"cls": answers(GRPOTrainer, ending=True), "mask_truncated_completions": True, "num_iterations": 2}
+    settings = {"mask_truncated_completions": True, "num_iterations": 2}
 
     def masked(size: int) -> Any:
         return with_tools(tmp_path / f"{size}", per_device_train_batch_size=size, **settings)
@@ -258,5 +237,5 @@ def test_a_users_loss_finds_the_images_where_trl_has_them(tmp_path, family):
 
     rows = image_rows(8, shapes=((8, 8), (16, 8)))
     settings = {"train_dataset": rows, "per_device_train_batch_size": 16, "max_steps": 1}
-    whole = change(make(tmp_path / "whole", family, cls=answers(GRPOTrainer), **settings))
-    assert error(whole, change(make(tmp_path / "own", family, cls=answers(Own), **settings))) <= UPDATE
+    whole = change(make(tmp_path / "whole", family, **settings))
+    assert error(whole, change(make(tmp_path / "own", family, cls=Own, **settings))) <= UPDATE
