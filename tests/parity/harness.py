@@ -51,6 +51,7 @@ class Known:
         return part == self.part and fits
 
 
+SPEEDS = ("runtime", "samples_per_second", "steps_per_second")
 CLOCK = "the seconds of a run are not those of another"
 PHASES = "grpo_ext logs seconds by phase as time/*"
 OF_IMAGES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "num_tiles")
@@ -62,9 +63,8 @@ KNOWN = [
     ),
     *(Known("outputs", name, extra, OF_FORWARD) for name in OF_IMAGES for extra in (False, True)),
     *(Known(part, "step_time", False, CLOCK) for part in ("metrics", "lines")),
-    *(Known("lines", name, False, CLOCK) for name in ("train_runtime", "train_samples_per_second")),
-    *(Known("lines", name, False, CLOCK) for name in ("train_steps_per_second", "eval_runtime")),
-    *(Known("lines", name, False, CLOCK) for name in ("eval_samples_per_second", "eval_steps_per_second")),
+    *(Known("lines", f"train_{name}", False, CLOCK) for name in SPEEDS),
+    *(Known("lines", f"eval_{name}", False, CLOCK) for name in SPEEDS),
     *(Known(part, "time/*", True, PHASES) for part in ("metrics", "lines")),
     *(Known(part, "layout/*", True, "what a layout costs; TRL has one layout") for part in ("metrics", "lines")),
     Known(

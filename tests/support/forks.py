@@ -107,7 +107,7 @@ class Forked:
 
     def output(self) -> str:
         """What all processes have printed, errors last."""
-        return "".join(output.read_text(errors="replace") for output in self._outputs)
+        return "".join(self.texts())
 
     def texts(self) -> list[str]:
         """Output and errors apart."""

@@ -20,7 +20,22 @@ from tests.support.launch import two_processes
 from tests.support.tiny import prompts
 from tests.support.trainers import make, noted_events, on, parameters
 
-SCRIPT = Path(__file__).with_name("interrupted.py")
+# the last process is sent SIGTERM in the middle of the second step
+SCRIPT = """
+import os, signal, sys
+from tests.support.trainers import make, on
+def stop_last(state):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+trainer = make(f"{sys.argv[1]}/out", max_steps=4, callbacks=[on("on_pre_optimizer_step", stop_last, at=1)])
+try:
+    trainer.train()
+except SystemExit as stopped:
+    with open(f"{sys.argv[1]}/status_{os.environ['RANK']}", "w") as file:
+        file.write(str(stopped.code))
+    raise
+print("after training")
+"""
 
 
 def signals(at: int, *numbers: int) -> TrainerCallback:
@@ -100,7 +115,8 @@ def test_a_trainer_in_another_thread_leaves_signals_alone(tmp_path):
 
 
 def test_all_processes_stop_after_the_step_in_which_one_was_asked(tmp_path):
-    status, output = two_processes(SCRIPT, str(tmp_path))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    status, output = two_processes(tmp_path / "script.py", str(tmp_path))
     assert status != 0
     assert "after training" not in output
     (folder,) = checkpoints(tmp_path / "out")
