@@ -33,8 +33,10 @@ from tests.support.server import StandIn
 from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer
 
 pytestmark = stock_scores
-OF_MICRO_BATCHES = "means over the step, where TRL's are means of the micro-batches' means"
-MEANS = [(part, name, False) for part in ("metrics", "lines") for name in ("entropy", "clip_ratio/*")]
+MEANS = "means over the step, where TRL's are means of the micro-batches' means"
+OF_MICRO_BATCHES = [
+    Known(part, name, False, MEANS) for part in ("metrics", "lines") for name in ("entropy", "clip_ratio/*")
+]
 
 
 def text_parts(journal: Journal, reply: Reply = letters, **parts: Any) -> dict[str, Any]:
@@ -253,12 +255,20 @@ def test_another_denominator_is_noticed(tmp_path):
     assert any(line.startswith("update: ") for line in compare(stock, ours))
 
 
+def test_a_step_of_several_micro_batches_has_no_old_log_probabilities(tmp_path):
+    """Where a rollout batch is one step (`steps_per_generation` is the accumulation)."""
+    sizes, rows = {"steps_per_generation": 2, "gradient_accumulation_steps": 2}, prompts(4)
+    sides = side_by_side(tmp_path, lambda journal: text_parts(journal, train_dataset=rows), **sizes, max_steps=2)
+    assert "old_per_token_logps" not in sides.stock.outputs[0][1]
+    assert_alike(sides, *OF_MICRO_BATCHES)
+
+
 def test_a_step_that_cuts_groups_has_the_update_of_stock_trl(tmp_path):
     """6 x 3 completions with 4 generations: the second step begins within a group."""
     sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "steps_per_generation": 6}
     rows = prompts(9)
     sides = side_by_side(tmp_path, lambda journal: text_parts(journal, train_dataset=rows), **sizes, max_steps=2)
-    assert_alike(sides, *(Known(part, name, extra, OF_MICRO_BATCHES) for part, name, extra in MEANS))
+    assert_alike(sides, *OF_MICRO_BATCHES)
 
 
 # ---- Rewards --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from datasets import Dataset
 
-from tests.parity.harness import GROUP, ROWS, Known, assert_alike, side_by_side
+from tests.parity.harness import GROUP, ROWS, assert_alike, side_by_side
 from tests.parity.scripts import (
     EOS,
     MODEL,
@@ -150,26 +150,6 @@ def test_columns_reach_reward_functions_and_rows_stay_as_they_are(tmp_path, chat
     assert set(sides.stock.rows[0][1][0]) == {"prompt", "number" if chat else "answer"}
     assert ("old_per_token_logps" in sides.stock.outputs[0][1]) == (steps == 2)
     assert_alike(sides)
-
-
-def test_a_step_of_several_micro_batches_has_no_old_log_probabilities(tmp_path):
-    """Where a rollout batch is one step (`steps_per_generation` is the accumulation)."""
-    sides = side_by_side(
-        tmp_path,
-        lambda journal: {
-            "model": scripted_model(tiny_tokenizer()),
-            "processing_class": tiny_tokenizer(),
-            "train_dataset": prompts(4),
-            "reward_funcs": writing_reward(journal),
-        },
-        steps_per_generation=2,
-        gradient_accumulation_steps=2,
-        max_steps=2,
-    )
-    assert "old_per_token_logps" not in sides.stock.outputs[0][1]
-    reason = "means over the step, where TRL's are means of the micro-batches' means"
-    names = [(part, name) for part in ("metrics", "lines") for name in ("entropy", "clip_ratio/*")]
-    assert_alike(sides, *(Known(part, name, False, reason) for part, name in names))
 
 
 # ---- rollout_func ---------------------------------------------------------------------------------------------------
