@@ -23,7 +23,8 @@ def test_a_subclass_of_trls_config_is_taken_as_it_is(tmp_path):
         my_flag: int = 7
 
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
-    args = Mine(str(tmp_path), **sizes, num_generations=4, max_completion_length=12, max_steps=2, report_to="none")
+    sizes |= {"num_generations": 4, "max_completion_length": 12, "max_steps": 2}
+    args = Mine(str(tmp_path), **sizes, bf16=False, use_cpu=True, report_to="none")
     trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
     assert trainer.args.my_flag == 7
     assert trainer.geometry.global_batch_size == 16
