@@ -48,7 +48,7 @@ LONG = (
     "distributed/test_two_processes",
     "packaging/test_wheel",
     "packaging/test_side_effects",
-    "trainer/test_reward_workers",
+    "trainer/test_rewards",
     "unit/tools/test_console",
     "unit/tools/test_check",
     "unit/tools/test_forks",

@@ -56,9 +56,7 @@ def test_another_lag_learns_something_else(whole):
         assert update_error(whole[one].delta, whole[other].delta) > DIFFERENT
 
 
-@pytest.mark.parametrize(
-    ("processes", "size"), [(2, 3), pytest.param(3, 5, marks=full), pytest.param(4, 1, marks=full)]
-)
+@pytest.mark.parametrize(("processes", "size"), [(2, 3), pytest.param(4, 1, marks=full)])
 def test_the_same_bits_for_every_split(bench, whole, processes, size):
     runs = [lagged(bench, f"lag{lag}-on-{processes}", lag, size) for lag in (1, 2)]
     runs += [lagged(bench, f"dynamic-on-{processes}", 1, size, **DYNAMIC)]
@@ -66,10 +64,7 @@ def test_the_same_bits_for_every_split(bench, whole, processes, size):
         assert_same_run(whole[name], result)
 
 
-@pytest.mark.parametrize(
-    ("processes", "times", "longest"),
-    [(2, 1, 0.05), *(pytest.param(*how, marks=full) for how in ((1, 1, 0.05), (1, 5, 0.3), (2, 5, 0.3)))],
-)
+@pytest.mark.parametrize(("processes", "times", "longest"), [(2, 1, 0.05), pytest.param(2, 5, 0.3, marks=full)])
 def test_delays_change_nothing(bench, whole, processes, times, longest):
     runs = [
         dataclasses.replace(lagged(bench, f"jitter{lag}-{processes}-{n}", lag, 8), rewards=(jittery(longest),))
@@ -82,12 +77,7 @@ def test_delays_change_nothing(bench, whole, processes, times, longest):
 
 @pytest.mark.parametrize(
     ("lag", "processes", "steps"),
-    [
-        (1, 1, (1, 2, 6, 11)),
-        (2, 2, (3, 4)),
-        pytest.param(2, 1, range(1, 12), marks=full),
-        pytest.param(1, 3, (5, 8), marks=full),
-    ],
+    [(1, 1, (1, 2, 6, 11)), (2, 2, (3, 4)), pytest.param(2, 3, (1, 5, 8, 11), marks=full)],
 )
 def test_a_resumed_run_goes_on_with_what_was_on_its_way(bench, whole, lag, processes, steps):
     runs = [
@@ -117,9 +107,8 @@ def test_nothing_is_gathered_beside_training(bench, whole):
     assert_same_run(whole["lag2"], result)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_one_process_ends_all(bench, rank):
-    run = dataclasses.replace(lagged(bench, f"failing-{rank}", 1), rewards=(failing_on(rank, 3),))
+def test_an_error_of_one_process_ends_all(bench):
+    run = dataclasses.replace(lagged(bench, "failing", 1), rewards=(failing_on(1, 3),))
     try:
         (result,) = run_all([run], processes=2)
         said = str(result.error)

@@ -7,7 +7,7 @@ import pytest
 from grpo_ext.tools.check.comparison import metric_difference
 from grpo_ext.tools.check.runs import Run
 from grpo_ext.tools.stock import OURS
-from tests.support.cases import CASES, LAGGED, QUANTISED, Bench
+from tests.support.cases import CASES, QUANTISED, Bench
 from tests.support.launches import REFERENCE, SIZES, Launches
 
 NAMES = [  # what bitwise mode takes
@@ -21,15 +21,11 @@ ALWAYS = (
 EXACT = {"bitwise_invariant": True, "adam_epsilon": 1e-8, "weight_decay": 0.1, "max_grad_norm": 0.5}
 
 
-def covering(name: str) -> list[tuple[int, int]]:
-    i = ALWAYS.index(name)
-    return [((2, 3, 2, 4)[i % 4], SIZES[(i + i // 4) % 4])]
-
-
-def remaining(name: str) -> list[tuple[int, int]]:
-    every = [(n, m) for n in ((1, 2, 3) if name in LAGGED else (1, 2, 3, 4)) for m in (REFERENCE, 5, 1)]
-    known = covering(name) if name in ALWAYS else []
-    return [split for split in every if split not in [*known, (1, REFERENCE)]]
+def splits_of(name: str) -> list[tuple[int, int]]:
+    """Splits of a case: first that of `make test`, which takes ALWAYS, then one for each other number of processes."""
+    i = NAMES.index(name)
+    first = (2, 3, 2, 4)[i % 4]
+    return [(first, SIZES[(i + i // 4) % 4]), *((n, SIZES[(i + n) % 4]) for n in (1, 2, 3, 4) if n != first)]
 
 
 def exact_run(bench: Bench, case: str, size: int, **changes) -> Run:
@@ -42,8 +38,7 @@ def launches(tmp_path_factory, request) -> Launches:
     full = request.config.getoption("--full")
     for name in NAMES if full else ALWAYS:
         together.plan(1, exact_run(together.bench, name, REFERENCE))
-        splits = [*(covering(name) if name in ALWAYS else []), *(remaining(name) if full else [])]
-        for processes, size in splits:
+        for processes, size in splits_of(name) if full else splits_of(name)[:1]:
             together.plan(processes, exact_run(together.bench, name, size))
     for size in (REFERENCE, 5):
         together.plan(1, plain_run(together.bench, size))
@@ -73,19 +68,16 @@ def assert_same_bits(launches: Launches, reference: Run, processes: int, run: Ru
     assert metric_difference(one.log, other.log) == (0.0, "")
 
 
-def splits(rule, names) -> list:
-    return [pytest.param(name, n, m, id=f"{name}-{n}x{m}") for name in names for n, m in rule(name)]
+def splits() -> list:
+    return [
+        pytest.param(name, n, m, id=f"{name}-{n}x{m}", marks=() if name in ALWAYS and not later else pytest.mark.full)
+        for name in NAMES
+        for later, (n, m) in enumerate(splits_of(name))
+    ]
 
 
-@pytest.mark.parametrize(("name", "processes", "size"), splits(covering, ALWAYS))
+@pytest.mark.parametrize(("name", "processes", "size"), splits())
 def test_the_same_bits_for_every_split(launches, name, processes, size):
-    reference = exact_run(launches.bench, name, REFERENCE)
-    assert_same_bits(launches, reference, processes, exact_run(launches.bench, name, size))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "processes", "size"), splits(remaining, NAMES))
-def test_the_same_bits_for_every_split_full(launches, name, processes, size):
     reference = exact_run(launches.bench, name, REFERENCE)
     assert_same_bits(launches, reference, processes, exact_run(launches.bench, name, size))
 

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
 from grpo_ext.tools.stock import OURS, STOCK
-from tests.support.cases import CASES, FULL, LAGGED, Bench
+from tests.support.cases import CASES, FULL, Bench
 from tests.support.launches import REFERENCE, SIZES, Launches, run_all
 from tests.support.tiny import STOCK_SCORES, stock_scores
 from tests.tolerances import (
@@ -19,24 +19,19 @@ from tests.tolerances import (
 )
 
 NAMES = list(CASES)
-
-
+full = pytest.mark.full
 PROCESSES = (2, 2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2, 2, 4)
 NEEDS = {"images_apart": 4}
 
 
-def covering(name: str) -> list[tuple[int, int]]:
-    """The split of a case in `make test`: several processes, and another micro-batch size too."""
+def splits_of(name: str) -> list[tuple[int, int]]:
+    """Splits of a case: first that of `make test`, then one for each other number of processes.
+
+    Over the cases, each number of processes meets each micro-batch size.
+    """
     i = NAMES.index(name)
-    return [(NEEDS.get(name, PROCESSES[i % len(PROCESSES)]), SIZES[i % 4])]
-
-
-def remaining(name: str) -> list[tuple[int, int]]:
-    """Every other split of the full matrix."""
-    ahead = name in LAGGED  # many cases of one kind: fewer splits
-    sizes = (REFERENCE, 5, 1) if ahead else (REFERENCE, *SIZES)
-    every = [(n, m) for n in ((1, 2, 3) if ahead else (1, 2, 3, 4)) for m in sizes]
-    return [split for split in every if split not in [*covering(name), (1, REFERENCE)]]
+    first = NEEDS.get(name, PROCESSES[i % len(PROCESSES)])
+    return [(first, SIZES[i % 4]), *((n, SIZES[(i + n) % 4]) for n in (1, 2, 3, 4) if n != first)]
 
 
 STOCK_CONTROLS = [("bnpo", 1, 4), ("moe", 1, 4), ("grpo", 2, 8)]
@@ -60,15 +55,19 @@ def launches(tmp_path_factory, request) -> Launches:
 
 
 def kept_for_full(name: str) -> list:
-    return [pytest.mark.full] if name in FULL else []
+    return [full] if name in FULL else []
 
 
-def splits(rule) -> list:
-    every = [(name, n, m) for name in NAMES for n, m in rule(name)]
-    return [pytest.param(*split, id="{}-{}x{}".format(*split), marks=kept_for_full(split[0])) for split in every]
+def splits() -> list:
+    return [
+        pytest.param(name, *split, id=f"{name}-{split[0]}x{split[1]}", marks=full if later else kept_for_full(name))
+        for name in NAMES
+        for later, split in enumerate(splits_of(name))
+    ]
 
 
-def assert_same(launches: Launches, name: str, processes: int, size: int) -> None:
+@pytest.mark.parametrize(("name", "processes", "size"), splits())
+def test_update_and_log_do_not_depend_on_the_split(launches, name, processes, size):
     reference = launches.result(1, launches.bench.run(name, REFERENCE))
     other = launches.result(processes, launches.bench.run(name, size))
     assert reference.error is None, reference.error
@@ -81,21 +80,10 @@ def assert_same(launches: Launches, name: str, processes: int, size: int) -> Non
     assert gap <= (METRIC_BFLOAT16 if half else METRIC), f"{metric} differs by {gap:.2e}"
 
 
-@pytest.mark.parametrize(("name", "processes", "size"), splits(covering))
-def test_update_and_log_do_not_depend_on_the_split(launches, name, processes, size):
-    assert_same(launches, name, processes, size)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "processes", "size"), splits(remaining))
-def test_update_and_log_do_not_depend_on_the_split_full(launches, name, processes, size):
-    assert_same(launches, name, processes, size)
-
-
 @stock_scores
 @pytest.mark.parametrize(
     ("name", "processes", "size"),
-    [*STOCK_CONTROLS, *(pytest.param(*control, marks=pytest.mark.full) for control in FULL_CONTROLS)],
+    [*STOCK_CONTROLS, *(pytest.param(*control, marks=full) for control in FULL_CONTROLS)],
 )
 def test_stock_trl_learns_something_else(launches, name, processes, size):
     """Against itself in one process with one micro-batch."""
@@ -116,11 +104,8 @@ def test_every_case_trains(launches, name):
     assert any(abs(loss) > 1e-9 for loss in losses)
 
 
-@pytest.mark.parametrize(  # grouped expert products have no float64
-    "names", [("kl", "quantile_bonus", "gpt2"), pytest.param(("dapo", "cispo"), marks=pytest.mark.full)]
-)
-def test_default_adam_agrees_to_rounding_in_float64(tmp_path, names):
-    bench = Bench(tmp_path)
+def test_default_adam_agrees_to_rounding_in_float64(tmp_path):
+    bench, names = Bench(tmp_path), ("kl", "quantile_bonus", "gpt2")  # grouped expert products have no float64
     exact = {"dtype": "float64", "adam_epsilon": 1e-8}
     wide = [bench.run(name, REFERENCE, OURS, **exact) for name in names]
     narrow = [bench.run(name, 3, OURS, **exact) for name in names]

@@ -75,42 +75,29 @@ def test_the_entropy_controller_is_restored(bench, whole):
     assert_same_run(whole["adaptive"], run_all([run], processes=1)[0], 7)
 
 
-@pytest.mark.parametrize(
-    ("processes", "steps"), [(3, (14,)), pytest.param(2, (3, 14), marks=full), pytest.param(3, (3,), marks=full)]
-)
-def test_bitwise_mode_resumes_on_another_number_of_processes(bench, whole, processes, steps):
-    runs = [
-        dataclasses.replace(run, name=f"{run.name}-on-{processes}")
-        for run in (resumed(bench, "exact", step, 3, bitwise_invariant=True) for step in steps)
-    ]
-    for step, result in zip(steps, run_all(runs, processes)):
-        assert_same_run(whole["exact"], result, step)
+def test_bitwise_mode_resumes_on_another_number_of_processes(bench, whole):
+    run = resumed(bench, "exact", 14, 3, bitwise_invariant=True)
+    assert_same_run(whole["exact"], run_all([run], processes=3)[0], 14)
 
 
-@pytest.mark.parametrize(  # inside a rollout, before one, in the second epoch
-    "steps", [(14,), pytest.param((3, 6), marks=full)]
-)
-def test_dynamic_sampling_goes_on_with_the_same_prompts(bench, whole, steps):
+def test_dynamic_sampling_goes_on_with_the_same_prompts(bench, whole):
     replaced = sum(line.get("dynamic_sampling/replaced_groups", 0) for line in whole["dynamic"].log)
     assert replaced > 0
+    steps = (6, 14)  # before a rollout, in the second epoch
     runs = [resumed(bench, "dynamic", step, 3, **DYNAMIC) for step in steps]
     for step, result in zip(steps, run_all(runs, processes=2)):
         assert_same_run(whole["dynamic"], result, step)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=full), 2])
-def test_a_run_goes_on_within_a_group_that_a_step_has_cut(bench, whole, processes):
-    # after the first step of a rollout, between its iterations, in the smaller last one
-    runs = [
-        dataclasses.replace(run, name=f"{run.name}-on-{processes}")
-        for run in (resumed(bench, "cut", step, 5, **CUT) for step in (1, 2, 9))
-    ]
-    for step, result in zip((1, 2, 9), run_all(runs, processes)):
+def test_a_run_goes_on_within_a_group_that_a_step_has_cut(bench, whole):
+    steps = (1, 2, 9)  # after the first step of a rollout, between its iterations, in the smaller last one
+    runs = [resumed(bench, "cut", step, 5, **CUT) for step in steps]
+    for step, result in zip(steps, run_all(runs, processes=2)):
         assert_same_run(whole["cut"], result, step, CUT_STEPS)
 
 
-@pytest.mark.parametrize("step", [13, pytest.param(3, marks=full)])
-def test_another_layout_goes_on_to_rounding(bench, whole, step):
+def test_another_layout_goes_on_to_rounding(bench, whole):
+    step = 13
     run = resumed(bench, "whole", step, 3, adam_epsilon=ADAM_EPSILON)
     result = run_all([run], processes=2)[0]
     assert result.error is None, result.error

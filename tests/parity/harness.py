@@ -1,8 +1,8 @@
 """Stock TRL and grpo_ext side by side: what both do with the same completions, compared key by key.
 
-Compared are the dictionary of `_generate_and_score_completions`, the rows it was given afterwards, `_metrics` and
-`_logs` whenever a trainer logs, the lines of the log, the names of timings that trackers get, and what the functions of
-a test wrote down. Nothing of grpo_ext is named but its public classes; the rest are names of TRL's.
+Compared are the update, the dictionary of `_generate_and_score_completions`, the rows it was given afterwards,
+`_metrics` and `_logs` whenever a trainer logs, the lines of the log, the names of timings that trackers get, and what
+the functions of a test wrote down. Nothing of grpo_ext is named but its public classes; the rest are names of TRL's.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from trl.trainer import grpo_trainer
 import grpo_ext
 from tests.parity.scripts import Journal
 from tests.support.tiny import config_kwargs
-from tests.tolerances import METRIC
+from tests.support.trainers import error, parameters
+from tests.tolerances import ADAM_EPSILON, METRIC, UPDATE
 
 GROUP, ROWS = 4, 8  # generations, completions of a rollout batch
-AS_TRL = {
-    "rollout_chunk_size": ROWS,  # TRL calls a reward function once for all rows of a process
-    "skip_zero_contribution": False,  # TRL runs what adds nothing; entropy and clip ratios count it
-}
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,7 @@ class Known:
         return part == self.part and fits
 
 
+SPEEDS = ("runtime", "samples_per_second", "steps_per_second")
 CLOCK = "the seconds of a run are not those of another"
 PHASES = "grpo_ext logs seconds by phase as time/*"
 OF_IMAGES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "num_tiles")
@@ -65,9 +63,8 @@ KNOWN = [
     ),
     *(Known("outputs", name, extra, OF_FORWARD) for name in OF_IMAGES for extra in (False, True)),
     *(Known(part, "step_time", False, CLOCK) for part in ("metrics", "lines")),
-    *(Known("lines", name, False, CLOCK) for name in ("train_runtime", "train_samples_per_second")),
-    *(Known("lines", name, False, CLOCK) for name in ("train_steps_per_second", "eval_runtime")),
-    *(Known("lines", name, False, CLOCK) for name in ("eval_samples_per_second", "eval_steps_per_second")),
+    *(Known("lines", f"train_{name}", False, CLOCK) for name in SPEEDS),
+    *(Known("lines", f"eval_{name}", False, CLOCK) for name in SPEEDS),
     *(Known(part, "time/*", True, PHASES) for part in ("metrics", "lines")),
     *(Known(part, "layout/*", True, "what a layout costs; TRL has one layout") for part in ("metrics", "lines")),
     Known(
@@ -90,6 +87,7 @@ class Run:
         lines: of the log.
         timings: names that trackers get, without the trainer's class.
         journal: what the test's functions wrote.
+        update: what acting changed in the parameters, float64.
         error: what ended it.
     """
 
@@ -100,6 +98,7 @@ class Run:
     lines: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     timings: list[str] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
+    update: torch.Tensor | None = None
     error: Exception | None = None
 
 
@@ -163,11 +162,14 @@ def run_one(
     run = Run()
     steps = settings.get("steps_per_generation", 1)
     common = {"per_device_train_batch_size": ROWS // steps, "steps_per_generation": steps, "shuffle_dataset": False}
-    common["loss_type"] = "grpo"  # for others TRL counts tokens of the rollout batch, and grpo_ext those of a step
+    # for other losses TRL counts tokens of the rollout batch, and grpo_ext those of a step
+    common |= {"loss_type": "grpo", "adam_epsilon": ADAM_EPSILON}
     kwargs = config_kwargs(folder, **{**common, "per_device_eval_batch_size": ROWS, "max_steps": 1, **settings})
     del kwargs["global_batch_size"], kwargs["rollout_chunk_size"]
     if package is grpo_ext:
-        kwargs |= AS_TRL
+        # TRL calls a reward function once for all rows of a process
+        kwargs["rollout_chunk_size"] = kwargs["per_device_train_batch_size"] * kwargs["steps_per_generation"]
+        kwargs["skip_zero_contribution"] = False  # TRL runs what adds nothing; entropy and clip ratios count it
     cls = recording(package.GRPOTrainer, run, scoring)
     begins = f"{cls.__name__}."
 
@@ -179,8 +181,10 @@ def run_one(
         mock.patch.object(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch),  # a step's rows stay in order
     ):
         try:
-            run.journal.trainer = cls(args=package.GRPOConfig(**kwargs), **parts(run.journal))
-            act(run.journal.trainer)
+            run.journal.trainer = trainer = cls(args=package.GRPOConfig(**kwargs), **parts(run.journal))
+            start = parameters(trainer)
+            act(trainer)
+            run.update = parameters(trainer) - start
         except Exception as error:
             if not raises:
                 raise
@@ -239,6 +243,9 @@ def compare(stock: Run, ours: Run, *more: Known) -> list[str]:
     """Every difference of two runs that is neither in `KNOWN` nor in `more`, a line each."""
     known = [*KNOWN, *more]
     lines = [] if type(stock.error) is type(ours.error) else [f"error: {stock.error!r} against {ours.error!r}"]
+    if stock.update is not None and ours.update is not None and not stock.update.equal(ours.update):
+        distance = error(stock.update, ours.update)
+        lines += [f"update: relative error {distance:.1e}"] if not distance <= UPDATE else []
     for part in ("outputs", "rows", "metrics", "tables", "lines"):
         theirs, own = getattr(stock, part), getattr(ours, part)
         modes, own_modes = [mode for mode, _ in theirs], [mode for mode, _ in own]

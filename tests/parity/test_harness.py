@@ -31,6 +31,7 @@ CHANGES = {
     "metrics 0 (train) anything: TRL has none": lambda run: run.metrics[0][1].update(anything=[0.0]),
     "metrics 0 (train) reward: 1 entries against 2": lambda run: run.metrics[0][1]["reward"].append(0.0),
     "tables 0 (train) completion[0]": lambda run: run.tables[0][1]["completion"].__setitem__(0, "another"),
+    "update: relative error": lambda run: run.update.mul_(1.001),
     "lines 0 (train) loss": lambda run: run.lines[0][1].update(loss=1e3),
     "timings transformers.generate: missing": lambda run: run.timings.clear(),
     "journal reward: 1 entries against 2": lambda run: run.journal.append(run.journal[0]),

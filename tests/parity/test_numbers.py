@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from peft import LoraConfig
 from trl.trainer import grpo_trainer
 
-from tests.parity.harness import GROUP, ROWS, Known, assert_alike, side_by_side
+import grpo_ext
+from tests.parity.harness import GROUP, ROWS, Known, assert_alike, compare, run_one, side_by_side
 from tests.parity.scripts import (
     EOS,
     Journal,
@@ -27,9 +29,14 @@ from tests.parity.scripts import (
     scripted_model,
     writing_reward,
 )
+from tests.support.server import StandIn
 from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer
 
 pytestmark = stock_scores
+MEANS = "means over the step, where TRL's are means of the micro-batches' means"
+OF_MICRO_BATCHES = [
+    Known(part, name, False, MEANS) for part in ("metrics", "lines") for name in ("entropy", "clip_ratio/*")
+]
 
 
 def text_parts(journal: Journal, reply: Reply = letters, **parts: Any) -> dict[str, Any]:
@@ -63,22 +70,16 @@ def calling_parts(journal: Journal, reply: Reply, **parts: Any) -> dict[str, Any
 # ---- A vLLM server --------------------------------------------------------------------------------------------------
 
 
-class Server:
-    """Stands in for TRL's client of a server: it answers from a script, and cannot tell some log-probabilities."""
+class Server(StandIn):
+    """Answers from a script, and cannot tell some log-probabilities."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
 
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-    def reset_prefix_cache(self) -> None:
-        pass
-
     def update_named_params(self, described: Any, parameters: Iterable[Any]) -> None:
         list(parameters)
 
-    def generate(self, prompts: Any, n: int, max_tokens: int, **rest: Any) -> dict[str, Any]:
+    def generate(self, prompts: Any, n: int, max_tokens: int, generation_kwargs: Any, **rest: Any) -> dict[str, Any]:
         ids = [self.script.ids(list(prompt), max_tokens) for prompt in prompts for _ in range(n)]
         return {
             "prompt_ids": prompts,
@@ -105,10 +106,7 @@ def served(monkeypatch):
     return {"use_vllm": True, "vllm_mode": "server"}
 
 
-MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_truncate"])
 def test_ratios_to_what_vllm_says_are_one_where_it_says_nothing(tmp_path, served, mode):
     settings = {"vllm_importance_sampling_mode": mode, "steps_per_generation": 1 + (mode == "token_mask")}
     sides = side_by_side(tmp_path, text_parts, **settings, **served)
@@ -122,10 +120,9 @@ def test_ratios_to_what_vllm_says_are_one_where_it_says_nothing(tmp_path, served
     assert_alike(sides)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_tokens_of_tools_have_the_log_probability_zero(tmp_path, served, masked):
+def test_tokens_of_tools_have_the_log_probability_zero(tmp_path, served):
     reply = by_turn([call("count", number=1) + EOS, f"a{EOS}", "cut"], [f"b{EOS}", call("count", number=2)])
-    settings = {"max_completion_length": 100, "mask_truncated_completions": masked, "max_tool_calling_iterations": 2}
+    settings = {"max_completion_length": 100, "mask_truncated_completions": True, "max_tool_calling_iterations": 2}
     sides = side_by_side(tmp_path, lambda journal: calling_parts(journal, reply), **settings, **served)
     output = sides.stock.outputs[0][1]
     told = output["sampling_per_token_logps"][output["completion_mask"].bool() & (output["tool_mask"] == 0)]
@@ -137,8 +134,7 @@ def test_tokens_of_tools_have_the_log_probability_zero(tmp_path, served, masked)
 # ---- Completions ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("masked", "steps"), [(False, 1), (True, 2)])
 def test_completions_that_do_not_end_are_counted_and_may_be_masked(tmp_path, masked, steps):
     sides = side_by_side(tmp_path, text_parts, mask_truncated_completions=masked, steps_per_generation=steps)
     clipped = sides.stock.metrics[0][1]["completions/clipped_ratio"][0]
@@ -169,15 +165,14 @@ def test_the_last_token_says_whether_a_completion_has_ended_and_padding_is_an_en
     assert_alike(sides)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_reference_log_probabilities_are_those_without_the_adapter(tmp_path, beta):
+def test_reference_log_probabilities_are_those_without_the_adapter(tmp_path):
     def parts(journal: Journal) -> dict[str, Any]:
         torch.manual_seed(5)  # of the adapter's start
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         return text_parts(journal, peft_config=lora)
 
-    sides = side_by_side(tmp_path, parts, beta=beta, steps_per_generation=2, max_steps=2)
-    assert ("ref_per_token_logps" in sides.stock.outputs[0][1]) == (beta > 0)
+    sides = side_by_side(tmp_path, parts, beta=0.1, steps_per_generation=2, max_steps=2)
+    assert "ref_per_token_logps" in sides.stock.outputs[0][1]
     assert_alike(sides)
 
 
@@ -190,8 +185,7 @@ def test_rows_may_be_padded_to_a_multiple(tmp_path):
 # ---- Evaluation -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("generations", [None, 2])
-def test_an_evaluation_tells_the_tokens_of_training_and_adds_none(tmp_path, generations):
+def test_an_evaluation_tells_the_tokens_of_training_and_adds_none(tmp_path):
     def act(trainer: Any) -> None:
         trainer.train()
         before = trainer.state.num_input_tokens_seen
@@ -202,13 +196,79 @@ def test_an_evaluation_tells_the_tokens_of_training_and_adds_none(tmp_path, gene
         tmp_path,
         lambda journal: text_parts(journal, eval_dataset=prompts(2, seed=4)),  # TRL shuffles more of them
         act,
-        num_generations_eval=generations,
+        num_generations_eval=2,
     )
     modes = [mode for mode, _ in sides.stock.outputs]
     assert modes == ["train", "eval"]
     records = {mode: record for mode, record in sides.stock.metrics if record}
     assert records["eval"]["num_tokens"] == records["train"]["num_tokens"]
     assert_alike(sides)
+
+
+# ---- Losses ---------------------------------------------------------------------------------------------------------
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "bnpo": {"loss_type": "bnpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "epsilon": 0.1},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.2, "sapo_temperature_pos": 0.8},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "vespo": {
+        **{"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5},
+        **{"vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5},
+    },
+    "gspo": {"importance_sampling_level": "sequence"},
+    "delta": {"delta": 1.05, "epsilon": 0.01},
+    "kl_biased": {"beta": 0.1, "use_bias_correction_kl": False},
+    "quantile": {"top_entropy_quantile": 0.3},
+    "entropy": {"entropy_coef": 0.05},
+    "off_policy": {"off_policy_mask_threshold": 1e-4},
+    "moe": {"kind": "moe"},
+}
+MOVED = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-2}  # the policy has moved in every second step
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_has_the_update_and_the_metrics_of_stock_trl(tmp_path, name):
+    settings = dict(LOSSES[name])
+    kind = settings.pop("kind", "qwen2")
+
+    def parts(journal: Journal) -> dict[str, Any]:
+        model = scripted_model(tiny_tokenizer(), kind=kind)
+        if "beta" in settings:  # stock TRL loads the reference by its name
+            model.save_pretrained(tmp_path / "start")
+            model.config._name_or_path = str(tmp_path / "start")
+        return text_parts(journal, model=model, train_dataset=prompts(4))
+
+    sides = side_by_side(tmp_path, parts, **MOVED, **settings)
+    assert sides.stock.update.norm() > 1e-3
+    assert_alike(sides)
+
+
+def test_another_denominator_is_noticed(tmp_path):
+    """The negative control."""
+    stock, ours = (
+        run_one(package, tmp_path / name, text_parts, False, loss_type=name, **MOVED)
+        for package, name in ((trl, "dapo"), (grpo_ext, "grpo"))
+    )
+    assert any(line.startswith("update: ") for line in compare(stock, ours))
+
+
+def test_a_step_of_several_micro_batches_has_no_old_log_probabilities(tmp_path):
+    """Where a rollout batch is one step (`steps_per_generation` is the accumulation)."""
+    sizes, rows = {"steps_per_generation": 2, "gradient_accumulation_steps": 2}, prompts(4)
+    sides = side_by_side(tmp_path, lambda journal: text_parts(journal, train_dataset=rows), **sizes, max_steps=2)
+    assert "old_per_token_logps" not in sides.stock.outputs[0][1]
+    assert_alike(sides, *OF_MICRO_BATCHES)
+
+
+def test_a_step_that_cuts_groups_has_the_update_of_stock_trl(tmp_path):
+    """6 x 3 completions with 4 generations: the second step begins within a group."""
+    sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "steps_per_generation": 6}
+    rows = prompts(9)
+    sides = side_by_side(tmp_path, lambda journal: text_parts(journal, train_dataset=rows), **sizes, max_steps=2)
+    assert_alike(sides, *OF_MICRO_BATCHES)
 
 
 # ---- Rewards --------------------------------------------------------------------------------------------------------
@@ -221,9 +281,7 @@ def several(journal: Journal) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"reward_weights": [0.5, 2.0]},
-        {"scale_rewards": "batch"},
-        {"scale_rewards": "none"},
+        {"reward_weights": [0.5, 2.0], "scale_rewards": "batch"},
         {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [0.5, 2.0]},
     ],
     ids=str,
@@ -244,8 +302,15 @@ def unscored(rows: set[int]) -> Any:
     return parts
 
 
-@pytest.mark.parametrize("rows", [{1, 6}, set(range(GROUP)), set(range(ROWS))], ids=["some", "a group", "all"])
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize(
+    ("rows", "aggregation"),
+    [
+        ({1, 6}, "sum_then_normalize"),
+        (set(range(GROUP)), "normalize_then_sum"),
+        (set(range(ROWS)), "sum_then_normalize"),
+    ],
+    ids=["some", "a group", "all"],
+)
 def test_completions_that_nobody_scored_teach_nothing_and_are_warned_of(tmp_path, caplog, rows, aggregation):
     with caplog.at_level(logging.WARNING):
         sides = side_by_side(tmp_path, unscored(rows), multi_objective_aggregation=aggregation)

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from datasets import Dataset
 
-from tests.parity.harness import GROUP, ROWS, Known, assert_alike, side_by_side
+from tests.parity.harness import GROUP, ROWS, assert_alike, side_by_side
 from tests.parity.scripts import (
     EOS,
     MODEL,
@@ -54,16 +54,23 @@ def test_rows_without_a_prompt_get_it_from_their_environment_and_reset_sees_no_p
     assert_alike(sides)
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_reset_gets_the_column_environment_where_there_is_one_factory(tmp_path, several):
+def test_reset_gets_the_column_environment_where_there_is_one_factory(tmp_path):
     rows = conversations(2, environment=["game", "shop"], level=[1, 2])
-    sides = side_by_side(
-        tmp_path,
-        lambda journal: playing(journal, rows, both_kinds(journal) if several else game(journal)),
-        **LONG,
-    )
-    columns = {"prompt", "level"} | (set() if several else {"environment"})
+    sides = side_by_side(tmp_path, lambda journal: playing(journal, rows, game(journal)), **LONG)
+    columns = {"prompt", "level", "environment"}
     assert {frozenset(row) for _, _, row in sides.stock.journal.of("reset")} == {frozenset(columns)}
+    assert_alike(sides)
+
+
+def test_environments_of_two_kinds_show_their_tools_and_may_give_the_rewards_at_once_and_later(tmp_path):
+    rows = conversations(2, environment=["game", "shop"], level=[1, 2])
+    sides = side_by_side(tmp_path, lambda journal: playing(journal, rows, both_kinds(journal), reward_funcs=[]), **LONG)
+    assert {frozenset(row) for _, _, row in sides.stock.journal.of("reset")} == {frozenset({"prompt", "level"})}
+    texts = tokens_of(sides.stock.outputs[0][1], chat_tokenizer())
+    assert {text.split("u:")[0] for text in texts[:GROUP]} == {"[guess]"}
+    assert {text.split("u:")[0] for text in texts[GROUP:]} == {"[buy]"}
+    assert len(sides.stock.journal.of("get_reward")) == len(sides.stock.journal.of("async get_reward")) == GROUP
+    assert sides.stock.metrics[0][1]["rewards/Shop/mean"][0] > 0
     assert_alike(sides)
 
 
@@ -102,23 +109,6 @@ def test_a_reward_function_reads_the_environments_of_the_trainer(tmp_path):
     assert_alike(sides)
 
 
-def test_environments_alone_may_give_the_rewards_at_once_and_later(tmp_path):
-    rows = conversations(2, environment=["game", "shop"])
-    sides = side_by_side(tmp_path, lambda journal: playing(journal, rows, both_kinds(journal), reward_funcs=[]), **LONG)
-    assert len(sides.stock.journal.of("get_reward")) == len(sides.stock.journal.of("async get_reward")) == GROUP
-    assert sides.stock.metrics[0][1]["rewards/Shop/mean"][0] > 0
-    assert_alike(sides)
-
-
-def test_each_environment_shows_its_own_tools(tmp_path):
-    rows = conversations(2, environment=["game", "shop"])
-    sides = side_by_side(tmp_path, lambda journal: playing(journal, rows, both_kinds(journal)), **LONG)
-    texts = tokens_of(sides.stock.outputs[0][1], chat_tokenizer())
-    assert {text.split("u:")[0] for text in texts[:GROUP]} == {"[guess]"}
-    assert {text.split("u:")[0] for text in texts[GROUP:]} == {"[buy]"}
-    assert_alike(sides)
-
-
 def test_settings_of_the_template_reach_prompts_and_reward_models(tmp_path):
     def parts(journal: Journal) -> dict[str, Any]:
         tokenizer, scorer_tokenizer = chat_tokenizer(), chat_tokenizer(parses=False)
@@ -145,8 +135,7 @@ def test_settings_of_the_template_reach_prompts_and_reward_models(tmp_path):
     assert_alike(sides)
 
 
-@pytest.mark.parametrize("chat", [False, True], ids=["text", "messages"])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("chat", "steps"), [(False, 1), (True, 2)])
 def test_columns_reach_reward_functions_and_rows_stay_as_they_are(tmp_path, chat, steps):
     def parts(journal: Journal) -> dict[str, Any]:
         tokenizer = chat_tokenizer(parses=False) if chat else tiny_tokenizer()
@@ -161,26 +150,6 @@ def test_columns_reach_reward_functions_and_rows_stay_as_they_are(tmp_path, chat
     assert set(sides.stock.rows[0][1][0]) == {"prompt", "number" if chat else "answer"}
     assert ("old_per_token_logps" in sides.stock.outputs[0][1]) == (steps == 2)
     assert_alike(sides)
-
-
-def test_a_step_of_several_micro_batches_has_no_old_log_probabilities(tmp_path):
-    """Where a rollout batch is one step (`steps_per_generation` is the accumulation)."""
-    sides = side_by_side(
-        tmp_path,
-        lambda journal: {
-            "model": scripted_model(tiny_tokenizer()),
-            "processing_class": tiny_tokenizer(),
-            "train_dataset": prompts(4),
-            "reward_funcs": writing_reward(journal),
-        },
-        steps_per_generation=2,
-        gradient_accumulation_steps=2,
-        max_steps=2,
-    )
-    assert "old_per_token_logps" not in sides.stock.outputs[0][1]
-    reason = "means over the step, where TRL's are means of the micro-batches' means"
-    names = [(part, name) for part in ("metrics", "lines") for name in ("entropy", "clip_ratio/*")]
-    assert_alike(sides, *(Known(part, name, False, reason) for part, name in names))
 
 
 # ---- rollout_func ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Trainers as a user of TRL makes them: any model, rewards, data, tokenizer, environments and tools."""
+"""Data, an environment and a tokenizer as users of TRL have them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from pathlib import Path
 import trl
 from datasets import Dataset
 
-from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-
-
-def make(tmp_path, model=None, rewards=letter_reward, dataset=None, tokenizer=None, extra=None, **settings):
-    return GRPOTrainer(
-        model=tiny_model() if model is None else model,
-        reward_funcs=rewards,
-        args=GRPOConfig(**config_kwargs(tmp_path / "out", **settings)),
-        train_dataset=prompts() if dataset is None else dataset,
-        processing_class=tokenizer or tiny_tokenizer(),
-        **(extra or {}),
-    )
+from tests.support.tiny import prompts, tiny_tokenizer
 
 
 def conversations(count=8):

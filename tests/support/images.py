@@ -9,7 +9,7 @@ import torch
 import transformers
 from datasets import Dataset
 from PIL import Image
-from transformers import AutoModelForImageTextToText, BatchFeature, ProcessorMixin
+from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import make_flat_list_of_images
 from transformers.processing_utils import ImagesKwargs
@@ -29,7 +29,6 @@ _TEXT = {
     **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, **_HEADS},
 }
 _GRID = ("image_rows", "image_cols", "image_sizes")  # of LFM2-VL's tiles
-FAMILIES = ("llava", "idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "lfm2_vl")
 
 
 def _image_processor(name: str, **options: Any) -> Any:
@@ -158,70 +157,63 @@ def image_processor(family: str) -> Any:
     raise ValueError(family)
 
 
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 8, "patch_size": 4, **_HEADS}
+_TOWER = {
+    **{"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    **{"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1},
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MODELS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        "text_config": {"model_type": "llama"},
+    },
+    "idefics3": {
+        "vision_config": {**_VISION, "patch_size": 2},
+        "text_config": {"model_type": "llama"},
+        **{"scale_factor": 2, "pad_token_id": 0},
+    },
+    "qwen2_5_vl": {
+        "vision_config": {**_TOWER, "fullatt_block_indexes": [1], "window_size": 8},
+        "text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}},
+    },
+    "qwen3_vl": {
+        # what goes deep goes into the first layer's output
+        "vision_config": {**_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        "text_config": {"head_dim": 16, "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
+    },
+    "gemma3": {
+        "vision_config": {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+        "text_config": {"head_dim": 16, "sliding_window": 64, "query_pre_attn_scalar": 16},
+        "mm_tokens_per_image": 4,
+    },
+    "internvl": {
+        "vision_config": {**_VISION, "patch_size": 2},
+        "text_config": {"model_type": "qwen2"},
+        "image_seq_length": 4,
+    },
+    "lfm2_vl": {
+        "vision_config": {**_VISION, "model_type": "siglip2_vision_model", "patch_size": 2, "num_patches": 16},
+        "text_config": {
+            **{"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            "block_auto_adjust_ff_dim": False,
+        },
+        "projector_hidden_size": 32,
+    },
+}
+FAMILIES = tuple(_MODELS)
+
+
 def image_model(family: str, seed: int = 0) -> Any:
     """A random model of a family, of some ten thousand parameters."""
     tokenizer = image_processor(family).tokenizer
     token = tokenizer.convert_tokens_to_ids("<soft>" if family == "gemma3" else IMAGE)
-    text = {"vocab_size": len(tokenizer), **_TEXT}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "image_size": 8, "patch_size": 4, **_HEADS}
-    config: Any
-    if family == "llava":
-        config = transformers.LlavaConfig(
-            vision_config=transformers.CLIPVisionConfig(**vision),
-            text_config=transformers.LlamaConfig(**text),
-            image_token_index=token,
-        )
-    elif family == "idefics3":
-        config = transformers.Idefics3Config(
-            vision_config={**vision, "patch_size": 2},
-            text_config=transformers.LlamaConfig(**text),
-            image_token_id=token,
-            scale_factor=2,
-            pad_token_id=0,
-        )
-    elif family == "qwen2_5_vl":
-        tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-        tower |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1, "fullatt_block_indexes": [1]}
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-        config = transformers.Qwen2_5_VLConfig(
-            vision_config={**tower, "window_size": 8},
-            text_config={**text, "rope_parameters": rope},
-            image_token_id=token,
-        )
-    elif family == "qwen3_vl":
-        tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-        tower |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16}
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
-        config = transformers.Qwen3VLConfig(
-            vision_config={**tower, "deepstack_visual_indexes": [0]},  # goes into the first layer's output
-            text_config={**text, "head_dim": 16, "rope_parameters": rope},
-            image_token_id=token,
-        )
-    elif family == "internvl":
-        config = transformers.InternVLConfig(
-            vision_config={**vision, "patch_size": 2},
-            text_config=transformers.Qwen2Config(**text),
-            image_token_id=token,
-            image_seq_length=4,
-        )
-    elif family == "lfm2_vl":
-        layers = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
-        config = transformers.Lfm2VlConfig(
-            vision_config={**vision, "model_type": "siglip2_vision_model", "patch_size": 2, "num_patches": 16},
-            text_config=transformers.Lfm2Config(**text, **layers),
-            image_token_id=token,
-            projector_hidden_size=32,
-        )
-    else:
-        config = transformers.Gemma3Config(
-            vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **vision},
-            text_config={**text, "head_dim": 16, "sliding_window": 64, "query_pre_attn_scalar": 16},
-            mm_tokens_per_image=4,
-            image_token_index=token,
-        )
+    parts = dict(_MODELS[family])
+    parts["text_config"] = {"vocab_size": len(tokenizer), **_TEXT, **parts["text_config"]}
+    parts["image_token_index" if family in ("llava", "gemma3") else "image_token_id"] = token
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config)
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **parts))
         if family == "gemma3":  # begins at zero, where the norm after it has no derivative
             torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
         return model

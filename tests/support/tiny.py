@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -11,14 +12,7 @@ import torch
 from datasets import Dataset
 from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 LETTERS = "abcdefgh"
 TINY = ("qwen2", "llama", "gpt2", "moe")
@@ -37,11 +31,23 @@ _SIZES = {
     "bos_token_id": None,
     "initializer_range": 0.2,
 }
+_OF_KIND: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2_moe": {
+        **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4},
+        **{"num_experts_per_tok": 2, "router_aux_loss_coef": 0.1},
+    },
+    "gpt2": {
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.2},
+        **{"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+        **{"eos_token_id": 1, "bos_token_id": 1, "pad_token_id": 0},
+    },
+}
 
 
-def tiny_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
-    """One token a character; with a minimal chat template if asked for."""
-    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(_VOCABULARY))}
+def tiny_tokenizer(chat: bool = False, tokens: Sequence[str] = _VOCABULARY) -> PreTrainedTokenizerFast:
+    """One token a character; with a minimal chat template if asked for. Longer tokens are sampled, and never read."""
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -56,27 +62,18 @@ def tiny_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
     return fast
 
 
+def tiny_config(kind: str, **overrides: Any) -> Any:
+    """The configuration of `tiny_model`."""
+    name = "qwen2_moe" if kind == "moe" else kind
+    sizes = {**({} if kind == "gpt2" else _SIZES), **_OF_KIND.get(name, {})}
+    return AutoConfig.for_model(name, **{"vocab_size": len(tiny_tokenizer()), **sizes, **overrides})
+
+
 def tiny_model(kind: str = "qwen2", seed: int = 0, **overrides: Any) -> Any:
-    """A random causal language model of about 20 thousand parameters: qwen2, llama, gpt2 or moe."""
-    vocab = len(tiny_tokenizer())
-    if kind == "qwen2":
-        config: Any = Qwen2Config(vocab_size=vocab, **{**_SIZES, **overrides})
-    elif kind == "llama":
-        config = LlamaConfig(vocab_size=vocab, **{"tie_word_embeddings": True, **_SIZES, **overrides})
-    elif kind == "moe":
-        experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
-        router = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
-        config = Qwen2MoeConfig(vocab_size=vocab, **{**_SIZES, **experts, **router, **overrides})
-    elif kind == "gpt2":
-        drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
-        ids = {"eos_token_id": 1, "bos_token_id": 1, "pad_token_id": 0}
-        config = GPT2Config(vocab_size=vocab, **{**drop, **shape, **ids, **overrides})
-    else:
-        raise ValueError(kind)
+    """A random causal model of about 20 thousand parameters: a model type of transformers, or moe (Qwen2's)."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(tiny_config(kind, **overrides))
 
 
 def prompts(count: int = 22, seed: int = 0) -> Dataset:

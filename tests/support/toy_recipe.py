@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import ModelConfig
+
+from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 
+TOY = {"max_position_embeddings": 512, "tie_word_embeddings": True, "initializer_range": 0.02}
 BOXED = (r"\boxed{1}", r"\boxed{2}")
 
 # name: (value, why the file's own value is not used here)
@@ -60,46 +60,21 @@ def as_options(overrides: Overrides) -> list[str]:
     return options
 
 
-def toy_model(folder: Path, seed: int = 0) -> Path:
+def toy_model(folder: Path) -> Path:
     """A Qwen2 with random weights whose vocabulary is so small that it answers a sum right now and then.
 
     Everything but 1, 2, space and # is one unknown token; a boxed 1 and a boxed 2 are one token each: samples then have
     the form that math-verify reads. The tokenizer has a chat template.
     """
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", "1", "2", " ", "#", *BOXED])}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(toy_config(len(vocabulary)))
-    model.save_pretrained(folder)
+    tokenizer = tiny_tokenizer(chat=True, tokens=["<pad>", "<eos>", "<unk>", "1", "2", " ", "#", *BOXED])
+    tiny_model(**TOY, vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def toy_config(vocabulary: int) -> Qwen2Config:
+def toy_config(vocabulary: int) -> Any:
     """The architecture of Qwen2.5 at toy size."""
-    return Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
+    return tiny_config("qwen2", **TOY, vocab_size=vocabulary)
 
 
 def question_rows(path: Path, count: int = 32) -> Path:

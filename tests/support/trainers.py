@@ -2,60 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from transformers import TrainerCallback, TrainerState
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import TINY, config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON
 
 BASE: dict[str, Any] = {
-    "global_batch_size": 16,
     "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 12,
+    "rollout_chunk_size": None,
     "max_steps": 3,
-    "learning_rate": 1e-3,
     "adam_epsilon": ADAM_EPSILON,
-    "gradient_checkpointing": False,
-    "bf16": False,
-    "report_to": "none",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "disable_tqdm": True,
     "use_cpu": True,
-    "seed": 3,
 }
 SAVE = {"save_strategy": "steps", "save_steps": 1}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+TRLS_PARTS = set(inspect.signature(trl.GRPOTrainer.__init__).parameters)
+TRLS_SETTINGS = {spec.name for spec in dataclasses.fields(trl.GRPOConfig)}
 
 
-PARTS = set(inspect.signature(GRPOTrainer.__init__).parameters)
-
-
-def make(
-    folder: Any, kind: Any = "qwen2", reward: Any = letter_reward, cls: type[GRPOTrainer] = GRPOTrainer, **changes: Any
-) -> GRPOTrainer:
+def make(folder: Any, model: Any = "qwen2", reward: Any = letter_reward, cls: Any = GRPOTrainer, **changes: Any) -> Any:
     """A trainer.
 
     Args:
-        kind: of the tiny model, or a model.
+        model: a kind of tiny model, a path, or a model.
+        cls: of grpo_ext or of stock TRL, which is given the settings that it has.
         changes: arguments of the trainer in place of those here, and settings.
     """
     parts: dict[str, Any] = {
-        "model": tiny_model(kind) if isinstance(kind, str) else kind,
+        "model": tiny_model(model) if isinstance(model, str) and model in TINY else model,
         "reward_funcs": reward,
         "train_dataset": prompts(12),
         "processing_class": tiny_tokenizer(),
     }
-    parts |= {name: value for name, value in changes.items() if name in PARTS}
-    settings = {name: value for name, value in changes.items() if name not in PARTS}
-    return cls(args=GRPOConfig(str(folder), **{**BASE, **settings}), **parts)
+    parts |= {name: value for name, value in changes.items() if name in TRLS_PARTS}
+    settings = {name: value for name, value in changes.items() if name not in TRLS_PARTS}
+    settings = config_kwargs(folder, **{**BASE, **settings})
+    if issubclass(cls, GRPOTrainer):
+        return cls(args=GRPOConfig(**settings), **parts)
+    settings = {name: value for name, value in settings.items() if name in TRLS_SETTINGS}
+    return cls(args=trl.GRPOConfig(**settings), **parts)
 
 
 def other(folder: Any, **changes: Any) -> GRPOTrainer:
@@ -67,19 +61,20 @@ def parameters(trainer: GRPOTrainer) -> torch.Tensor:
     return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()])
 
 
+def trained(model: torch.nn.Module) -> torch.Tensor:
+    """The parameters that are trained, float64."""
+    return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
+
+
 def change(trainer: Any) -> torch.Tensor:
     """What training changed, float64."""
-
-    def trained() -> torch.Tensor:
-        return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
-
-    start = trained()
+    start = trained(trainer.model)
     trainer.train()
-    return trained() - start
+    return trained(trainer.model) - start
 
 
-def update(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
-    trainer = make(folder, **settings)
+def update(folder: Any, model: Any = "qwen2", **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
+    trainer = make(folder, model, **settings)
     return change(trainer), trainer
 
 
@@ -91,6 +86,14 @@ def on(event: str, act: Callable[[TrainerState], Any], at: int | None = None) ->
             act(state)
 
     return type("OnEvent", (TrainerCallback,), {event: called})()
+
+
+def noted_events(trainer: Any, *names: str) -> list[str]:
+    """The names of these events, in the order in which callbacks are told of them from now on."""
+    events: list[str] = []
+    for name in names:
+        trainer.add_callback(on(name, lambda state, name=name: events.append(name)))
+    return events
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -105,5 +108,5 @@ def far(folder: Path, model: Any, learning_rate: float, adapter: Any = None, dat
     """A trainer that takes a step of SGD, large beside the rounding of the parameters."""
     torch.manual_seed(0)  # of an adapter's start
     sgd = {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "max_steps": 1, "adam_epsilon": 1e-8}
-    parts = {"model": model, "peft_config": adapter, "train_dataset": prompts() if data is None else data}
-    return make(folder / "out", **{**parts, **sgd, **settings})
+    parts = {"peft_config": adapter, "train_dataset": prompts() if data is None else data}
+    return make(folder / "out", model, **{**parts, **sgd, **settings})

@@ -12,16 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError
-from grpo_ext.run.interrupts import TrainingInterrupted
-from grpo_ext.run.state import RunState
-from tests.support.architectures import architecture
 from tests.support.launch import ROOT
 from tests.support.tiny import letter_reward, tiny_model
-from tests.support.trainers import log_of, make, on, other, parameters
+from tests.support.trainers import log_of, make, on, parameters
 
 # ---- Subclasses -----------------------------------------------------------------------------------------------------
 
@@ -48,36 +45,6 @@ def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
 
 
 # ---- Callbacks ------------------------------------------------------------------------------------------------------
-
-
-def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
-    def balanced(folder: Any) -> GRPOTrainer:
-        model = architecture("deepseek_v3", initializer_range=0.2)  # whose router has a bias that is a buffer
-
-        def balance(state: Any) -> None:
-            generator = torch.Generator().manual_seed(state.global_step)
-            for name, buffer in model.named_buffers():
-                if name.endswith("e_score_correction_bias"):
-                    buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
-
-        return other(folder, model=model, rollout_lag=1, max_steps=5, callbacks=[on("on_step_end", balance)])
-
-    whole = balanced(tmp_path)
-    whole.train()
-    state = RunState.load(tmp_path / "checkpoint-5", 4)
-    assert state is not None
-    assert state.rollout is not None
-    assert state.sampled_at == 3
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float32).eval()
-    for row in range(len(state.rollout)):
-        prompt, ids = (list(ids)[row] for ids in (state.rollout["prompt_ids"], state.rollout["completion_ids"]))
-        with torch.no_grad():
-            logits = model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1)[torch.arange(len(ids)), ids]
-        assert torch.allclose(list(state.rollout["old_per_token_logps"])[row], expected, atol=2e-5)
-    again = balanced(tmp_path)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert torch.equal(parameters(whole), parameters(again))
 
 
 def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
@@ -111,56 +78,25 @@ def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the
     assert log_of(runs[0], "reward")[-1] > 2.0  # no share of letters
 
 
-class MoreRewards(TrainerCallback):
-    """Replaces the reward functions after the first step, with names and weights."""
-
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self.trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            self.trainer.reward_funcs = [
-                lambda completions, v=value, **_: [v] * len(completions) for value in (2.0, 3.0)
-            ]
-            self.trainer.reward_func_names = ["two", "three"]
-            self.trainer.reward_processing_classes = [None, None]
-            self.trainer.reward_weights = torch.tensor([1.0, 10.0])
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_rewards_are_joined_and_logged_as_at_the_submission(tmp_path, dynamic):
     def one(completions: list[str], **columns: Any) -> list[float]:
         return [1.0] * len(completions)
 
     settings = {"dynamic_sampling": dynamic, "dynamic_sampling_max_rounds": 1} if dynamic else {}
+
+    def replace_rewards(state: Any) -> None:
+        trainer.reward_funcs = [lambda completions, v=value, **_: [v] * len(completions) for value in (2.0, 3.0)]
+        trainer.reward_func_names = ["two", "three"]
+        trainer.reward_processing_classes = [None, None]
+        trainer.reward_weights = torch.tensor([1.0, 10.0])
+
     trainer = make(tmp_path, reward=one, rollout_lag=2, max_steps=5, **settings)
-    trainer.add_callback(MoreRewards(trainer))
+    trainer.add_callback(on("on_step_end", replace_rewards, at=1))
     trainer.train()
     assert log_of(trainer, "reward") == [1.0, 1.0, 1.0, 32.0, 32.0]
     assert log_of(trainer, "rewards/one/mean") == [1.0] * 3
     assert log_of(trainer, "rewards/three/mean") == [3.0] * 2
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_run_that_is_stopped_while_it_waits_tells_its_callbacks(tmp_path, lag):
-    calls = []
-
-    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        calls.append(threading.current_thread().name)
-        if len(calls) == 3:
-            os.kill(os.getpid(), 15)
-            time.sleep(1.0 if lag else 0.0)
-        return letter_reward(prompts, completions)
-
-    trainer = other(tmp_path, reward_funcs=reward, rollout_lag=lag, save_strategy="no", max_steps=6)
-    seen: list[str] = []
-    names = ("on_save", "on_epoch_end", "on_train_end")
-    for name in names:
-        trainer.add_callback(on(name, lambda state, name=name: seen.append(name)))
-    with pytest.raises(TrainingInterrupted):
-        trainer.train()
-    assert seen[-3:] == [*names]
-    assert "train_runtime" in trainer.state.log_history[-1]
 
 
 # ---- Around train() -------------------------------------------------------------------------------------------------
@@ -194,8 +130,8 @@ def test_what_cannot_be_copied_is_refused_before_training(tmp_path):
     model = tiny_model()
     model.lock = threading.Lock()
     with pytest.raises(ModelError, match="cannot be copied"):
-        make(tmp_path / "one", kind=model, rollout_lag=1)
-    make(tmp_path / "two", kind=model)
+        make(tmp_path / "one", model=model, rollout_lag=1)
+    make(tmp_path / "two", model=model)
 
 
 def test_noise_that_speed_would_order_is_refused(tmp_path):
@@ -205,14 +141,11 @@ def test_noise_that_speed_would_order_is_refused(tmp_path):
     for layer in noisy.model.layers:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ConfigError, match=r"attention_dropout=0.1: two threads draw from one stream"):
-        make(tmp_path / "one", kind=noisy, rollout_lag=1, **settings)
+        make(tmp_path / "one", model=noisy, rollout_lag=1, **settings)
     make(tmp_path / "two", rollout_lag=1, **settings)
 
 
-SAMPLING = ["_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts"]
-
-
-@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("name", ["_generate_and_score_completions", "_tokenize_prompts"])
 def test_an_override_of_sampling_is_refused_with_a_lag(tmp_path, name):
     def override(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(GRPOTrainer, name)(self, *args, **kwargs)

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import Trainer
+from transformers import AutoModelForSequenceClassification, Trainer
 
 from grpo_ext import GRPOConfig
-from grpo_ext.errors import CheckpointError, ConfigError, RewardError
+from grpo_ext.errors import CheckpointError, ConfigError, SplitDependentError
+from grpo_ext.run import keeper, output_folder
 from grpo_ext.run.checkpoint import checkpoints, why_broken, write_listing
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.state import RunState
-from tests.support.tiny import prompts, sparse_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import BASE, LORA, SAVE, make, on, other, parameters
+from tests.support.tiny import config_kwargs, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.trainers import LORA, SAVE, make, on, other, parameters
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,8 @@ def test_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(copy, caplog
 def test_nothing_whole_is_an_error(copy, tmp_path):
     for folder in checkpoints(copy):
         damage(folder)
+    with pytest.raises(CheckpointError, match=r"optimizer.pt has changed since it was written.*'latest'"):
+        make(copy, **SAVE).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     for word in (True, "auto"):  # what is broken is no reason to start anew
         with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
             make(copy, **SAVE).train(resume_from_checkpoint=word)
@@ -74,15 +77,10 @@ def templated(template: str) -> Any:
     ("changes", "named"),
     [
         ({"seed": 4}, ["seed: 3 in the checkpoint, 4 now"]),
-        ({"max_grad_norm": 2.0, "beta": 0.1}, ["max_grad_norm", "beta"]),
-        (
-            {"global_batch_size": 8, "loss_type": "grpo"},
-            ["global_batch_size: 16 in the checkpoint", "loss_type"],
-        ),
+        ({"global_batch_size": 8, "beta": 0.1}, ["global_batch_size: 16 in the checkpoint", "beta"]),
         ({"train_dataset": prompts(12, seed=5)}, ["data.rows_sha256: ", "allow_changed_on_resume=['data']"]),
         ({"reward_funcs": sparse_reward}, ["rewards: "]),
         ({"model": tiny_model(hidden_size=64)}, ["model.parameters: ", "model.sha256: "]),
-        ({"bitwise_invariant": True}, ["bitwise_invariant"]),
         ({"processing_class": templated("{{ messages }}")}, ["tokenizer: "]),
         ({"peft_config": LoraConfig(**LORA)}, ["model.adapters.default: "]),
     ],
@@ -104,26 +102,10 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     monkeypatch.setattr("grpo_ext.run.state.save_file", full)
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written .*No space left.*untouched"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+    assert read_log(copy / LOG).starts[-1]["ended"] == "failed"
     assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 2
     assert why_broken(copy / "checkpoint-3.replaced-1") is None
     assert not list(copy.glob("_writing*"))
-
-
-def test_the_best_experts_are_those_that_are_left_at_the_end(tmp_path):
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    evaluate = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, **best}
-    trainer = other(tmp_path, model=tiny_model("moe"), eval_dataset=prompts(4), **evaluate)
-    losses, weights = [], []
-
-    def remember(state: Any) -> None:
-        losses.append(state.log_history[-1]["eval_loss"])
-        weights.append(parameters(trainer))
-
-    trainer.add_callback(on("on_evaluate", remember))
-    trainer.train()
-    best_step = max(range(3), key=losses.__getitem__)
-    assert torch.equal(parameters(trainer), weights[best_step])
-    assert not torch.equal(weights[0], weights[2])
 
 
 def test_an_adapter_or_a_frozen_model_that_changed_is_refused(tmp_path):
@@ -186,27 +168,6 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, capsys):
     assert f"Going on after step {steps} of {steps}." in capsys.readouterr().out
 
 
-def test_auto_begins_where_there_is_no_checkpoint_and_goes_on_where_there_is(tmp_path):
-    first = other(tmp_path, max_steps=2)
-    first.train("auto")
-    assert first.state.global_step == 2
-    (tmp_path / "checkpoint-2").rename(tmp_path / "kept")
-    again = other(tmp_path, max_steps=2)
-    again.train("auto")
-    assert torch.equal(parameters(first), parameters(again))
-
-
-def test_a_run_goes_on_with_another_global_batch_that_cuts_groups(tmp_path, caplog):
-    other(tmp_path, global_batch_size=8, max_steps=1).train()
-    allowed = ["global_batch_size", "rollout_batch_size", "max_steps"]
-    sizes = {"global_batch_size": 18, "rollout_batch_size": 36, "max_steps": 2}
-    trainer = other(tmp_path, **sizes, allow_changed_on_resume=allowed)
-    trainer.train("latest")
-    assert trainer.state.global_step == 2
-    assert len(trainer._rollouts.batch) == 36  # sampled whole, although the run goes on in the middle of it
-    assert "some prompts of this epoch are skipped or repeated" in caplog.text
-
-
 @pytest.mark.parametrize(("setting", "dropped"), [({"advantage_estimator": "leave_one_out"}, True), ({}, False)])
 def test_what_shapes_advantages_takes_effect_at_once(tmp_path, caplog, setting, dropped):
     usual = {"rollout_batch_size": 32, "global_batch_size": 16, "max_steps": 2, "save_steps": 1}
@@ -230,20 +191,6 @@ def test_deepspeeds_shards_want_as_many_processes(copy):
     trainer.is_deepspeed_enabled = True
     with pytest.raises(CheckpointError, match=r"written by 3 processes.* this run has 1. Start 3, or export"):
         trainer.train(str(copy / "checkpoint-2"))
-
-
-def test_a_run_that_fails_says_so_in_its_log(tmp_path):
-    trainer = make(tmp_path, **SAVE)
-
-    def broken(**kwargs: Any) -> list[float]:
-        raise KeyError("no such column")
-
-    trainer.reward_funcs = [broken]
-    with pytest.raises(RewardError, match="no such column"):
-        trainer.train()
-    (entry,) = read_log(tmp_path / LOG).starts
-    assert entry["ended"] == "failed"
-    assert "parameters_sha256" not in entry
 
 
 def test_the_best_checkpoint_is_known_by_its_final_name(tmp_path):
@@ -285,14 +232,6 @@ def test_the_log_tells_what_was_run(copy, run):
     assert second["parameters_sha256"] == entry["parameters_sha256"]  # nothing was left to train
 
 
-def test_the_log_names_the_model_without_the_path_to_it(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "my-model")
-    trainer = other(tmp_path / "out", model=str(tmp_path / "my-model"), peft_config=LoraConfig(**LORA), max_steps=1)
-    trainer.train()
-    (entry,) = read_log(tmp_path / "out" / LOG).starts
-    assert entry["model_name"] == "my-model"
-
-
 # ---- Bitwise mode: what it refuses ----------------------------------------------------------------------------------
 
 
@@ -302,48 +241,28 @@ def test_the_log_names_the_model_without_the_path_to_it(tmp_path):
         ({"micro_batch_tokens": 100}, "canonical_unit_size sets their size"),
         ({"use_vllm": True}, "use_vllm"),
         ({"torch_compile": True}, "torch_compile"),
-        ({"fp16": True}, "fp16"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "DeepSpeed"),
         ({"canonical_unit_size": 9}, r"use 1 to 4 \(num_generations\)"),
-        ({"canonical_unit_size": 0}, "canonical_unit_size=0"),
         ({"bitwise_threads": 0}, "bitwise_threads=0"),
     ],
 )
 def test_bitwise_mode_refuses_what_it_cannot_keep(tmp_path, settings, says):
     with pytest.raises(ConfigError, match=says):
-        GRPOConfig(str(tmp_path), **{**BASE, "bitwise_invariant": True, **settings})
+        GRPOConfig(**config_kwargs(tmp_path, bitwise_invariant=True, **settings))
 
 
 def test_bitwise_mode_refuses_fsdp_from_the_launcher(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match="FSDP"):
-        GRPOConfig(str(tmp_path), **{**BASE, "bitwise_invariant": True})
+        GRPOConfig(**config_kwargs(tmp_path, bitwise_invariant=True))
 
 
 def test_bitwise_mode_refuses_dropout_and_reward_models(tmp_path):
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    from grpo_ext.errors import SplitDependentError
-
     with pytest.raises(SplitDependentError, match="dropout"):
         other(tmp_path, bitwise_invariant=True, model=tiny_model("llama", attention_dropout=0.1))
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = LlamaForSequenceClassification(LlamaConfig(**sizes, vocab_size=70, num_labels=1, pad_token_id=0))
+    model = AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)
     with pytest.raises(ConfigError, match="reward models"):
         make(tmp_path, reward=model, reward_processing_classes=tiny_tokenizer(), bitwise_invariant=True)
-
-
-def test_a_gradient_out_of_range_is_an_error_and_never_a_wrong_sum(tmp_path):
-    from grpo_ext.errors import PrecisionError
-
-    def huge(completions: list[str], **kwargs: Any) -> list[float]:
-        return [1e12 * len(c) for c in completions]
-
-    trainer = other(tmp_path, bitwise_invariant=True, scale_rewards="none", reward_funcs=huge)
-    before = parameters(trainer)
-    with pytest.raises(PrecisionError, match="48 fraction bits hold up to"):
-        trainer.train()
-    assert torch.equal(parameters(trainer), before)
 
 
 def test_a_checkpoint_is_pushed_under_the_name_it_has_once_it_is_whole(tmp_path, monkeypatch):
@@ -377,13 +296,61 @@ def test_what_a_checkpoint_has_loaded_is_freed(tmp_path, monkeypatch, held):
     assert [reference() is not None for reference in loaded] == [held] * 2
 
 
-def test_a_bit_that_flipped_is_found_and_never_loaded(copy):
-    damage(copy / "checkpoint-2", "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model.safetensors has changed since it was written.*'latest'"):
-        make(copy, **SAVE).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-
-
 def test_bitwise_mode_does_not_go_on_with_another_form_of_the_forward(tmp_path):
     other(tmp_path, max_steps=1, bitwise_invariant=True).train()
     with pytest.raises(CheckpointError, match='forward: "auto" in the checkpoint, "padded" now'):
         other(tmp_path, max_steps=1, bitwise_invariant=True, forward="padded").train("latest")
+
+
+# ---- Folders of runs ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(output_folder, "_PATIENCE", 0.0)
+    folder, refusals = tmp_path / "out", []
+    first, second = make(folder, **SAVE), make(folder, **SAVE)
+
+    def resume_too(state: Any) -> None:
+        with pytest.raises(CheckpointError) as refused:
+            make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        refusals.append(str(refused.value))
+
+    first.add_callback(on("on_step_end", lambda state: second.train(), at=1))  # before the first has saved anything
+    first.add_callback(on("on_step_end", resume_too, at=3))
+    first.train()
+    for trainer, name in ((first, "out"), (second, "out-2")):
+        assert Path(str(trainer.args.output_dir)) == tmp_path / name
+        assert [why_broken(path) for path in checkpoints(tmp_path / name)] == [None] * 3
+        assert read_log(tmp_path / name / LOG).starts[-1]["ended"] == "finished"
+    assert "out belongs to another run, which" in caplog.text
+    assert "two runs would overwrite each other's checkpoints" in refusals[0]
+    make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # free again
+
+
+def test_a_resume_that_was_refused_changes_no_folder(tmp_path):
+    folder = tmp_path / "out"
+    make(folder, **SAVE).train()
+    trainer = make(folder, **SAVE)
+    with pytest.raises(CheckpointError, match="nope does not exist"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "nope"))
+    assert Path(str(trainer.args.output_dir)) == folder
+    trainer.train(resume_from_checkpoint="latest")
+    assert trainer.state.global_step == 3
+
+
+def test_latest_is_looked_for_once_the_folder_is_free(tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    first = make(folder, **SAVE)
+    first.train()
+    second, take_folder = make(folder, **SAVE), output_folder.take_folder
+
+    def take(name: str, in_place: bool) -> Any:
+        (tmp_path / "checkpoint-3").rename(folder / "checkpoint-3")  # the other run saves it, and ends
+        return take_folder(name, in_place)
+
+    (folder / "checkpoint-3").rename(tmp_path / "checkpoint-3")
+    monkeypatch.setattr(keeper, "take_folder", take)
+    second.train(resume_from_checkpoint="latest")
+    assert second.state.global_step == 3
+    assert (folder / "checkpoint-3").is_dir()
+    assert not list(folder.glob("*.replaced-*"))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.rollouts import keyed
 from tests.support.tiny import prompts
 from tests.support.trainers import make
 
@@ -75,17 +73,6 @@ def test_rewards_that_are_not_0_or_1_have_a_mean_alone_and_that_is_said_once(tmp
     assert "no pass@k" not in caplog.text
 
 
-def test_partial_credit_has_no_pass_at_k_also_while_all_rewards_are_0(tmp_path):
-    def partial(completions: list[str], **kwargs: Any) -> list[float]:
-        evaluates = not trainer.model.training
-        return [0.0 if evaluates else 0.1 * len(text) for text in completions]
-
-    trainer = make(tmp_path, reward=partial, max_steps=1, **FOUR)
-    assert "eval_pass@1" in trainer.evaluate(prompts(4))  # nothing tells yet
-    trainer.train()
-    assert list(passes(trainer.evaluate(prompts(4)))) == ["eval_mean@4"]
-
-
 def test_of_several_rewards_the_weighted_sum_counts_or_the_one_that_is_named(tmp_path):
     data = prompts(9, seed=1)
     alone = passes(make(tmp_path, reward=solved, **FOUR).evaluate(data))
@@ -118,30 +105,6 @@ def test_an_evaluation_in_between_changes_no_completion_of_training(tmp_path):
     assert len(left_alone) >= 3
     assert trained(eval_strategy="steps", eval_steps=1, eval_on_start=True, **FOUR) == left_alone
     assert trained(seed=4) != left_alone
-
-
-def test_evaluation_and_training_sample_the_same_prompt_by_other_keys(tmp_path, monkeypatch):
-    """Place for place: the first prompts of both, the same weights, as many completions."""
-
-    def sampled():
-        seen = []
-
-        def recorded(prompts, completions, **kwargs):
-            seen.append(list(zip(prompts, completions)))
-            return solved(prompts, completions)
-
-        trainer = make(tmp_path, reward=recorded, shuffle_dataset=False, max_steps=1, **FOUR)
-        trainer.evaluate(trainer.train_dataset.select(range(4)))
-        trainer.train()
-        evaluated, trained = seen
-        assert [prompt for prompt, _ in evaluated] == [prompt for prompt, _ in trained]
-        return evaluated, trained
-
-    evaluated, trained = sampled()
-    assert sum(a != b for a, b in zip(evaluated, trained)) >= 15
-    monkeypatch.setattr(keyed, "EVAL_STREAM", keyed.TRAIN_STREAM)  # with one stream they would be the same
-    evaluated, trained = sampled()
-    assert evaluated == trained
 
 
 @pytest.mark.parametrize("settings", [{"rollout_lag": 1}, {"dynamic_sampling": True}], ids=str)

@@ -10,11 +10,15 @@ import transformers
 import trl
 
 import grpo_ext
-from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
+from tests.support.tiny import prompts, stock_scores
+from tests.support.trainers import make
 
 EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
 # 16 completions a step and 24 an evaluation, in micro-batches of 4
-SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "per_device_eval_batch_size": 4}
+SIZES = {
+    **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "per_device_eval_batch_size": 4},
+    "global_batch_size": None,  # TRL has none
+}
 
 
 class Recorder(transformers.TrainerCallback):
@@ -38,36 +42,29 @@ for name in EVENTS:
     setattr(Recorder, name, recorded(name))
 
 
-def make(package: Any, folder: Any, *callbacks: Any, trainer_class: Any = None, **settings: Any) -> Any:
-    kwargs = config_kwargs(folder, **{**SIZES, "max_steps": 3, **settings})
-    for name in ("global_batch_size", "rollout_chunk_size"):
-        kwargs.pop(name)
-    return (trainer_class or package.GRPOTrainer)(
-        tiny_model(),
-        letter_reward,
-        package.GRPOConfig(**kwargs),
-        prompts(20),  # whole steps: stock TRL drops a tail
-        prompts(6),
-        processing_class=tiny_tokenizer(),
-        callbacks=list(callbacks),
-    )
+def recorded_by(recorder: Recorder, cls: type, folder: Any, *callbacks: Any, **settings: Any) -> Any:
+    # whole steps: stock TRL drops a tail
+    parts = {"train_dataset": prompts(20), "eval_dataset": prompts(6), "callbacks": [recorder, *callbacks]}
+    return make(folder, cls=cls, **{**SIZES, **parts, **settings})
 
 
 @stock_scores
 @pytest.mark.parametrize(
     "settings",
     [
-        {"eval_strategy": "steps", "eval_steps": 1},
         {"bf16": None, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch"},
-        {"num_generations_eval": 5, "per_device_eval_batch_size": 5, "gradient_accumulation_steps": 2},
+        {
+            **{"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 5, "per_device_eval_batch_size": 5},
+            "gradient_accumulation_steps": 2,
+        },
     ],
-    ids=["evaluations", "default precision and checkpoints", "other sizes"],
+    ids=["default precision and checkpoints", "evaluations and other sizes"],
 )
 def test_the_events_are_those_of_stock_trl_in_their_order(tmp_path, settings):
     recorders = []
     for package in (trl, grpo_ext):
         recorder = Recorder()
-        trainer = make(package, tmp_path / package.__name__, recorder, **settings)
+        trainer = recorded_by(recorder, package.GRPOTrainer, tmp_path / package.__name__, **settings)
         trainer.train()
         trainer.evaluate()
         recorders.append(recorder)
@@ -88,7 +85,7 @@ class Stop(transformers.TrainerCallback):
 
 def test_a_step_is_whole_where_a_callback_stops_the_run_inside_it(tmp_path):
     recorder = Recorder()
-    trainer = make(grpo_ext, tmp_path, recorder, Stop())
+    trainer = recorded_by(recorder, grpo_ext.GRPOTrainer, tmp_path, Stop())
     trainer.train()
     assert trainer.state.global_step == 2
     assert Counter(recorder.events)["on_substep_end"] == 2 * 3

@@ -110,13 +110,12 @@ def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path):
     assert sizes == [8, 8, 4, 4]  # every second completion calls the tool
 
 
-def _tokenize_prompts(self: Any, inner: Any, prompts: Any) -> Any:
-    ids, *others = inner(prompts)
-    return [[5, *row] for row in ids], *others
-
-
 @stock_scores
 def test_tokenize_prompts_makes_the_tokens_of_prompts(tmp_path):
+    def _tokenize_prompts(self: Any, inner: Any, prompts: Any) -> Any:
+        ids, *others = inner(prompts)
+        return [[5, *row] for row in ids], *others
+
     learns_as_in_trl(tmp_path, overriding(_tokenize_prompts))
 
 
@@ -152,16 +151,11 @@ def test_generate_makes_the_completions(tmp_path, hook):
     learns_as_in_trl(tmp_path, overriding(hook), lambda: {"reward_funcs": with_bonus})
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [(([], []), "returned 2 values; return the tuple of 8"), (([],) * 8, "returned 0 completions for 16 prompts")],
-    ids=["two", "none"],
-)
-def test_generate_that_returns_something_else_is_an_error(tmp_path, found, words):
+def test_generate_that_returns_something_else_is_an_error(tmp_path):
     def _generate(self: Any, inner: Any, prompts: Any) -> Any:
-        return found
+        return [], []
 
-    with pytest.raises(RolloutError, match=words):
+    with pytest.raises(RolloutError, match="returned 2 values; return the tuple of 8"):
         build(tmp_path, GRPOTrainer, overriding(_generate)).train()
 
 
@@ -188,22 +182,12 @@ def scored_alone(self: Any, inner: Any, inputs: Any) -> Any:
     }
 
 
-def own_metric(self: Any, inner: Any, inputs: Any) -> Any:
-    """Uses what it is given, logs, gathers, and changes advantages."""
-    scored = inner(inputs)
-    everyone = self.accelerator.gather(scored["advantages"])
-    assert everyone.shape == (16,)
-    self._metrics["train"]["own"].append(everyone.abs().mean().item())
-    scored["advantages"] = scored["advantages"] * everyone.abs().mean() + 0.1
-    return scored
-
-
-for scoring in (rebuilt_rows, scored_alone, own_metric):
+for scoring in (rebuilt_rows, scored_alone):
     scoring.__name__ = "_generate_and_score_completions"
 
 
 @stock_scores
-@pytest.mark.parametrize("hook", [rebuilt_rows, scored_alone, own_metric], ids=["rows", "alone", "metric"])
+@pytest.mark.parametrize("hook", [rebuilt_rows, scored_alone], ids=["rows", "alone"])
 def test_generate_and_score_completions_makes_the_rollout(tmp_path, hook):
     learns_as_in_trl(tmp_path, overriding(hook), lambda: {"reward_funcs": with_bonus})
 
@@ -251,7 +235,6 @@ def test_rows_keep_their_random_numbers_in_a_users_scoring_and_further_calls_dra
     ("name", "value"),
     [
         ("reward_weights", torch.tensor([0.1, 5.0])),
-        ("mask_truncated_completions", True),
         ("scale_rewards", "none"),
         ("reward_funcs", [letter_reward, lambda completions, **kwargs: [float(len(text)) for text in completions]]),
     ],
@@ -274,23 +257,16 @@ REUSED: dict[str, Any] = {"num_iterations": 2, "max_steps": 4, "loss_type": "grp
 
 CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("beta", 0.5, {"beta": 0.01}),
-    ("beta", 0.0, {"beta": 0.5}),
     ("epsilon_low", 0.01, {}),
-    ("importance_sampling_level", "sequence", {}),
     ("loss_type", "dr_grpo", {}),
     ("args.delta", 1.001, {"epsilon_high": 5.0}),
-    ("top_entropy_quantile", 0.3, {}),
     ("max_completion_length", 30, {"loss_type": "dr_grpo", "max_grad_norm": 0.0}),
     ("entropy_coef", 0.5, {"entropy_coef": 0.001}),
 ]
 
 
 @stock_scores
-@pytest.mark.parametrize(
-    ("name", "value", "settings"),
-    CASES,
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "value", "settings"), CASES, ids=str)
 def test_a_setting_that_a_callback_changes_acts_from_then_on(tmp_path, name, value, settings):
     learns_as_in_trl(tmp_path, changing(setting(name, value)), **{**REUSED, **settings})
 
@@ -316,11 +292,6 @@ def test_a_kl_term_without_reference_log_probabilities_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match=r"beta=0\.1 asks for the KL term"):
         build(tmp_path, GRPOTrainer, changing(changed), **{**REUSED, "beta": 0.1, "num_iterations": 4}).train()
-
-
-def test_an_unknown_loss_type_is_refused_when_it_is_set(tmp_path):
-    with pytest.raises(ConfigError, match="loss_type='ppo' is unknown"):
-        build(tmp_path, GRPOTrainer, changing(setting("loss_type", "ppo")), **REUSED).train()
 
 
 # ---- What is refused ------------------------------------------------------------------------------------------------

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import trl
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOTrainer
 from grpo_ext.checks import trainer as checks
 from grpo_ext.errors import ConfigError, DataError
-from grpo_ext.forward.images import packed_images, unpacked_images
+from grpo_ext.forward.images import packed_images
+from tests.support import trainers
 from tests.support.images import (
     FAMILIES,
     Gallery,
@@ -27,34 +27,18 @@ from tests.support.images import (
     picture_reward,
 )
 from tests.support.rollouts import share_forwards
-from tests.support.tiny import config_kwargs, stock_scores
+from tests.support.tiny import stock_scores
 from tests.support.trainers import change, error, log_of, parameters
-from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
+from tests.tolerances import DIFFERENT, UPDATE
 
 MIXED = {"per_prompt": (1, 0, 2), "shapes": ((8, 8), (16, 8))}  # prompts without an image and with several
 
 
-def make(
-    folder: Any,
-    family: str = "llava",
-    cls: Any = GRPOTrainer,
-    rows: Any = None,
-    reward: Any = picture_reward,
-    parts: dict[str, Any] | None = None,
-    processor: Any = None,
-    **settings: Any,
-) -> Any:
-    kwargs = config_kwargs(folder, **{"adam_epsilon": ADAM_EPSILON, **settings})
-    if issubclass(cls, GRPOTrainer):
-        args: Any = GRPOConfig(**kwargs)
-    else:
-        args = trl.GRPOConfig(
-            **{k: v for k, v in kwargs.items() if k not in ("global_batch_size", "rollout_chunk_size")}
-        )
-    rows = image_rows(8, **MIXED) if rows is None else rows
-    return cls(
-        image_model(family), reward, args, rows, processing_class=processor or image_processor(family), **(parts or {})
-    )
+def make(folder: Any, family: str = "llava", **changes: Any) -> Any:
+    usual = {"reward": picture_reward, "train_dataset": image_rows(8, **MIXED), "max_steps": 2, "rollout_chunk_size": 8}
+    if "processing_class" not in changes:
+        usual["processing_class"] = image_processor(family)
+    return trainers.make(folder, image_model(family), **{**usual, **changes})
 
 
 def some(*chosen: str) -> list:
@@ -76,74 +60,25 @@ def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, famil
         found = change(make(tmp_path / name, family, per_device_train_batch_size=size, **changes))
         assert error(expected, found) <= UPDATE, name
     others = image_rows(8, **MIXED, first=100)
-    assert error(expected, change(make(tmp_path / "others", family, rows=others))) > DIFFERENT
+    assert error(expected, change(make(tmp_path / "others", family, train_dataset=others))) > DIFFERENT
 
 
-def answers(cls: Any, ending: bool = False) -> Any:
-    """A trainer that samples nothing: a completion follows from the tokens before it and how many others have the same.
-
-    Args:
-        ending: every second completion ends, the others are truncated.
-    """
-
-    class Answering(cls):
-        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            alike: list[list[int]] = []
-            rows = []
-            for ids in prompt_ids:  # by chunks here, all at once in TRL
-                i = alike.count(ids)
-                alike.append(ids)
-                answer = [3 + (sum(ids) + 7 * i + 3 * t) % 20 for t in range(3 + i % 4)]
-                rows.append(answer + [1] * (ending and i % 2))
-            return rows, None
-
-    return Answering
-
-
-@stock_scores
-@pytest.mark.parametrize("family", some("idefics3", "gemma3", "qwen3_vl"))
-def test_on_the_same_completions_they_learn_what_stock_trl_learns(tmp_path, family):
-    rows = image_rows(8, shapes=((8, 8), (16, 8)))  # TRL fails on prompts without images
-    settings: dict[str, Any] = {
-        "rows": rows,
-        "per_device_train_batch_size": 16,
-        "max_steps": 1,
-        "shuffle_dataset": False,
-    }
-    stock = change(make(tmp_path / "stock", family, answers(trl.GRPOTrainer), **settings))
-    ours = change(make(tmp_path / "ours", family, answers(GRPOTrainer), **settings))
-    assert error(stock, ours) <= UPDATE
-    others = {**settings, "rows": image_rows(8, shapes=((8, 8), (16, 8)), first=100)}
-    assert error(stock, change(make(tmp_path / "others", family, answers(GRPOTrainer), **others))) > DIFFERENT
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"beta": 0.1, "num_iterations": 2, "rollout_batch_size": 32},
-        {"dynamic_sampling": True, "micro_batch_tokens": 60, "pad_to_multiple_of": 8},
-    ],
-    ids=lambda settings: "+".join(settings),
-)
-def test_terms_and_settings(tmp_path, settings):
+def test_dynamic_sampling_and_a_budget_do_not_change_the_update(tmp_path):
     def sparse(completions: Any, **kwargs: Any) -> list[float]:
         return [float(completion[0]["content"][:1] in "abcdefghij") for completion in completions]
 
-    reward = sparse if "dynamic_sampling" in settings else picture_reward
-    made = [make(tmp_path / f"{n}", reward=reward, per_device_train_batch_size=n, **settings) for n in (16, 3)]
-    one, other = map(change, made)
-    assert error(one, other) <= UPDATE
-    if "dynamic_sampling" in settings:
-        assert max(log_of(made[0], "dynamic_sampling/replaced_groups")) > 0
+    settings = {"reward": sparse, "dynamic_sampling": True, "micro_batch_tokens": 60, "pad_to_multiple_of": 8}
+    one, other = (make(tmp_path / f"{n}", per_device_train_batch_size=n, **settings) for n in (16, 3))
+    assert error(change(one), change(other)) <= UPDATE
+    assert max(log_of(one, "dynamic_sampling/replaced_groups")) > 0
 
 
-@pytest.mark.parametrize("family", some("lfm2_vl"))
-def test_compact_decoding_samples_what_generate_samples(tmp_path, family):
+def test_compact_decoding_samples_what_generate_samples(tmp_path):
     """Also where prompts have the same tokens and other images."""
     rows = image_rows(8)
     rows = rows.map(lambda row: {"prompt": rows[0]["prompt"]})
     compact, plain = (
-        make(tmp_path / f"{on}", family, rows=rows, compact_rollouts=on, max_steps=1, global_batch_size=32)
+        make(tmp_path / f"{on}", "lfm2_vl", train_dataset=rows, compact_rollouts=on, max_steps=1, global_batch_size=32)
         for on in (True, False)
     )
     for trainer in (compact, plain):
@@ -164,8 +99,8 @@ WITHIN = {"save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32}  
 
 def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
     def evaluated(name: str, first: int, size: int) -> float:
-        parts = {"eval_dataset": image_rows(3, first=first)}
-        trainer = make(tmp_path / name, parts=parts, per_device_eval_batch_size=size, num_generations_eval=2)
+        sizes = {"per_device_eval_batch_size": size, "num_generations_eval": 2}
+        trainer = make(tmp_path / name, eval_dataset=image_rows(3, first=first), **sizes)
         return trainer.evaluate()["eval_entropy"]
 
     one = evaluated("one", 50, 6)
@@ -175,12 +110,12 @@ def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
 
 def test_a_stream_is_refused(tmp_path):
     with pytest.raises(DataError, match="reads the images of a row again"):
-        make(tmp_path, rows=image_rows(8).to_iterable_dataset())
+        make(tmp_path, train_dataset=image_rows(8).to_iterable_dataset())
 
 
 @pytest.mark.parametrize("per_prompt", [(1, 2), (0,), (1, 0)])
 def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_path, per_prompt):
-    trainer = make(tmp_path, rows=image_rows(8, per_prompt), max_steps=1)
+    trainer = make(tmp_path, train_dataset=image_rows(8, per_prompt), max_steps=1)
     share_forwards(trainer)
     if per_prompt != (1, 0):
         trainer.train()
@@ -195,10 +130,10 @@ SHOWN = {"max_completion_length": 60, "max_tool_calling_iterations": 2}
 
 
 def with_tools(folder: Any, family: str = "llava", tool: Any = look, **settings: Any) -> Any:
-    parts = {"environment_factory": tool} if isinstance(tool, type) else {"tools": [tool]}
-    rows = image_rows(8).remove_columns("images") if isinstance(tool, type) else image_rows(8, **MIXED)
-    made = {"rows": rows, "parts": parts, "processor": calling(image_processor(family))}
-    return make(folder, family, **{**made, **SHOWN, **settings})
+    parts: dict[str, Any] = {"tools": [tool]}
+    if isinstance(tool, type):
+        parts = {"environment_factory": tool, "train_dataset": image_rows(8).remove_columns("images")}
+    return make(folder, family, processing_class=calling(image_processor(family)), **{**parts, **SHOWN, **settings})
 
 
 @pytest.mark.parametrize(
@@ -218,7 +153,7 @@ def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_
 
 
 def test_a_completion_that_is_masked_out_shows_nothing(tmp_path):
-    settings = {"cls": answers(GRPOTrainer, ending=True), "mask_truncated_completions": True, "num_iterations": 2}
+    settings = {"mask_truncated_completions": True, "num_iterations": 2}
 
     def masked(size: int) -> Any:
         return with_tools(tmp_path / f"{size}", per_device_train_batch_size=size, **settings)
@@ -239,15 +174,6 @@ def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
     assert torch.equal(whole, resumed(with_tools(tmp_path / "parts", per_device_train_batch_size=5, **exact)))
 
 
-def test_images_are_packed_without_loss():
-    pictures = [image(1), image(2, 16, 8), image(3)]
-    packed = packed_images([pictures[0], np.asarray(pictures[1]), pictures[2]])
-    padded = torch.nn.functional.pad(packed, (0, 100))
-    found = unpacked_images(padded)
-    assert all(np.array_equal(one, other) for one, other in zip(found, pictures, strict=True))
-    assert unpacked_images(packed_images([])) == []
-
-
 def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "shards_parameters", lambda accelerator: True)
     with pytest.raises(ConfigError, match="tools may show an image to one alone; train with DDP"):
@@ -260,21 +186,19 @@ def test_a_rollout_func_that_changes_prompts_is_refused(tmp_path):
         return {"prompt_ids": ids, "completion_ids": [[5, 6, 1]] * len(ids), "logprobs": None}
 
     with pytest.raises(DataError, match="by which the images are placed"):
-        make(
-            tmp_path, "gemma3", parts={"rollout_func": rollout}, reward=lambda prompts, **kw: [*range(len(prompts))]
-        ).train()
+        make(tmp_path, "gemma3", rollout_func=rollout, reward=lambda prompts, **kw: [*range(len(prompts))]).train()
 
 
 def test_a_rollout_func_beside_tools_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="TRL leaves out the images of prompts there"):
-        make(tmp_path, processor=calling(image_processor("llava")), parts={"tools": [look], "rollout_func": print})
+        make(tmp_path, processing_class=calling(image_processor("llava")), tools=[look], rollout_func=print)
 
 
 def test_images_that_are_drawn_anew_are_refused(tmp_path):
     rows, drawn = image_rows(8), iter(range(1000, 2000))
     rows.set_transform(lambda batch: {**batch, "images": [[image(next(drawn))] for _ in batch["prompt"]]})
     with pytest.raises(DataError, match="gives other images when it is read again"):
-        make(tmp_path, rows=rows)
+        make(tmp_path, train_dataset=rows)
 
 
 def test_images_that_cannot_be_packed_are_named():
@@ -284,7 +208,7 @@ def test_images_that_cannot_be_packed_are_named():
 
 def test_without_images_a_model_that_takes_some_runs_packs_with_its_tokenizer(tmp_path):
     rows = image_rows(8).remove_columns("images")
-    made = {"rows": rows, "processor": image_processor("llava").tokenizer}
+    made = {"train_dataset": rows, "processing_class": image_processor("llava").tokenizer}
     whole = make(tmp_path / "whole", per_device_train_batch_size=16, **made)
     expected = change(whole)
     assert whole._forwards.choice.form(whole.model) == "packed"
@@ -293,13 +217,13 @@ def test_without_images_a_model_that_takes_some_runs_packs_with_its_tokenizer(tm
 
 def test_images_for_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(DataError, match="the data has images, and the model is given a tokenizer"):
-        make(tmp_path, rows=image_rows(8), processor=image_processor("llava").tokenizer)
+        make(tmp_path, processing_class=image_processor("llava").tokenizer)
 
 
 def test_images_beside_a_prompt_that_is_text_are_refused(tmp_path):
     rows = image_rows(3).map(lambda row: {"prompt": row["prompt"][0]["content"]})
     with pytest.raises(DataError, match="row 0 of the data set has images and a prompt that is text"):
-        make(tmp_path, rows=rows)
+        make(tmp_path, train_dataset=rows)
 
 
 @stock_scores
@@ -313,6 +237,6 @@ def test_a_users_loss_finds_the_images_where_trl_has_them(tmp_path, family):
             return trl.GRPOTrainer._compute_loss(self, model, inputs)
 
     rows = image_rows(8, shapes=((8, 8), (16, 8)))
-    settings: dict[str, Any] = {"rows": rows, "per_device_train_batch_size": 16, "max_steps": 1}
-    whole = change(make(tmp_path / "whole", family, answers(GRPOTrainer), **settings))
-    assert error(whole, change(make(tmp_path / "own", family, answers(Own), **settings))) <= UPDATE
+    settings = {"train_dataset": rows, "per_device_train_batch_size": 16, "max_steps": 1}
+    whole = change(make(tmp_path / "whole", family, **settings))
+    assert error(whole, change(make(tmp_path / "own", family, cls=Own, **settings))) <= UPDATE

@@ -18,9 +18,24 @@ from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
 from tests.support.launch import two_processes
 from tests.support.tiny import prompts
-from tests.support.trainers import make, on, parameters
+from tests.support.trainers import make, noted_events, on, parameters
 
-SCRIPT = Path(__file__).with_name("interrupted.py")
+# the last process is sent SIGTERM in the middle of the second step
+SCRIPT = """
+import os, signal, sys
+from tests.support.trainers import make, on
+def stop_last(state):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+trainer = make(f"{sys.argv[1]}/out", max_steps=4, callbacks=[on("on_pre_optimizer_step", stop_last, at=1)])
+try:
+    trainer.train()
+except SystemExit as stopped:
+    with open(f"{sys.argv[1]}/status_{os.environ['RANK']}", "w") as file:
+        file.write(str(stopped.code))
+    raise
+print("after training")
+"""
 
 
 def signals(at: int, *numbers: int) -> TrainerCallback:
@@ -33,8 +48,10 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, capsys, numbers):
     before = {number: signal.getsignal(number) for number in numbers}
     trainer = make(tmp_path / "out", max_steps=4)
     trainer.add_callback(signals(1, *numbers))
+    events = noted_events(trainer, "on_save", "on_epoch_end", "on_train_end")
     with pytest.raises(TrainingInterrupted) as stopped:
         trainer.train()
+    assert events == ["on_save", "on_epoch_end", "on_train_end"]
     assert stopped.value.code == EXIT_STATUS == 75
     assert trainer.state.global_step == 2
     (folder,) = checkpoints(tmp_path / "out")
@@ -98,7 +115,8 @@ def test_a_trainer_in_another_thread_leaves_signals_alone(tmp_path):
 
 
 def test_all_processes_stop_after_the_step_in_which_one_was_asked(tmp_path):
-    status, output = two_processes(SCRIPT, str(tmp_path))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    status, output = two_processes(tmp_path / "script.py", str(tmp_path))
     assert status != 0
     assert "after training" not in output
     (folder,) = checkpoints(tmp_path / "out")

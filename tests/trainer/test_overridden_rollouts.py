@@ -34,11 +34,6 @@ class Changed:
         raise NotImplementedError
 
 
-class WithoutTheFirst(Changed):
-    def changed(self, scored: dict[str, Any]) -> None:
-        scored["completion_mask"][:, 0] = 0
-
-
 class WithoutTheMiddle(Changed):
     """Of every other completion, two tokens."""
 
@@ -49,9 +44,6 @@ class WithoutTheMiddle(Changed):
 class WithoutPartOfThePrompt(Changed):
     def changed(self, scored: dict[str, Any]) -> None:
         scored["prompt_mask"][1::2, 2] = 0
-
-
-MASKED = (WithoutTheFirst, WithoutTheMiddle, WithoutPartOfThePrompt)
 
 
 class WithMoreTokens(Changed):
@@ -73,7 +65,8 @@ class AdvantagesOfTokens(Changed):
 @pytest.mark.parametrize(  # masks move the absolute positions of GPT-2
     ("mixin", "kind"),
     [
-        *((mixin, "gpt2") for mixin in MASKED),
+        (WithoutTheMiddle, "gpt2"),
+        (WithoutPartOfThePrompt, "gpt2"),
         (WithMoreTokens, "qwen2"),
         (AdvantagesOfTokens, "qwen2"),
     ],
@@ -87,7 +80,6 @@ def test_a_changed_dictionary_is_trained_on_as_stock_trl_does(tmp_path, mixin, k
     "settings",
     [
         {"loss_type": "grpo", "gradient_checkpointing": True},
-        {"loss_type": "bnpo", "num_iterations": 2},
         {"loss_type": "dr_grpo", "forward": "prefix"},
     ],
     ids=str,

@@ -1,21 +1,29 @@
-"""What users override is called as TRL calls it, and what it does counts: compared with stock TRL on one process."""
+"""What users override is called as TRL calls it, and what it does counts: beside stock TRL, on one process.
+
+And overrides that TRL's equal shares made safe: what is refused or copied where shares differ.
+"""
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import trl
+from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.batching.prompt_order import StepRows
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, RolloutError
+from grpo_ext.rollouts import batch, source
+from grpo_ext.runtime.collectives import uneven_gathers
 from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build
-from tests.support.tiny import letter_reward, stock_scores, tiny_model
-from tests.support.trainers import change, error
+from tests.support.tiny import given_rollout, letter_reward, prompts, stock_scores, tiny_tokenizer
+from tests.support.trainers import change, error, make
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 # Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `_prepare_inputs`
@@ -23,15 +31,8 @@ from tests.tolerances import DIFFERENT, METRIC, UPDATE
 # without keywords about images, which are None; `log` is given more values
 OVERRIDDEN = (
     *("training_step", "_prepare_inputs", "_generate", "_generate_single_turn", "_generate_and_score_completions"),
-    *(
-        "_calculate_rewards",
-        "compute_loss",
-        "_compute_loss",
-        "_get_per_token_logps_and_entropies",
-        "log",
-        "_log_metric",
-    ),
-    *("create_optimizer", "create_scheduler"),
+    *("_calculate_rewards", "compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
+    *("log", "_log_metric", "create_optimizer", "create_scheduler"),
 )
 NO_ROWS = [0]  # of a step that goes on with a rollout batch
 MORE_INPUTS = {CONTEXT_KEY, "attention_mask"}
@@ -72,9 +73,7 @@ def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
 
     def calls(base: type) -> dict[str, list[Any]]:
         seen: list[Any] = []
-        graded_parts = {"reward_funcs": graded}
-        cls = recording(base, seen)
-        build(tmp_path, cls, parts=lambda: graded_parts, num_iterations=2, rollout_chunk_size=16).train()
+        build(tmp_path, recording(base, seen), reward=graded, num_iterations=2, rollout_chunk_size=16).train()
         return {name: [call[1:] for call in seen if call[0] == name] for name in OVERRIDDEN}
 
     stock, ours = calls(trl.GRPOTrainer), calls(GRPOTrainer)
@@ -152,8 +151,8 @@ def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any)
 )
 def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp_path, override, settings):
     def trained(base: type, mixin: Any = override, size: int = 16) -> tuple[torch.Tensor, list[float]]:
-        parts = {"reward_funcs": one_group_teaches}
-        trainer = build(tmp_path, base, mixin, size, lambda: parts, rollout_chunk_size=16, **settings)
+        settings_of_run = {"reward": one_group_teaches, "rollout_chunk_size": 16, **settings}
+        trainer = build(tmp_path, base, mixin, size, **settings_of_run)
         return change(trainer), [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
     stock, stock_losses = trained(trl.GRPOTrainer)
@@ -164,10 +163,9 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
 
 
 @stock_scores
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(tmp_path, loss_type):
-    stock = change(build(tmp_path, trl.GRPOTrainer, loss_type=loss_type))
-    assert error(stock, change(build(tmp_path, GRPOTrainer, TrlsLoss, 5, loss_type=loss_type))) < UPDATE
+def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(tmp_path):
+    stock = change(build(tmp_path, trl.GRPOTrainer))
+    assert error(stock, change(build(tmp_path, GRPOTrainer, TrlsLoss, 5))) < UPDATE
 
 
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
@@ -180,18 +178,6 @@ def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
         assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,), weight=0.0))) == 0.0
 
 
-def test_sampling_of_ones_own_is_said_and_refused_in_bitwise_mode(tmp_path, caplog):
-    class Own(GRPOTrainer):
-        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            return [[5, 6]] * len(prompt_ids), None
-
-    trainer = build(tmp_path, Own, parts=lambda: {"model": tiny_model()})
-    trainer.train()
-    assert "Own._generate_single_turn may sample in its own way; only the update is covered" in caplog.text
-    with pytest.raises(ConfigError, match=r"Own\._generate_single_turn"):
-        build(tmp_path, Own, parts=lambda: {"model": tiny_model()}, bitwise_invariant=True)
-
-
 def test_what_is_not_called_is_said(tmp_path, caplog):
     class Own(GRPOTrainer):
         def get_high_entropy_mask(self, *args: Any) -> Any:
@@ -199,3 +185,98 @@ def test_what_is_not_called_is_said(tmp_path, caplog):
 
     build(tmp_path, Own)
     assert "Own.get_high_entropy_mask has no effect here" in caplog.text
+
+
+# ---- Where processes differ, and a rollout_func ---------------------------------------------------------------------
+
+
+class Alone(GRPOTrainer):
+    """Makes the whole dictionary by itself."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        ids = torch.arange(5, 9).repeat(len(inputs), 1)
+        ones, advantages = torch.ones_like(ids), torch.arange(float(len(inputs))) % 4 - 1.5
+        scored = {"prompt_ids": ids, "prompt_mask": ones, "completion_ids": ids, "completion_mask": ones}
+        return scored | {"advantages": advantages}
+
+
+def test_an_override_without_super_is_said_once_and_refused_in_bitwise_mode(tmp_path, caplog):
+    make(tmp_path / "plain", cls=Alone, max_steps=2).train()
+    assert caplog.text.count("_generate_and_score_completions does not call super(), so it may sample") == 1
+    with pytest.raises(ConfigError, match="bitwise_invariant=True needs this trainer's own sampling"):
+        make(tmp_path / "bitwise", cls=Alone, bitwise_invariant=True).train()
+
+
+def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
+    trainer = make(tmp_path, cls=Alone)
+    monkeypatch.setattr(source, "gather_lists", lambda items: [*items, 8])
+    with pytest.raises(RolloutError, match="the processes have 8 to 16 rows"):
+        trainer.train()
+
+
+def test_a_hook_that_processes_call_differently_often_may_not_gather():
+    accelerator: Any = SimpleNamespace(num_processes=2, gather=None)
+    with uneven_gathers(accelerator, refused_in="_generate_single_turn"):
+        with pytest.raises(RolloutError, match="_turn gathers, and"):
+            accelerator.gather(torch.ones(1))
+        accelerator.num_processes = 1
+        assert accelerator.gather(torch.ones(1)) == 1
+
+
+def test_a_field_of_one_process_alone_is_refused(monkeypatch):
+    ids = torch.ones(4, 2, dtype=torch.long)
+    scored = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), ids)
+    scored["advantages"] = torch.zeros(4)
+    other = {**scored, "extra": torch.zeros(4)}
+    assert len(batch.gather_scored(scored, 4, 2)) == 4
+    assert batch.gather_scored(other, 4, 2).columns.keys() - scored.keys() == {"extra"}
+    monkeypatch.setattr(batch, "gather_lists", lambda items: [*items, (4, scored)])
+    with pytest.raises(RolloutError, match="extra came with some completions"):
+        batch.gather_scored(other, 4, 2)
+
+
+def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "ab"}]} for _ in range(12)]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    seen: list[int] = []
+
+    def rollout(messages: list[Any], trainer: Any) -> dict[str, Any]:
+        for conversation in messages:
+            conversation.append({"role": "assistant", "content": "c"})
+        return given_rollout(["ab"] * len(messages), trainer)
+
+    def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        seen.extend(map(len, prompts))
+        return [float(i % 4) for i in range(len(completions))]
+
+    parts = {"reward_funcs": reward, "train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    make(tmp_path, max_steps=1, rollout_func=rollout, **parts).train()
+    assert seen == [1] * 16
+
+
+# ---- A rollout_func --------------------------------------------------------------------------------------------------
+
+
+def rolling(folder: Any, rollout: Any = given_rollout, **settings: Any) -> GRPOTrainer:
+    sets = {"train_dataset": prompts(22), "eval_dataset": prompts(5)}
+    return make(folder, rollout_func=rollout, **{**sets, "max_steps": 2, **settings})
+
+
+def test_bitwise_mode_refuses_a_rollout_func(tmp_path):
+    with pytest.raises(ConfigError, match="rollout_func"):
+        rolling(tmp_path, bitwise_invariant=True)
+
+
+def test_a_rollout_func_may_sample_with_the_trainer_itself_and_that_is_said(tmp_path, caplog):
+    def by_itself(prompts: Any, trainer: Any) -> Any:
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completions = [trainer._generate_single_turn([row], None, {}, 1)[0][0] for row in ids]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+    trainer = rolling(tmp_path, by_itself)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert "rollout_func may sample in its own way; only the update is covered" in caplog.text
+    assert "random numbers of Python, NumPy and torch" in caplog.text

@@ -14,14 +14,12 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.rollouts.decoding import own_generate
 from tests.support.beside_trl import build
-from tests.support.drop_in import make
 from tests.support.own_generate import Sampler
 from tests.support.tiny import stock_scores, tiny_model
-from tests.support.trainers import change, error
+from tests.support.trainers import LORA, change, error, make
 from tests.tolerances import DIFFERENT, UPDATE
 
 KINDS = ["subclass", "instance"]
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 class OwnQwen2(transformers.Qwen2ForCausalLM):
@@ -43,22 +41,16 @@ def model_with(sampler: Sampler, kind: str) -> Any:
     return model
 
 
-def trained(
-    folder: Any, cls: type, model: Any, peft: Any = None, size: int = 5, **settings: Any
-) -> tuple[torch.Tensor, Any]:
-    torch.manual_seed(5)  # of the adapter's start
-    trainer = build(folder, cls, size=size, parts=lambda: {"model": model, "peft_config": peft}, **settings)
-    return change(trainer), trainer
+def trained(folder: Any, cls: type, model: Any, size: int = 5, **settings: Any) -> torch.Tensor:
+    return change(build(folder, cls, size=size, model=model, **settings))
 
 
 @stock_scores
-@pytest.mark.parametrize("peft", [None, pytest.param(LORA, marks=pytest.mark.full)], ids=["plain", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, kind, peft, caplog):
+def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, caplog):
     theirs, ours = Sampler(), Sampler()
-    stock, _ = trained(tmp_path, trl.GRPOTrainer, model_with(theirs, kind), peft, 16)
+    stock = trained(tmp_path, trl.GRPOTrainer, model_with(theirs, "subclass"), 16)
     caplog.clear()
-    same, _ = trained(tmp_path, GRPOTrainer, model_with(ours, kind), peft, 16, rollout_chunk_size=16)
+    same = trained(tmp_path, GRPOTrainer, model_with(ours, "subclass"), 16, rollout_chunk_size=16)
     assert error(stock, same) < UPDATE
     assert caplog.text.count("samples, and not by key; only the update is covered") == 1
     assert len(ours.given) == len(theirs.given) == 2
@@ -67,22 +59,22 @@ def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, kind,
         assert torch.equal(one["input_ids"], other["input_ids"])
         assert torch.equal(one["attention_mask"], other["attention_mask"])
         assert one["generation_config"].to_diff_dict() == other["generation_config"].to_diff_dict()
-    small, _ = trained(tmp_path, GRPOTrainer, model_with(Sampler(), kind), peft)  # chunks of 8, micro-batches of 5
+    small = trained(tmp_path, GRPOTrainer, model_with(Sampler(), "instance"))  # chunks of 8, micro-batches of 5
     assert error(same, small) < UPDATE
-    other, _ = trained(tmp_path, GRPOTrainer, model_with(Sampler("short"), kind), peft)
+    other = trained(tmp_path, GRPOTrainer, model_with(Sampler("short"), "instance"))
     assert error(same, other) > DIFFERENT
 
 
 @stock_scores
 @pytest.mark.parametrize("shape", ["short", "long", "left"])
 def test_answers_of_every_shape_are_taken_as_trl_takes_them(tmp_path, shape):
-    stock, _ = trained(tmp_path, trl.GRPOTrainer, model_with(Sampler(shape), "instance"), size=16)
-    same, _ = trained(tmp_path, GRPOTrainer, model_with(Sampler(shape), "instance"))
+    stock = trained(tmp_path, trl.GRPOTrainer, model_with(Sampler(shape), "instance"), 16)
+    same = trained(tmp_path, GRPOTrainer, model_with(Sampler(shape), "instance"))
     assert error(stock, same) < UPDATE
 
 
 def test_one_that_is_replaced_after_the_trainer_is_built_is_found(tmp_path, caplog):
-    trainer = make(tmp_path, max_steps=1)
+    trainer = make(tmp_path, max_steps=1, rollout_chunk_size=8)
     sampler = trainer.model.generate = Sampler()
     trainer.train()
     assert len(sampler.given) == 2
@@ -104,11 +96,11 @@ def test_bitwise_mode_refuses_it(tmp_path):
 def test_what_samples_as_transformers_does_is_not_mistaken(monkeypatch):
     plain = tiny_model()
     assert own_generate(plain) is None
-    adapted = get_peft_model(tiny_model("llama"), LORA)
+    adapted = get_peft_model(tiny_model("llama"), LoraConfig(**LORA))
     assert own_generate(adapted) is None
     for kind in KINDS:
         assert own_generate(model_with(Sampler(), kind)) is not None
-        assert own_generate(get_peft_model(model_with(Sampler(), kind), LORA)) is not None
+        assert own_generate(get_peft_model(model_with(Sampler(), kind), LoraConfig(**LORA))) is not None
     monkeypatch.setattr(transformers.GenerationMixin, "generate", lambda self, **kwargs: None)  # by a faster library
     assert own_generate(plain) is not None
     assert own_generate(adapted) is not None

@@ -1,31 +1,22 @@
-"""Reward functions in the trainer: the user's own objects, called by chunks, and what they log."""
+"""Reward functions in the trainer: called by chunks, what they log, and what runs in `reward_workers`."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable
+from typing import Any
 
 import pandas
+import psutil
+import pytest
 
-from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.drop_in import make
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import log_of
-
-
-def plain(prompts, completions, **kwargs):
-    """Whether it has an a."""
-    return [float("a" in c) for c in completions]
-
-
-async def later(prompts, completions, **kwargs):
-    return plain(prompts, completions)
-
-
-def test_reward_functions_stay_the_objects_they_are(tmp_path):
-    functions = [plain, later, functools.partial(plain, extra=1)]
-    trainer = make(tmp_path, rewards=functions)
-    trainer.train()
-    assert all(mine is given for mine, given in zip(trainer.reward_funcs, functions, strict=True))
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import ConfigError
+from tests.support.drop_in import CountingGame, conversations, tool_tokenizer
+from tests.support.tiny import letter_reward, prompts
+from tests.support.trainers import log_of, make, on
 
 
 def test_columns_logged_in_one_rollout_and_not_in_the_next_are_shown(tmp_path):
@@ -40,11 +31,11 @@ def test_columns_logged_in_one_rollout_and_not_in_the_next_are_shown(tmp_path):
             log_extra("short", completions[:3])
         return letter_reward(prompts, completions)
 
-    trainer = make(tmp_path, rewards=graded, max_steps=3, log_completions=True)
+    trainer = make(tmp_path, reward=graded, rollout_chunk_size=8, log_completions=True)
     trainer.train()
     assert calls == [8] * 6
     assert log_of(trainer, "share") == [2 / 3, 5 / 3]
-    tables = [pandas.read_parquet(path) for path in sorted((tmp_path / "out" / "completions").iterdir())]
+    tables = [pandas.read_parquet(path) for path in sorted((tmp_path / "completions").iterdir())]
     assert [len(table) for table in tables] == [16] * 3
     assert [[*table["a"].notna()] for table in tables] == [
         [False] * 8 + [True] * 8,
@@ -69,12 +60,67 @@ def test_a_subclass_may_log_itself_and_may_override_what_logs(tmp_path):
         log_extra("text", completions)
         return letter_reward(prompts, completions)
 
-    args = GRPOConfig(**config_kwargs(tmp_path / "out", log_completions=True))
-    trainer = Own(tiny_model(), graded, args, prompts(), processing_class=tiny_tokenizer())
+    trainer = make(tmp_path, reward=graded, cls=Own, rollout_chunk_size=8, max_steps=2, log_completions=True)
     trainer.train()
     assert log_of(trainer, "renamed/own") == [16.0, 16.0]
     assert log_of(trainer, "renamed/n") == [8.0, 8.0]
-    table = pandas.read_parquet(max((tmp_path / "out" / "completions").iterdir()))
+    table = pandas.read_parquet(max((tmp_path / "completions").iterdir()))
     assert [*table["text"]] == [*table["completion"]]
     assert len(table["length"]) == 16
     assert table["length"].notna().all()
+
+
+# ---- reward_workers -----------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_too(tmp_path):
+    here = os.getpid()
+
+    def elsewhere(kind: float) -> Callable[..., Any]:
+        def graded(completions, **kwargs):
+            return [kind * (os.getpid() != here) for _ in completions]
+
+        return graded
+
+    def replace(state: Any) -> None:
+        trainer.reward_funcs[0] = elsewhere(2.0 + state.global_step)
+
+    trainer = make(tmp_path, reward=elsewhere(1.0), reward_workers=1, max_steps=2)
+    trainer.add_callback(on("on_step_end", replace))
+    trainer.train()
+    assert log_of(trainer, "reward") == [1.0, 3.0]
+    assert trainer.evaluate(prompts(4))["eval_reward"] == 4.0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_workers_end_with_the_training(tmp_path, fails):
+    def graded(completions, **kwargs):
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        return [float(len(c)) for c in completions]
+
+    def look(state: Any) -> None:
+        assert psutil.pid_exists(int((tmp_path / "pid").read_text()))
+        if fails:
+            raise KeyboardInterrupt
+
+    trainer = make(tmp_path, reward=graded, reward_workers=1, max_steps=1)
+    trainer.add_callback(on("on_step_end", look))
+    with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+        trainer.train()
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_a_function_that_cannot_be_sent_is_named_before_training(tmp_path):
+    database = sqlite3.connect(":memory:")
+
+    def stored(completions, **kwargs):
+        return [float(database.in_transaction) for _ in completions]
+
+    with pytest.raises(ConfigError, match=r"'stored' cannot be sent .* reward_workers=1 .*at its first call"):
+        make(tmp_path, reward=stored, reward_workers=1)
+
+
+def test_environments_stay_in_the_training_process(tmp_path):
+    parts = {"train_dataset": conversations(), "processing_class": tool_tokenizer()}
+    with pytest.raises(ConfigError, match="reward_workers=2 with environment_factory"):
+        make(tmp_path, reward=None, reward_workers=2, environment_factory=CountingGame, **parts)

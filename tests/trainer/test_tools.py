@@ -7,31 +7,25 @@ import logging
 import time
 
 import pytest
-from datasets import Dataset
 
 from grpo_ext.checks.trainer import check_trainer
 from grpo_ext.errors import ConfigError, DataError
-from tests.support.drop_in import make
+from tests.support.drop_in import conversations
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import Game, count, sampled, transcript_reward
-from tests.support.trainers import log_of
+from tests.support.trainers import log_of, make
 
 SECONDS = 0.1
 SHORT = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 300, "max_tool_calling_iterations": 2}
 
 
-def trainer_with(folder, called=("count",), tokenizer=None, dataset=None, rewards=transcript_reward, **settings):
-    parts = {name: settings.pop(name) for name in ("tools", "environment_factory") if name in settings}
-    texts = [[{"role": "user", "content": text}] for text in prompts(8)["prompt"]]
-    return make(
-        folder,
-        model=tiny_model(max_position_embeddings=4096),
-        rewards=rewards,
-        dataset=dataset or Dataset.from_dict({"prompt": texts}),
-        tokenizer=tokenizer or sampled(lambda ids: list(called)),
-        extra=parts,
-        **{**SHORT, **settings},
-    )
+def trainer_with(folder, called=("count",), **changes):
+    parts = {
+        "train_dataset": conversations(),
+        "processing_class": sampled(lambda ids: list(called)),
+        "reward": transcript_reward,
+    }
+    return make(folder, tiny_model(max_position_embeddings=4096), **{**parts, **SHORT, **changes})
 
 
 def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
@@ -72,24 +66,12 @@ def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
 # ---- Before training ------------------------------------------------------------------------------------------------
 
 
-def routed(names):
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * len(names), "environment": names})
-
-
 BAD = [
-    (
-        {"tools": [count], "dataset": prompts(8).to_iterable_dataset(), "max_steps": 1},
-        DataError,
-        "lists of messages, and",
-    ),
     ({"tools": [count, count]}, ConfigError, r"these are named \['count', 'count'\]"),
-    ({"tools": [count], "tokenizer": tiny_tokenizer()}, ConfigError, "this tokenizer has no chat template;"),
-    ({"tools": [count], "tokenizer": tiny_tokenizer(chat=True)}, ConfigError, "has one that leaves them out;"),
-    ({"environment_factory": Game, "tokenizer": tiny_tokenizer()}, ConfigError, "has no chat template;"),
+    ({"tools": [count], "processing_class": tiny_tokenizer()}, ConfigError, "this tokenizer has no chat template;"),
+    ({"tools": [count], "processing_class": tiny_tokenizer(chat=True)}, ConfigError, "has one that leaves them out;"),
     ({"environment_factory": {"a": Game}}, DataError, "environment=None, by its column"),
-    ({"environment_factory": {"a": Game}, "dataset": routed(["a", "b"])}, DataError, "environment='b', by its column"),
-    ({"tools": [count], "dataset": prompts(8)}, DataError, "lists of messages"),
-    ({"tools": [count], "tool_timeout": 0}, ConfigError, "tool_timeout=0: use seconds, more than 0"),
+    ({"tools": [count], "train_dataset": prompts(8)}, DataError, "lists of messages"),
 ]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from grpo_ext.tools.report import ReportCallback, load_run
@@ -34,26 +32,6 @@ def test_tensorboard_gets_the_metrics(tmp_path, monkeypatch):
         found = [event.value for event in events.Scalars(f"eval/{name}")]
         assert found == pytest.approx(log_of(trainer, f"eval_{name}"), rel=1e-6), name
     assert len(list((tmp_path / "out" / "completions").glob("*.parquet"))) >= 2
-
-
-def test_wandb_gets_the_metrics_and_the_completions(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
-        monkeypatch.setenv(name, value)
-    try:
-        trainer = train(tmp_path / "out", report_to="wandb", log_completions=True)
-        summary = dict(wandb.run.summary)
-    finally:
-        wandb.finish()
-    assert summary["train/reward"] == pytest.approx(log_of(trainer, "reward")[-1])
-    assert summary["train/layout/useful_tokens_per_second"] == pytest.approx(
-        log_of(trainer, "layout/useful_tokens_per_second")[-1]
-    )
-    tables = list(tmp_path.rglob("completions*.table.json"))
-    assert tables
-    rows = json.loads(tables[-1].read_text())
-    assert {"prompt", "completion", "letter_reward", "advantage"} <= set(rows["columns"])
-    assert len(rows["data"]) == 16
 
 
 def test_the_run_log_holds_every_log_line_and_those_of_evaluations(tmp_path):

@@ -1,0 +1,22 @@
+"""Imported once by the fork server of tests.support.forks: what a run imports, now or in its course."""
+
+import functools
+import gc
+import importlib.metadata
+import importlib.util
+
+import grpo_ext
+import grpo_ext.run.fingerprint
+import grpo_ext.tools.check.worker
+import tests.support.cases
+import tests.support.forks
+import tests.support.kills  # noqa: F401
+
+assert grpo_ext.GRPOConfig
+assert grpo_ext.GRPOTrainer
+if importlib.util.find_spec("deepspeed") is not None:
+    import deepspeed  # noqa: F401  Accelerate looks into it as soon as it is installed
+
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in tests/conftest.py
+gc.collect()
+gc.freeze()  # Accelerate collects garbage whenever a run begins; also, pages that are shared stay shared
