@@ -22,7 +22,8 @@ from typing import Any
 
 from grpo_ext.errors import LaunchError
 from grpo_ext.tools.stock import OURS, STOCK
-from tests.bench.shapes import Shape, Worker, spec_of
+from tests.bench.measuring import Worker, spec_of
+from tests.bench.shapes import Shape
 
 HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
     "model_type": "qwen2",

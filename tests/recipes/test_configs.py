@@ -15,8 +15,6 @@ from grpo_ext.batching.sizes import check_equal_slices
 from grpo_ext.demo.catalog import DEMOS
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.tools.cli import app
-from tests.bench.__main__ import app as bench
-from tests.support import launches
 from tests.support.toy_recipe import (
     CONFIGS,
     Overrides,
@@ -125,31 +123,6 @@ def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
     assert (tmp_path / "out" / weights).is_file()
 
 
-def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
-    """The plan of the file is above; the check trains it, the bench is what it would run."""
-    monkeypatch.setattr("grpo_ext.tools.check.splits.train", launches.train)
-    own: Overrides = {
-        "model_name_or_path": (toy_model(tmp_path / "model"), "no network"),
-        "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "no network"),
-    }
-    words = ["--config", str(CONFIGS / "gsm8k_lora.yaml"), *as_options({**SMALL, **NO_FP16, **own})]
-    splits = ["--processes", "1", "--micro_batch_sizes", "16,3", "--steps", "1"]
-    result = CliRunner().invoke(app, ["check", *words, *splits])
-    assert result.exit_code == 0, (result.output, result.exception)
-    assert "LoRA of rank 16; float32" in result.output
-    assert "learns the same" in result.output
-    benched = []
-    monkeypatch.setattr("tests.bench.shapes.run_shape", lambda *what: benched.append(what) or 1 / 0)
-    CliRunner().invoke(bench, words)
-    ((shape, model, rounds, sizes, dtype, _, options),) = benched
-    assert (shape.name, shape.groups, shape.group, shape.longest, shape.lora) == ("gsm8k_lora", 4, 4, 16, True)
-    assert (model, rounds, dtype, shape.checkpointing) == (str(tmp_path / "model"), 3, "float32", True)
-    assert sizes == {"trl": [8], "grpo_ext": [8]}
-    assert (options["lora_alpha"], options["fp16"], options["bf16"]) == (32, False, False)
-    # the toy tokenizer knows 1, 2 and #: the four of the system prompt, and what there is of them in a question
-    assert 4 < shape.prompt < 7
-
-
 # ---- Presets of published algorithms --------------------------------------------------------------------------------
 
 # what identifies each algorithm, in the names of the configuration
@@ -173,20 +146,14 @@ TOY: Overrides = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_sets_what_the_paper_says(name):
-    found = settings(CONFIGS / f"{name}.yaml")
-    assert found | PRESETS[name] == found
-    updates = found.get("rollout_batch_size", found["global_batch_size"]) / found["global_batch_size"]
-    assert updates == UPDATES_PER_ROLLOUT[name]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_parses_with_the_demo(recipe, name):
+def test_a_preset_sets_what_the_paper_says_and_parses_with_the_demo(recipe, name):
+    preset = settings(CONFIGS / f"{name}.yaml")
+    assert preset | PRESETS[name] == preset
     demo, script, training, _ = recipe.parse(["--config", str(CONFIGS / f"{name}.yaml")])
     assert demo
     assert training.geometry.steps_per_rollout == UPDATES_PER_ROLLOUT[name]
     assert training.seed == 42, "the demo's own settings fill in what the preset leaves open"
-    assert script.rewards == settings(CONFIGS / f"{name}.yaml").get("rewards", [DEMOS["letters"].reward])
+    assert script.rewards == preset.get("rewards", [DEMOS["letters"].reward])
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -206,17 +173,9 @@ def test_a_preset_trains_a_toy_model(recipe, name, tmp_path):
 # ---- A reward of one's own -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def share_in_place():
-    (found,) = resolve_rewards([f"{CONFIGS.parent / 'rewards' / 'example.py'}:share_in_place"])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("completion", "gold", "reward"),
-    [("abcd", "abcd", 1.0), ("abdc", "abcd", 0.5), ("", "abcd", 0.0), ("abcdef", "abc", 0.5), ("", "", 0.0)],
-)
-def test_it_is_the_share_of_characters_in_place(share_in_place, completion, gold, reward):
-    assert share_in_place(prompts=["?"], completions=[completion], answer=[gold]) == [reward]
-    messages = [{"role": "assistant", "content": completion}]
-    assert share_in_place(prompts=["?"], completions=[messages], answer=[gold]) == [reward]
+def test_the_example_reward_is_the_share_of_characters_in_place():
+    (share_in_place,) = resolve_rewards([f"{CONFIGS.parent / 'rewards' / 'example.py'}:share_in_place"])
+    completions, golds = ["abcd", "abdc", "", "abcdef", ""], ["abcd", "abcd", "abcd", "abc", ""]
+    messages = [[{"role": "assistant", "content": completion}] for completion in completions]
+    for texts in (completions, messages):
+        assert share_in_place(prompts=["?"] * 5, completions=texts, answer=golds) == [1.0, 0.5, 0.0, 0.5, 0.0]
