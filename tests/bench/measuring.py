@@ -130,7 +130,7 @@ def alternate(
             for name in list(specs)[:: 1 if number % 2 else -1]:
                 steps[name].append(workers[name].step())
             say(f"round {number} of {rounds}" + (" (warm-up)" if number == 0 else ""))
-    return {name: found[1:] for name, found in steps.items()}, {name: w.about for name, w in workers.items()}
+    return {name: taken[1:] for name, taken in steps.items()}, {name: w.about for name, w in workers.items()}
 
 
 def run_shape(

@@ -113,11 +113,11 @@ def _cpu() -> str:
 def record_of(results: Sequence[Result], settings: Mapping[str, Any]) -> dict[str, Any]:
     """All figures as plain values, with when, on what, with what and how they were measured."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = {
+    record = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(device),
         "versions": versions(),
         "settings": dict(settings),
         "results": [dataclasses.asdict(r) | {"speed_up": r.speed_up} for r in results],
     }
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(record, default=str))

@@ -104,14 +104,14 @@ def test_the_smallest_micro_batch_that_is_as_good_as_the_fastest_is_chosen(monke
 @pytest.mark.parametrize("what", ["sample", "whole"])
 def test_both_trainers_run_a_shape_end_to_end(what):
     shape = Shape("small", 6, 2, 8, groups=2, group=4, sample=what == "sample", whole=what == "whole")
-    said: list[str] = []
-    result = run_shape(shape, TINY, 1, {OURS: [4], STOCK: [4]}, "float32", said.append)
+    lines: list[str] = []
+    result = run_shape(shape, TINY, 1, {OURS: [4], STOCK: [4]}, "float32", lines.append)
     for who in (OURS, STOCK):
         assert all(result.seconds[who][phase] > 0 for phase in shape.phases if phase != "log-probs")
         assert result.peak_mib[who] > 0
         assert 0 < result.tokens[who] < 2 * 4 * (6 + 8)
     assert result.matmul > 0
-    assert any("round 1 of 1" in text for text in said)
+    assert any("round 1 of 1" in text for text in lines)
     assert [table.row_count for table in as_tables([result])] == [2, 1]
 
 
@@ -127,9 +127,9 @@ def benched(monkeypatch):
     """Runs `make bench` without measuring: what would be measured, and what was said."""
 
     def run(*words):
-        seen = []
-        monkeypatch.setattr(measuring, "run_shape", lambda *what: seen.append(what) or 1 / 0)
-        return seen, CliRunner().invoke(app, [*map(str, words)])
+        measured = []
+        monkeypatch.setattr(measuring, "run_shape", lambda *what: measured.append(what) or 1 / 0)
+        return measured, CliRunner().invoke(app, [*map(str, words)])
 
     return run
 
@@ -141,15 +141,15 @@ def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_
     load = ["--attn_implementation", "eager", "--model_init_kwargs", '{"dtype": "bfloat16", "subfolder": "a"}']
     speed = ["--entropy_coef", "0.1", "--cast_lm_head_to_fp32", "False", "--trust_remote_code", "True"]
     left = ["--max_steps", "2", "--reward_weights", "1.0", "--logging_steps", "1"]
-    seen, result = benched(*of_run, *sizes, *load, *speed, *left)
-    ((shape, source, _, micro, dtype, _, options),) = seen
+    measured, result = benched(*of_run, *sizes, *load, *speed, *left)
+    ((shape, source, _, micro, dtype, _, options),) = measured
     assert (shape.prompt, shape.groups, shape.group, shape.checkpointing) == (7, 3, 4, True)
     assert micro == {STOCK: [4], OURS: [5]}  # of 12, which 5 does not divide
     assert (source, dtype) == (str(model), "bfloat16")
     loaded = {"revision": "main", "trust_remote_code": True, "attn_implementation": "eager", "subfolder": "a"}
     assert options.pop("model_init_kwargs") == loaded
-    said = {"entropy_coef": 0.1, "cast_lm_head_to_fp32": False, "trust_remote_code": True, "bf16": False}
-    assert {name: options[name] for name in said} == said
+    expected = {"entropy_coef": 0.1, "cast_lm_head_to_fp32": False, "trust_remote_code": True, "bf16": False}
+    assert {name: options[name] for name in expected} == expected
     assert not options.keys() & {"max_steps", "reward_weights", "logging_steps", "num_generations", "dataset_name"}
     assert "without logging_steps, max_steps, reward_weights" in result.output
 
@@ -166,8 +166,8 @@ def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_
     ],
 )
 def test_a_bench_that_would_measure_something_else_is_refused(benched, words, says):
-    seen, result = benched(*words)
-    assert not seen
+    measured, result = benched(*words)
+    assert not measured
     assert isinstance(result.exception, GrpoExtError)
     assert says in str(result.exception)
 

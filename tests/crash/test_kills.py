@@ -56,20 +56,20 @@ def step_of(checkpoint: Path | None) -> int:
     return 0 if checkpoint is None else int(checkpoint.name.split("-")[1])
 
 
-def newest_of(folder: Path, kept: set[Path], context: Any) -> Path | None:
+def newest_of(folder: Path, before: set[Path], context: Any) -> Path | None:
     """The checkpoint to go on from: of those that were there after the last kill, whole, and none besides."""
     newest, skipped = newest_whole(folder)
     assert skipped == [], context  # nothing half-written carries a checkpoint's name
-    assert newest is None or newest == max(kept, key=step_of), context
+    assert newest is None or newest == max(before, key=step_of), context
     return newest
 
 
-def assert_none_lost(folder: Path, kept: set[Path], context: Any) -> set[Path]:
+def assert_none_lost(folder: Path, before: set[Path], context: Any) -> set[Path]:
     """The checkpoints after a kill: those from before and newer ones, none broken."""
-    found = set(checkpoints(folder))
-    assert kept <= found, context
-    assert [why_broken(path) for path in found] == [None] * len(found), context
-    return found
+    after = set(checkpoints(folder))
+    assert before <= after, context
+    assert [why_broken(path) for path in after] == [None] * len(after), context
+    return after
 
 
 @pytest.mark.full
@@ -77,12 +77,12 @@ def assert_none_lost(folder: Path, kept: set[Path], context: Any) -> set[Path]:
 def test_killed_runs_end_with_the_same_bits(bench, request, capsys, settings):
     wanted, rng = request.config.getoption("--kills") or 3, random.Random(SEED)
     whole: dict[int, RunResult] = {}
-    told: list[str] = []  # a line for each kill
+    kills: list[str] = []  # a line for each kill
     chains = 0
-    while len(told) < wanted:
+    while len(kills) < wanted:
         chains += 1
         processes, name = 1 + chains % 2, f"chain-{chains}-{len(settings)}"
-        folder, kept = bench.folder / name, set()
+        folder, before = bench.folder / name, set()
         if not whole or (processes not in whole and not settings):  # ahead: bitwise, one run for all
             run = long_run(bench, bench.folder, f"whole-{processes}-{len(settings)}", 3, **settings)
             (whole[processes],) = run_all([run], processes)
@@ -91,8 +91,8 @@ def test_killed_runs_end_with_the_same_bits(bench, request, capsys, settings):
         result = None
         while result is None:
             processes = rng.choice([1, 2]) if settings else processes
-            what, reward = one_kill(rng, processes) if len(told) < wanted else ("left alone", letter_reward)
-            newest = newest_of(folder, kept, (SEED, told))
+            what, reward = one_kill(rng, processes) if len(kills) < wanted else ("left alone", letter_reward)
+            newest = newest_of(folder, before, (SEED, kills))
             run = long_run(bench, bench.folder, name, 3, **settings)
             run = dataclasses.replace(run, rewards=(reward,), resume_from=None if newest is None else "latest")
             start, died = time.perf_counter(), ""
@@ -103,13 +103,13 @@ def test_killed_runs_end_with_the_same_bits(bench, request, capsys, settings):
             if result is None:
                 assert time.perf_counter() - start < BOUND_S, (SEED, what)
                 assert processes > 1 or "status -9" in died, (SEED, what, died)
-                told.append(f"{name} on {processes}, from step {step_of(newest)}: {what}")
-                kept = assert_none_lost(folder, kept, (SEED, told))
-        assert result.error is None, (SEED, told, result.error)
-        assert result.trace == expected.trace[step_of(newest) :], (SEED, told)
+                kills.append(f"{name} on {processes}, from step {step_of(newest)}: {what}")
+                before = assert_none_lost(folder, before, (SEED, kills))
+        assert result.error is None, (SEED, kills, result.error)
+        assert result.trace == expected.trace[step_of(newest) :], (SEED, kills)
         assert len(checkpoints(folder)) == STEPS
         shutil.rmtree(folder)
     with capsys.disabled():
-        print(f"\n{len(told)} kills in {chains} runs, seed {SEED}: the same bits in all, no checkpoint lost")
+        print(f"\n{len(kills)} kills in {chains} runs, seed {SEED}: the same bits in all, no checkpoint lost")
         if wanted > 10:
-            print("\n".join(told))
+            print("\n".join(kills))

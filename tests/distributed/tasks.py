@@ -27,7 +27,7 @@ LOGGED = ("letters", "eval_letters", "rewards", "eval_rewards", "reward", "eval_
 
 
 def trainer_of(folder: Path, groups: int = 4, chunk: int = 4, **changes: Any) -> GRPOTrainer:
-    """A trainer of two steps of these many groups, whose completions no process divides evenly."""
+    """A trainer of two steps of `groups` groups, with micro-batches that leave a remainder."""
     sizes = {"global_batch_size": 4 * groups, "rollout_chunk_size": chunk, "per_device_train_batch_size": 3}
     return make(folder / "out", **{"train_dataset": prompts(), "max_steps": 2, **sizes, **changes})
 
@@ -62,7 +62,7 @@ def own_generate(input_ids, attention_mask, generation_config):
     return torch.cat([input_ids, torch.tensor(rows)], dim=1)
 
 
-def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own: bool = False) -> dict[str, Any]:
+def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: bool = False) -> dict[str, Any]:
     """What this process scored, logged and learned."""
     scored: list[tuple[str, str]] = []
 
@@ -72,7 +72,7 @@ def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own: bool = Fa
 
     # every process makes weights of its own, and those of the first count
     model, asked = tiny_model(seed=RANK), []
-    if own:
+    if own_model:
         model.generate = lambda **kwargs: (asked.append(len(kwargs["input_ids"])), own_generate(**kwargs))[1]
     parts = {"reward": [reward, rank_of_length, logging_reward], "eval_dataset": prompts(3, seed=1)}
     trainer = trainer_of(folder, groups, chunk, kind=model, beta=0.1, eval_pass_threshold=0.0, **parts)
@@ -130,7 +130,7 @@ class ChangesRollouts(GRPOTrainer):
 
 
 def changed_rollouts(folder: Path, groups: int, size: int = 3) -> dict[str, Any]:
-    """What this process learned, and the shapes that the loss was given."""
+    """What this process learned, and the shapes that the loss was parts."""
     trainer = trainer_of(folder, groups, cls=ChangesRollouts, num_iterations=2, per_device_train_batch_size=size)
     return {"update": change(trainer), "shapes": trainer.shapes}
 
@@ -191,8 +191,8 @@ def failure(folder: Path, place: str, *ranks: int) -> None:
             fail("loss", self.state)
             return super().compute_loss(*args, **kwargs)
 
-    given = {"rollout_func": rollout, "beta": 0.1} if place == "rollout" else {}
-    trainer = trainer_of(folder, cls=Trainer, reward=reward, max_steps=4, **given)
+    parts = {"rollout_func": rollout, "beta": 0.1} if place == "rollout" else {}
+    trainer = trainer_of(folder, cls=Trainer, reward=reward, max_steps=4, **parts)
     try:
         trainer.train()
     except Exception as error:

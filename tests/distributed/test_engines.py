@@ -124,12 +124,12 @@ def prepare(folder: Path, model: Path, jobs: list[Job]) -> None:
 
 
 def outcomes(folder: Path, jobs: list[Job]) -> dict[str, Outcome]:
-    found = {}
+    by_name = {}
     for number, job in enumerate(jobs):
         about = json.loads((folder / f"{number}.json").read_text())
         state = load_file(folder / f"{number}.safetensors")
-        found[job.name] = Outcome(state, about["log"], about["engine"], about["sharded"])
-    return found
+        by_name[job.name] = Outcome(state, about["log"], about["engine"], about["sharded"])
+    return by_name
 
 
 def environment(engine: str) -> dict[str, str]:
@@ -139,28 +139,31 @@ def environment(engine: str) -> dict[str, str]:
     return {**env, **({"DS_ACCELERATOR": "cpu"} if engine.startswith("zero") else {"ACCELERATE_USE_CPU": "true"})}
 
 
+def launcher(run: Path, engine: str, **changes: Any) -> list[str]:
+    """Accelerate's launcher with the recipes' file of an engine, on the CPU."""
+    config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
+    config |= {"use_cpu": True, "main_process_port": free_port(), **changes}
+    (run / "accelerate.yaml").write_text(yaml.safe_dump(config))
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run / "accelerate.yaml")]
+
+
 def launch(
-    folder: Path, model: Path, engine: str, processes: int, jobs: list[Job], fork: bool = True
+    run: Path, model: Path, engine: str, processes: int, jobs: list[Job], fork: bool = True
 ) -> dict[str, Outcome]:
     """Through Accelerate's launcher, on forked processes where that can be."""
-    prepare(folder, model, jobs)
+    prepare(run, model, jobs)
     env = environment(engine) | {"TOKENIZERS_PARALLELISM": "false"}
-    fork, script = fork and forks.serves(env), [str(SCRIPT), str(folder)]
+    fork, script = fork and forks.serves(env), [str(SCRIPT), str(run)]
     if engine == "single" and fork:
         status, output = forks.run_forked(script, processes, env, 600)
-        assert status == 0, output[-4000:]
-        return outcomes(folder, jobs)
-    config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
-    config |= {"use_cpu": True, "num_processes": processes, "main_process_port": free_port()}
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
-    if fork:
-        status, output = forks.run_forked_by(launcher, script, env, 600)
+    elif fork:
+        status, output = forks.run_forked_by(launcher(run, engine, num_processes=processes), script, env, 600)
     else:
-        done = subprocess.run([*launcher, *script], env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
+        command = [*launcher(run, engine, num_processes=processes), *script]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
         status, output = done.returncode, done.stderr
     assert status == 0, output[-4000:]
-    return outcomes(folder, jobs)
+    return outcomes(run, jobs)
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +185,13 @@ def launches(folder, request):
         run = folder / f"{engine}_{processes}"  # with all jobs, of the launcher's own interpreters
         try:
             return launch(run, folder / "model", engine, processes, ALL if whole else FEW, fork=not whole)
-        except AssertionError as error:  # told to every test, launched once
+        except AssertionError as error:  # for every test; launched once
             return str(error)
 
     def get(engine: str, processes: int) -> dict[str, Outcome]:
-        found = outcome(engine, processes)
-        assert not isinstance(found, str), found
-        return found
+        answer = outcome(engine, processes)
+        assert not isinstance(answer, str), answer
+        return answer
 
     return get
 
@@ -288,9 +291,9 @@ def test_every_checkpoint_of_an_adapter_is_exported(launches, folder, tmp_path, 
     joined = export(final["lora_shards"], tmp_path / "joined", base=str(folder / "model"), trust_shards=True)
     assert (merged.kind, alone.kind, joined.kind) == ("merged adapter", "adapter", "adapter")
     expected = load_file(tmp_path / "alone" / "adapter_model.safetensors")
-    found = load_file(tmp_path / "joined" / "adapter_model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name], atol=1e-7) for name in found)
+    weights = load_file(tmp_path / "joined" / "adapter_model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(torch.allclose(weights[name], expected[name], atol=1e-7) for name in weights)
 
 
 FP16 = Job("fp16", {"fp16": True, "per_device_train_batch_size": 4, "max_steps": 4})
@@ -299,17 +302,17 @@ FP16 = Job("fp16", {"fp16": True, "per_device_train_batch_size": 4, "max_steps":
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
 def test_an_overflow_on_one_process_skips_the_step_on_all(launches, folder, engine):
     run = folder / f"fp16_{engine}"
-    found = launch(run, folder / "model", engine, 2, [FP16])["fp16"]
-    lines = [line for line in found.log if "fp16/loss_scale" in line]
+    result = launch(run, folder / "model", engine, 2, [FP16])["fp16"]
+    lines = [line for line in result.log if "fp16/loss_scale" in line]
     assert [line["fp16/loss_scale"] for line in lines] == [1024.0, 512.0, 512.0, 512.0]
     assert [line["fp16/overflows"] for line in lines] == [0.0, 1.0, 0.0, 0.0]
     assert lines[-1]["fp16/skipped_steps"] == 1.0
     rates = [line["learning_rate"] for line in lines]
     assert rates[1] == rates[2] or rates[0] == rates[1]  # the scheduler stood still once
     assert len(set(rates)) == 3
-    assert all(bool(torch.isfinite(value).all()) for value in found.state.values())
+    assert all(bool(torch.isfinite(value).all()) for value in result.state.values())
     initial = dict(tiny_model().named_parameters())
-    assert any(not torch.equal(value, initial[name]) for name, value in found.state.items() if name in initial)
+    assert any(not torch.equal(value, initial[name]) for name, value in result.state.items() if name in initial)
 
 
 # sampled ahead by a server, of which every process asks as much
@@ -347,13 +350,10 @@ def test_two_machines_are_one_run(launches, folder):
     """Two rendezvous groups on loopback, started one by one as on two machines; each has a process."""
     jobs, run = [job for job in ALL if job.name in ("budget", "few")], folder / "two_machines"
     prepare(run, folder / "model", jobs)
-    config = yaml.safe_load((CONFIGS / "multi_node.yaml").read_text())
-    config |= {"use_cpu": True, "num_processes": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}
-    (run / "accelerate.yaml").write_text(yaml.safe_dump(config))
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run / "accelerate.yaml")]
+    command = launcher(run, "multi_node", num_processes=2, main_process_ip="127.0.0.1")
     started = [
         subprocess.Popen(
-            [*launcher, "--machine_rank", str(machine), str(SCRIPT), str(run)],
+            [*command, "--machine_rank", str(machine), str(SCRIPT), str(run)],
             env=environment("ddp"),
             cwd=ROOT,
             stderr=subprocess.PIPE,

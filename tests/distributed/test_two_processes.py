@@ -13,7 +13,7 @@ from tests.support.trainers import error
 from tests.tolerances import UPDATE
 
 
-def seen_by_two(folder: Path, task: str, *arguments: Any) -> list[Any]:
+def on_two(folder: Path, task: str, *arguments: Any) -> list[Any]:
     status, output = two_processes(Path(tasks.__file__), str(folder), task, *map(str, arguments))
     assert status == 0, output[-3000:]
     return tasks.results(folder)
@@ -35,11 +35,11 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_group(tmp_path_factory):
-    return seen_by_two(tmp_path_factory.mktemp("one"), "train_and_evaluate", 1)
+    return on_two(tmp_path_factory.mktemp("one"), "train_and_evaluate", 1)
 
 
 def test_the_shipped_configuration_joins_two_processes(four_groups):
-    assert [seen["processes"] for seen in four_groups] == [2, 2]
+    assert [process["processes"] for process in four_groups] == [2, 2]
     assert four_groups[0]["parameters"] == four_groups[1]["parameters"]
 
 
@@ -51,23 +51,23 @@ def test_the_reference_has_the_weights_of_the_first_process(four_groups):
 
 def test_every_completion_is_scored_once(four_groups):
     # two steps of 16 completions, dealt to two processes; groups stay whole
-    counts = [len(seen["scored"]) for seen in four_groups]
+    counts = [len(process["scored"]) for process in four_groups]
     assert counts == [16, 16]
-    for seen in four_groups:
-        prompts = [prompt for prompt, _ in seen["scored"]]
+    for process in four_groups:
+        prompts = [prompt for prompt, _ in process["scored"]]
         assert all(len(set(prompts[i : i + 4])) == 1 for i in range(0, 16, 4))
     assert four_groups[0]["logged_prompts"] == 16
 
 
 def test_evaluation_prompts_are_dealt_whole_and_once(four_groups):
-    assert sum(seen["evaluated"] for seen in four_groups) == 3 * 4
+    assert sum(process["evaluated"] for process in four_groups) == 3 * 4
     assert four_groups[0]["eval_reward"] == four_groups[1]["eval_reward"]
 
 
 def test_what_reward_functions_log_and_see_is_that_of_one_process(four_groups, alone, tmp_path):
-    for seen in four_groups:
-        assert seen["metrics"] == alone["metrics"]
-        assert seen["table"] == alone["table"]
+    for process in four_groups:
+        assert process["metrics"] == alone["metrics"]
+        assert process["table"] == alone["table"]
     logged = [line for line in alone["metrics"] if line.keys() & {"letters", "eval_letters"}]
     assert len(logged) == 3  # two steps and an evaluation
     rows = alone["logged_prompts"]
@@ -83,8 +83,8 @@ def test_pass_at_k_is_that_of_one_process(four_groups, one_group, alone):
     passes = alone["passes"]
     assert list(passes) == ["eval_mean@4", "eval_pass@1", "eval_pass@2", "eval_pass@3", "eval_pass@4"]
     assert 0 < passes["eval_pass@1"] < passes["eval_pass@4"]
-    assert [seen["passes"] for seen in four_groups] == [passes, passes]
-    assert passes not in [seen["passes"] for seen in one_group]  # another run
+    assert [process["passes"] for process in four_groups] == [passes, passes]
+    assert passes not in [process["passes"] for process in one_group]  # another run
 
 
 def test_a_process_without_a_group_scores_nothing_and_learns_and_logs_the_same(one_group, tmp_path):
@@ -92,32 +92,32 @@ def test_a_process_without_a_group_scores_nothing_and_learns_and_logs_the_same(o
     assert [len(first["scored"]), len(second["scored"])] == [8, 0]
     assert first["parameters"] == second["parameters"]
     alone = tasks.train_and_evaluate(tmp_path, 1)
-    for seen in one_group:
-        assert seen["metrics"] == alone["metrics"]
-        assert seen["table"] == alone["table"]
+    for process in one_group:
+        assert process["metrics"] == alone["metrics"]
+        assert process["table"] == alone["table"]
 
 
 def test_a_generate_of_the_models_own_is_asked_by_every_process_for_its_share(tmp_path):
-    alone = tasks.train_and_evaluate(tmp_path / "alone", 1, own=True)
-    both = seen_by_two(tmp_path, "train_and_evaluate", 1, 4, 1)
+    alone = tasks.train_and_evaluate(tmp_path / "alone", 1, own_model=True)
+    both = on_two(tmp_path, "train_and_evaluate", 1, 4, 1)
     assert alone["asked"] == [4] * 5  # two steps of one group, an evaluation of three
-    assert [seen["asked"] for seen in both] == [[4] * 4, [4]]  # the second process had no group to train on
-    for seen in both:
-        assert seen["metrics"] == alone["metrics"]
-        assert seen["table"] == alone["table"]
-        assert seen["parameters"] == pytest.approx(alone["parameters"], rel=UPDATE)
+    assert [process["asked"] for process in both] == [[4] * 4, [4]]  # the second process had no group to train on
+    for process in both:
+        assert process["metrics"] == alone["metrics"]
+        assert process["table"] == alone["table"]
+        assert process["parameters"] == pytest.approx(alone["parameters"], rel=UPDATE)
 
 
 def test_images_that_an_environment_shows_reach_the_process_that_trains_on_them(tmp_path):
     """Groups, and so their rows, are scored by another process than trains on them."""
     alone = tasks.shown_images(tmp_path / "alone", 3)
-    for update in seen_by_two(tmp_path, "shown_images", 3):
+    for update in on_two(tmp_path, "shown_images", 3):
         assert error(alone, update) <= UPDATE
 
 
 @pytest.mark.parametrize("what", ["fault", "refusal"])
 def test_packs_that_one_process_does_not_take_are_taken_by_none(tmp_path, what):
-    first, second = seen_by_two(tmp_path, "packs_on_one", what)
+    first, second = on_two(tmp_path, "packs_on_one", what)
     assert first == second
     assert min(first) > 0
 
@@ -137,7 +137,7 @@ def test_processes_that_are_not_joined_are_refused(monkeypatch, tmp_path):
 @pytest.mark.parametrize("groups", [3, 1])
 def test_what_an_override_returns_is_trained_on_alike_on_two_processes(tmp_path, groups):
     """With 3 prompts a process has one more than the other; with one the second has none."""
-    first, second = seen_by_two(tmp_path, "changed_rollouts", groups)
+    first, second = on_two(tmp_path, "changed_rollouts", groups)
     assert first["update"].equal(second["update"])
     alone = tasks.changed_rollouts(tmp_path / "alone", groups, size=16)
     assert error(alone["update"], first["update"]) <= UPDATE

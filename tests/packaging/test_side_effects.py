@@ -47,7 +47,7 @@ HEAR = "import os, sys; sys.stderr = sys.stdout; "
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "printed"),
     [
         (
             "from grpo_ext.tools.cli import load_libraries as f; f(); f()",
@@ -58,8 +58,8 @@ HEAR = "import os, sys; sys.stderr = sys.stdout; "
     ],
     ids=["a command", "another process", "loaded already"],
 )
-def test_an_import_that_takes_seconds_is_announced_once(code, said):
-    assert python("-c", HEAR + code, cwd=ROOT) == said
+def test_an_import_that_takes_seconds_is_announced_once(code, printed):
+    assert python("-c", HEAR + code, cwd=ROOT) == printed
 
 
 def test_a_change_would_be_found():
@@ -86,7 +86,7 @@ def test_a_run_leaves_no_setting_changed(tmp_path, ends):
     )
     Console().install(trainer)
     signal.signal(signal.SIGTERM, own_handler := lambda *_: None)
-    before = kept()
+    before = state_to_restore()
     try:
         if ends == "well":
             trainer.train()
@@ -94,12 +94,12 @@ def test_a_run_leaves_no_setting_changed(tmp_path, ends):
             with pytest.raises(Exception, match="no reward today"):
                 trainer.train()
         assert signal.getsignal(signal.SIGTERM) is own_handler
-        assert differences(before, kept()) == {}
+        assert differences(before, state_to_restore()) == {}
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert calls
 
 
-def kept() -> dict:
+def state_to_restore() -> dict:
     """The state that a run has to put back; it may draw random numbers, as TRL's does."""
     return {name: value for name, value in state(with_libraries=True).items() if "random" not in name}

@@ -75,9 +75,9 @@ def test_it_parses_to_what_it_says(recipe, name):
     demo, script, training, model = recipe.parse(["--config", str(path)])
     assert demo == (name in DEMO)
     for field, value in settings(path).items():
-        found = [getattr(options, field) for options in (script, training, model) if hasattr(options, field)]
-        found = [getattr(entry, "value", entry) for entry in found]
-        assert value in found, f"{field}: {value!r} became {found}"
+        values = [getattr(options, field) for options in (script, training, model) if hasattr(options, field)]
+        values = [getattr(entry, "value", entry) for entry in values]
+        assert value in values, f"{field}: {value!r} became {values}"
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -108,12 +108,12 @@ def test_what_uses_vllm_deals_equal_shares(recipe, name):
 @pytest.mark.parametrize("name", REAL)
 def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
     _, _, rows, overrides = REAL[name]
-    own: Overrides = {
+    here: Overrides = {
         "model_name_or_path": (toy_model(tmp_path / "model"), "no network; random weights, the same architecture"),
         "dataset_name": (rows(tmp_path / "rows.jsonl"), "no network; rows of the same form"),
         "output_dir": (tmp_path / "out", "the test's own folder"),
     }
-    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**overrides, **own})])
+    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**overrides, **here})])
     steps = [line for line in log if "loss" in line]
     assert len(steps) == 2
     assert any(0 < line.get("reward", 0) < 1 for line in steps), "right and wrong answers are expected"
@@ -158,12 +158,12 @@ def test_a_preset_sets_what_the_paper_says_and_parses_with_the_demo(recipe, name
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains_a_toy_model(recipe, name, tmp_path):
-    own: Overrides = {
+    here: Overrides = {
         "model_name_or_path": (toy_model(tmp_path / "model"), "a preset names no model"),
         "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "a preset names no data"),
         "output_dir": (tmp_path / "out", "the test's own folder"),
     }
-    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**TOY, **own})])
+    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**TOY, **here})])
     steps = [line for line in log if "reward" in line]
     assert len(steps) == 2
     assert all(math.isfinite(line["loss"]) for line in steps)

@@ -80,9 +80,9 @@ def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(
 ):
     monkeypatch.setenv("GRPO_EXT_CACHE", str(cache))
     result = accelerate_launch()
-    found = re.search(r"^held-out exact match (\d\.\d+) -> (\d\.\d+) in \d+ s$", result.stdout, re.M)
-    assert found, result.stdout
-    before, after = float(found[1]), float(found[2])
+    scores = re.search(r"^held-out exact match (\d\.\d+) -> (\d\.\d+) in \d+ s$", result.stdout, re.M)
+    assert scores, result.stdout
+    before, after = float(scores[1]), float(scores[2])
     assert 0.1 < before < 0.35
     assert after >= 0.9
     folder = tmp_path / "runs" / "demo-1"
@@ -170,10 +170,10 @@ def test_bad_input_ends_with_one_clear_line_and_status_2(options, message, tmp_p
     with pytest.raises(SystemExit) as ended:
         recipe.main(options)
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert re.search(message, said), said
-    assert said.startswith("error: ")
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert re.search(message, printed), printed
+    assert printed.startswith("error: ")
+    assert len(printed.splitlines()) == 1
 
 
 def test_the_problems_of_the_real_model_train_another_chat_model_with_either_trainer(launch, tmp_path):
@@ -184,8 +184,8 @@ def test_the_problems_of_the_real_model_train_another_chat_model_with_either_tra
     options = ["--model_name_or_path", tmp_path / "chat", *ONE_STEP, "--per_device_train_batch_size", "4"]
     for name, trainer in (("sums", "grpo_ext"), ("last_word", "trl")):
         folder = tmp_path / f"runs-{name}"
-        own = ["--demo", name, "--demo_trainer", trainer, "--demo_eval_every", "1", "--output_dir", folder]
-        result = launch(*options, *own, "--max_completion_length", "4")
+        demo = ["--demo", name, "--demo_trainer", trainer, "--demo_eval_every", "1", "--output_dir", folder]
+        result = launch(*options, *demo, "--max_completion_length", "4")
         assert f"{tmp_path / 'chat'}" in result.stdout.split("Before, ")[0]
         assert result.stdout.count("held-out exact match 0.00") >= 2
         metrics = json.loads((folder / "metrics.json").read_text())

@@ -60,19 +60,19 @@ def run(tmp_path_factory):
     return launch
 
 
-def completions(seen: list[dict[str, Any]], step: int, steps: int = STEPS) -> list[Any]:
+def completions(results: list[dict[str, Any]], step: int, steps: int = STEPS) -> list[Any]:
     """Prompt and token ids of one step, in global order."""
-    found = []
-    for process in seen:
+    rows_of_step = []
+    for process in results:
         rows = len(process["sampled"]) // steps
-        found += process["sampled"][step * rows : (step + 1) * rows]
-    return found
+        rows_of_step += process["sampled"][step * rows : (step + 1) * rows]
+    return rows_of_step
 
 
-def differences(seen: list[dict[str, Any]]) -> list[float]:
+def differences(results: list[dict[str, Any]]) -> list[float]:
     """Mean difference of vLLM's and the trainer's log-probabilities, by step."""
     name = "sampling/sampling_logp_difference/mean"
-    return [line[name] for line in seen[0]["log"] if name in line]
+    return [line[name] for line in results[0]["log"] if name in line]
 
 
 def test_completions_do_not_depend_on_the_number_of_processes(run):

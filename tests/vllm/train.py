@@ -53,8 +53,8 @@ def main(folder: Path, control: str, server: str = "", lag: int = 0) -> None:
     if control == "sync":
         type(trainer.vllm_generation).sync_weights = lambda self: None
     moved = float(change(trainer).norm())
-    found = {"sampled": sampled, "log": trainer.state.log_history, "moved": moved}
-    (folder / f"rank_{trainer.accelerator.process_index}.json").write_text(json.dumps(found, default=float))
+    result = {"sampled": sampled, "log": trainer.state.log_history, "moved": moved}
+    (folder / f"rank_{trainer.accelerator.process_index}.json").write_text(json.dumps(result, default=float))
     sys.stdout.flush()
     os._exit(0)  # the engine's threads would keep the process
 
