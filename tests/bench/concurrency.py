@@ -23,25 +23,13 @@ from unittest import mock
 import torch
 from transformers import TrainerCallback
 
-from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.forward.scorer import Scorer
 from grpo_ext.rollouts import engine
-from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, tiny_model
+from tests.support.trainers import make
 
 STEPS, FIRST = 14, 2  # of a run; those before it is timed
 LENGTH = 48
-SETTINGS: dict[str, Any] = {
-    "global_batch_size": 32,
-    "per_device_train_batch_size": 16,
-    "num_generations": 8,
-    "max_steps": STEPS,
-    "logging_steps": 1,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
 
 
 class Clock(TrainerCallback):
@@ -55,10 +43,11 @@ class Clock(TrainerCallback):
 
 
 def seconds_per_step(model: Any, reward: Callable[..., list[float]], **settings: Any) -> float:
+    sizes = {"global_batch_size": 32, "per_device_train_batch_size": 16, "num_generations": 8}
     with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
-        args = GRPOConfig(folder, **SETTINGS, **settings)
-        trainer = GRPOTrainer(model, reward, args, prompts(64), processing_class=tiny_tokenizer())
-        trainer.add_callback(clock := Clock())
+        parts = {"train_dataset": prompts(64), "callbacks": [clock := Clock()]}
+        # nothing is learned, so that all steps take the same time
+        trainer = make(folder, model, reward, **parts, **sizes, max_steps=STEPS, learning_rate=1e-6, **settings)
         trainer.train()
         return (clock.ends[-1] - clock.ends[FIRST - 1]) / (STEPS - FIRST)
 
