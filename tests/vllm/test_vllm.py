@@ -157,13 +157,14 @@ def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
     assert unseeded != together
 
 
-def test_a_server_that_samples_ahead_has_the_weights_that_are_named(run, server):
-    url, steps, lag = server.base_url, 5, 2
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_server_that_samples_ahead_has_the_weights_that_are_named(run, server, lag):
+    url, steps = server.base_url, 5
     one, two = run(1, "", url, lag), run(2, "", url, lag)
     for step in range(steps):
         assert completions(one, step, steps) == completions(two, step, steps), step
     synced, stale = differences(one), differences(run(1, "sync", url, lag))
-    print(f"log-probability difference by step: {synced}; without new weights: {stale}")
+    print(f"lag {lag}, log-probability difference by step: {synced}; without new weights: {stale}")
     assert max(synced) < 2e-3
     assert max(stale) > 20 * max(synced)
     assert max(line.get("sampling/ratio_max", 0.0) for line in one[0]["log"]) > 1.2
