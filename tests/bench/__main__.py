@@ -14,11 +14,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_ext.tools.cli import CONFIG, OF_A_RUN, command_line, integers, load_libraries, run_app, say, settings_of
-from grpo_ext.tools.plots import figure_class
+from grpo_ext.tools.cli import CONFIG, OF_A_RUN, command_line, integers, load_libraries, run_app, settings_of
 from grpo_ext.tools.stock import OURS, STOCK
 
 app = command_line("bench")
+SHAPE_HELP = (
+    "A shape, instead of the reference shapes: their names, or text like "
+    "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample,whole'."
+)
 
 
 @dataclass(frozen=True)
@@ -44,73 +47,49 @@ def say_dim(sentence: str) -> None:
 def bench(
     context: typer.Context,
     config: Annotated[Path | None, CONFIG] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A shape, instead of the reference shapes: their names, or text like "
-            "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample,whole'."
-        ),
-    ] = None,
-    long: Annotated[
-        bool, typer.Option("--long", help="All reference shapes, micro-batches searched: an hour or more.")
-    ] = False,
+    shape: Annotated[list[str] | None, typer.Option(help=SHAPE_HELP)] = None,
+    long: Annotated[bool, typer.Option("--long", help="All reference shapes, micro-batches searched.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,
-    stock_micro: Annotated[
-        str | None, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of, for example 1,2,4.")
-    ] = None,
+    stock_micro: Annotated[str | None, typer.Option(help="Micro-batch sizes to choose stock TRL's of: 1,2,4.")] = None,
     our_micro: Annotated[str | None, typer.Option(help="Micro-batch sizes to choose ours of.")] = None,
-    prompt_length: Annotated[int | None, typer.Option(min=1, help="Of a run: tokens (default: measured).")] = None,
+    prompt_length: Annotated[int | None, typer.Option(min=1, help="Tokens; benches a step of the run.")] = None,
     mean_completion_length: Annotated[
         int | None, typer.Option(min=1, help="Of a run: tokens (default: half of max_completion_length).")
     ] = None,
-    compare: Annotated[Path | None, typer.Option(help="A file of --json: show it against this bench.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
 ) -> None:
     """Measure both trainers on the same rollouts, their steps interleaved.
 
-    Without --config, a quarter of an hour on reference shapes; with it, one optimizer step of that run: its model,
-    sizes, LoRA and precision, on completions of random tokens. --model_name_or_path may be a config.json (random
-    weights).
+    A quarter of an hour on reference shapes; with --prompt_length one optimizer step of a run: its model, sizes, LoRA
+    and precision, on completions of random tokens. --model_name_or_path may be a config.json (random weights).
     """
-    if plot is not None:
-        figure_class(plot)  # before the work, not after it
     load_libraries()
-    from .of_run import left_out, options_of, refuse_of_run, shape_of
-    from .plot import write_bench_plot
-    from .record import compared, read_record, record_of
-    from .shapes import as_tables, run_shape
+    from .measuring import run_shape
+    from .of_run import left_out, options_of, refuse_sizes, shape_of
+    from .results import as_tables, record_of
 
     settings = settings_of(context, config)
     searched = {who: integers(text, "micro-batches") for who, text in ((STOCK, stock_micro), (OURS, our_micro)) if text}
     source = settings.get("model_name_or_path")
     options, dtype = options_of(settings)
-    if not shape and (config is not None or settings.keys() & {"dataset_name", "demo"}):
+    if prompt_length is not None:
         name = "the run" if config is None else config.stem
-        one, micro, source, options = shape_of(settings, name, prompt_length, mean_completion_length)
-        plan = planned({one: micro}, source, searched)
+        of_run, micro, precision = shape_of(settings, name, prompt_length, mean_completion_length)
+        options |= precision
+        plan = planned({of_run: micro}, source, searched)
     else:
-        refuse_of_run(settings)
+        refuse_sizes(settings)
         plan = planned(chosen_shapes(shape or [], long), source, searched)
     if without := left_out(settings):
         say_dim(f"without {', '.join(without)}")
-    old = None if compare is None else read_record(compare, [one.shape for one in plan])
     how = {"model": source, "dtype": dtype, "rounds": rounds, "options": options, "searched": searched}
-    results, record = [], {}
+    results = []
     for one in plan:
         results.append(run_shape(one.shape, one.model, rounds, one.micro, dtype, say_dim, options))
-        record = record_of(results, how)
         if json_file is not None:
-            json_file.write_text(json.dumps(record, indent=1) + "\n")
+            json_file.write_text(json.dumps(record_of(results, how), indent=1) + "\n")
     for table in as_tables(results):
         Console().print(table)
-    if old is not None:
-        table, notes = compared(old, record)
-        Console().print(table)
-        for note in notes:
-            say(f"  {note}")
-    if plot is not None:
-        write_bench_plot(results, plot)
 
 
 def chosen_shapes(texts: list[str], long: bool) -> dict[Any, tuple[int, ...]]:
@@ -126,8 +105,9 @@ def chosen_shapes(texts: list[str], long: bool) -> dict[Any, tuple[int, ...]]:
 
 def planned(shapes: dict[Any, tuple[int, ...]], source: str | None, searched: dict[str, list[int]]) -> list[Measured]:
     """What is measured of each shape: a model that is named, or the shape's own; micro-batches as `searched` says."""
+    from .measuring import MICRO
     from .of_run import model_of
-    from .shapes import MICRO, MODELS
+    from .shapes import MODELS
 
     plan = []
     for shape, micro in shapes.items():

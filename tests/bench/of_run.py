@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,7 @@ from grpo_ext.batching.sizes import SETTINGS, ceil_div
 from grpo_ext.checks.model import find_model
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
-from grpo_ext.tools.data import load_prompts
-from grpo_ext.tools.options import (
-    ScriptArguments,
-    as_dataclasses,
-    demo_defaults,
-    fields_of,
-    is_demo,
-    load_arguments,
-    load_demo_named,
-    written,
-)
+from grpo_ext.tools.options import ScriptArguments, as_dataclasses, fields_of, load_arguments, written
 from grpo_ext.tools.stock import refuse_ours
 
 from .shapes import Shape
@@ -43,17 +32,17 @@ def left_out(settings: Mapping[str, Any]) -> list[str]:
     return sorted(written(settings) | {name for name in fields_of(settings, GRPOConfig) if name.startswith(_OWN)})
 
 
-def refuse_of_run(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that given shapes replace by their own, in a bench that is not one of the run.
+def refuse_sizes(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that given shapes replace by their own, in a bench that is not one of a run.
 
     Raises:
         ConfigError: names them.
     """
     replaced = OF_A_SHAPE | fields_of(settings, ScriptArguments).keys()
-    if given := sorted(settings.keys() & replaced):
+    if named := sorted(settings.keys() & replaced):
         raise ConfigError(
-            f"--{', --'.join(given)}: a bench of shapes has sizes and data of its own; name a --config, a --demo, or a "
-            "model and --dataset_name to bench that run (without --shape), or a --shape of these sizes."
+            f"--{', --'.join(named)}: a bench of shapes has sizes and data of its own; add --prompt_length (tokens) to "
+            "bench a step of that run, or name a --shape of these sizes."
         )
 
 
@@ -61,9 +50,12 @@ def options_of(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """(settings that both trainers of a bench are given, type of the weights).
 
     Raises:
-        ConfigError: a type of the weights that a bench does not have. GrpoExtError: stock TRL cannot express a setting.
+        ConfigError: a demo, or a type of the weights that a bench does not have.
+        GrpoExtError: stock TRL cannot express a setting.
     """
-    _, training, model = as_dataclasses(settings)
+    script, training, model = as_dataclasses(settings)
+    if script.demo is not None:
+        raise ConfigError(f"--demo {script.demo}: a bench has no demos; leave it out, or name a --config.")
     load = load_arguments(training, model)
     if (dtype := load.pop("dtype")) not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype={dtype!r}: a bench has weights in float32 or bfloat16; use one of them.")
@@ -89,54 +81,19 @@ def model_of(source: str) -> Any:
         raise ConfigError(f"--model_name_or_path {source} cannot be read as a configuration: {error}") from None
 
 
-def prompt_lengths(dataset: Any, tokenizer: Any, rows: int = 256) -> list[int]:
-    """Tokens of the prompts, with the chat template where they are messages, of all rows or of `rows` evenly spread."""
-    count = min(rows, len(dataset))
-    lengths = []
-    for prompt in dataset.select([place * len(dataset) // count for place in range(count)])["prompt"]:
-        if not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        lengths.append(len(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
-    return lengths
-
-
-def prompt_tokens(dataset: Any, model: str) -> int:
-    """Tokens of a prompt, the mean over a sample of the rows, with the chat template where prompts are messages.
-
-    Raises:
-        ConfigError: the model is a config.json, which has no tokenizer.
-    """
-    from transformers import AutoTokenizer
-
-    if model.endswith(".json"):
-        raise ConfigError(
-            f"--model_name_or_path {model} is a configuration, without a tokenizer to measure prompts with; name their "
-            "tokens with --prompt_length."
-        )
-    lengths = prompt_lengths(dataset, AutoTokenizer.from_pretrained(model))
-    return max(1, round(statistics.fmean(lengths)))
-
-
 def shape_of(
-    settings: Mapping[str, Any], name: str, prompt_length: int | None, mean_completion_length: int | None
-) -> tuple[Shape, tuple[int, int], str, dict[str, Any]]:
-    """(shape, micro-batch of stock TRL and of ours, model, options for `run_shape`) of one optimizer step of a run.
+    settings: Mapping[str, Any], name: str, prompt_length: int, mean_completion_length: int | None
+) -> tuple[Shape, tuple[int, int], dict[str, bool]]:
+    """(shape, micro-batch of stock TRL and of ours, precision) of one optimizer step of a run.
 
     Args:
-        prompt_length: tokens; None measures the run's data.
+        prompt_length: tokens.
         mean_completion_length: tokens; None is half of `max_completion_length`.
 
     Raises:
-        ConfigError: a setting is refused, or half a task is named. DataError: rows that cannot be trained on.
+        ConfigError: a setting is refused.
     """
-    demo = is_demo(settings)
-    settings = {**(demo_defaults(settings) if demo else {}), **settings}
-    script, training, model = as_dataclasses(settings)
-    options, _ = options_of(settings)
-    task = load_demo_named(script, model) if demo else None
-    source = str(task.model_path if task else model.model_name_or_path)
-    if prompt_length is None:
-        prompt_length = prompt_tokens(task.train_dataset if task else load_prompts(script, training.seed)[0], source)
+    _, training, model = as_dataclasses(settings)
     longest, group = training.max_completion_length or 512, training.num_generations or 8
     groups = ceil_div(training.geometry.global_batch_size, group)
     rows, micro = groups * group, training.per_device_train_batch_size
@@ -153,4 +110,4 @@ def shape_of(
         mean=mean_completion_length or max(longest // 2, 1),
     )
     dividing = max(n for n in range(1, min(micro, rows) + 1) if rows % n == 0)  # as stock TRL's has to
-    return shape, (dividing, micro), source, {**options, "bf16": training.bf16, "fp16": training.fp16}
+    return shape, (dividing, micro), {"bf16": bool(training.bf16), "fp16": bool(training.fp16)}

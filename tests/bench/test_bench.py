@@ -1,36 +1,23 @@
-"""The benchmark trains both on the same tokens; its figures follow from what was measured, as does a comparison."""
+"""The bench trains both on the same tokens; its figures follow from what was measured."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
 from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, GrpoExtError
 from grpo_ext.tools.stock import OURS, STOCK
-from tests.bench import shapes as bench
+from tests.bench import measuring
 from tests.bench.__main__ import app
-from tests.bench.of_run import prompt_tokens
-from tests.bench.plot import write_bench_plot
-from tests.bench.record import compared, read_record, record_of
-from tests.bench.shapes import (
-    PHASES,
-    REFERENCE,
-    SHORT,
-    Result,
-    Shape,
-    _best_micro,
-    as_tables,
-    parse_shape,
-    run_shape,
-)
+from tests.bench.measuring import fastest_micro, run_shape
+from tests.bench.results import Result, as_tables
+from tests.bench.shapes import PHASES, REFERENCE, SHORT, Shape, parse_shape
 from tests.bench.worker import FixedRollouts
 from tests.support.tiny import stock_scores
-from tests.support.toy_recipe import CONFIGS, question_rows, toy_model
+from tests.support.toy_recipe import CONFIGS, toy_model
 
 TINY = {
     "model_type": "qwen2",
@@ -51,35 +38,33 @@ def test_a_shape_is_read_from_text():
     assert parse_shape("prompt=5,completions=7").shortest == parse_shape("prompt=5,completions=7").longest == 7
 
 
-@pytest.mark.parametrize("text", ["prompt=16", "prompt=x,completions=1-2", "prompt=1,completions=2,fast", "lora=1"])
+@pytest.mark.parametrize("text", ["prompt=16", "prompt=x,completions=1-2", "lora=1"])
 def test_a_shape_that_is_none_names_the_word(text):
     with pytest.raises(ConfigError, match="shape"):
         parse_shape(text)
 
 
-@pytest.mark.parametrize("shape", REFERENCE, ids=lambda s: s.name)
-def test_the_reference_lengths_stay_in_their_range_and_never_change(shape):
-    lengths = shape.lengths()
-    assert lengths == shape.lengths()
-    flat = [n for group in lengths for n in group]
-    assert len(flat) == shape.groups * shape.group
-    assert shape.shortest <= min(flat) <= max(flat) <= shape.longest
-    if shape.skewed:
-        assert sum(flat) / len(flat) <= shape.longest / 2
+def test_the_reference_lengths_stay_in_their_range_and_never_change():
+    for shape in REFERENCE:
+        lengths = shape.lengths()
+        assert lengths == shape.lengths()
+        flat = [n for group in lengths for n in group]
+        assert len(flat) == shape.groups * shape.group
+        assert shape.shortest <= min(flat) <= max(flat) <= shape.longest
+        assert not shape.skewed or sum(flat) / len(flat) <= shape.longest / 2
 
 
 def test_flops_and_tokens_count_each_prompt_once_and_leave_out_groups_without_variance():
-    half = FixedRollouts(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5), vocabulary=50)
-    whole = FixedRollouts(Shape("a", 10, 4, 4, groups=2, group=3), vocabulary=50)
+    def fixed(**changes):
+        return FixedRollouts(Shape("a", 10, 4, 4, groups=2, group=3, **changes), vocabulary=50)
+
+    half, whole = fixed(without_variance=0.5), fixed()
     assert (half.tokens, whole.tokens) == (22, 44)
     assert whole.flops(8, 100, 10) == 2 * half.flops(8, 100, 10)
     assert half.flops(0, 1, 0) == 6 * 22
     assert half.flops(0, 0, 1) == 6 * 12
-    lora = FixedRollouts(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, lora=True), vocabulary=50)
-    again = FixedRollouts(
-        Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, checkpointing=True), vocabulary=50
-    )
-    assert (lora.flops(0, 1, 0), again.flops(0, 1, 0)) == (4 * 22, 8 * 22)
+    assert fixed(without_variance=0.5, lora=True).flops(0, 1, 0) == 4 * 22
+    assert fixed(without_variance=0.5, checkpointing=True).flops(0, 1, 0) == 8 * 22
     assert len({half.rewards[tuple(c)] for c in half.completions[0]}) == 1
     assert len({half.rewards[tuple(c)] for c in half.completions[1]}) == 3
 
@@ -105,35 +90,28 @@ def test_the_smallest_micro_batch_that_is_as_good_as_the_fastest_is_chosen(monke
         def close(self):
             pass
 
-    monkeypatch.setattr(bench, "Worker", Timed)
+    monkeypatch.setattr(measuring, "Worker", Timed)
     shape = Shape("x", 4, 2, 2)
-    assert _best_micro(shape, STOCK, [16, 8, 4, 2, 5], TINY, "float32", lambda text: None) == 4  # 5 does not divide
+    assert fastest_micro(shape, STOCK, [16, 8, 4, 2, 5], TINY, "float32", lambda text: None) == 4  # 5 does not divide
     with pytest.raises(ConfigError, match="divides them; add one of 1, 2, 4, 8, 16, 32"):
-        _best_micro(shape, STOCK, [5], TINY, "float32", lambda text: None)
-    assert _best_micro(shape, OURS, [5], TINY, "float32", lambda text: None) == 5
+        fastest_micro(shape, STOCK, [5], TINY, "float32", lambda text: None)
+    assert fastest_micro(shape, OURS, [5], TINY, "float32", lambda text: None) == 5
     long = Shape("x", 4000, 2, 100)
-    assert _best_micro(long, STOCK, [2, 8], TINY, "float32", lambda text: None) == 2  # 8 of them are too many tokens
+    assert fastest_micro(long, STOCK, [2, 8], TINY, "float32", lambda text: None) == 2  # 8 of them are too many tokens
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", [pytest.param("train", marks=stock_scores), "sample", "whole"])
-def test_both_trainers_run_a_shape_end_to_end(tmp_path, what):
+@pytest.mark.parametrize("what", ["sample", "whole"])
+def test_both_trainers_run_a_shape_end_to_end(what):
     shape = Shape("small", 6, 2, 8, groups=2, group=4, sample=what == "sample", whole=what == "whole")
-    said: list[str] = []
-    result = run_shape(shape, TINY, 1, {OURS: [4], STOCK: [4]}, "float32", said.append)
+    lines: list[str] = []
+    result = run_shape(shape, TINY, 1, {OURS: [4], STOCK: [4]}, "float32", lines.append)
     for who in (OURS, STOCK):
         assert all(result.seconds[who][phase] > 0 for phase in shape.phases if phase != "log-probs")
         assert result.peak_mib[who] > 0
         assert 0 < result.tokens[who] < 2 * 4 * (6 + 8)
-    if what == "train":
-        assert result.tokens[OURS] == result.tokens[STOCK] == FixedRollouts(shape, 64).tokens
     assert result.matmul > 0
-    assert any("round 1 of 1" in text for text in said)
-    assert record_of([result], {})["results"][0]["speed_up"] == result.speed_up
-    write_bench_plot([result], tmp_path / "figures.svg")
-    drawn = (tmp_path / "figures.svg").read_text()
-    assert f"<!-- {result.speed_up:.1f}x -->" in drawn
-    assert all(f"<!-- {phase} -->" in drawn for phase in shape.phases if result.seconds[OURS][phase])
+    assert any("round 1 of 1" in text for text in lines)
     assert [table.row_count for table in as_tables([result])] == [2, 1]
 
 
@@ -144,104 +122,36 @@ def test_the_short_form_is_of_the_same_kind_as_the_long_one_and_names_its_micro_
         assert shape.phases in [s.phases for s in REFERENCE]
 
 
-def record(seconds: float, **shape: object) -> dict:
-    phases = dict.fromkeys(PHASES, seconds)
-    both = {OURS: 8.0, STOCK: 4.0}
-    result = Result(
-        Shape("x", 4, 1, 2, **shape), {OURS: 2, STOCK: 2}, {OURS: phases, STOCK: phases}, both, both, both, 1.0, 1.0, 1
-    )
-    return record_of([result], {"rounds": 1})
-
-
-def test_an_old_bench_is_compared_by_shape_trainer_and_phase():
-    old, new = record(0.4), record(0.2)
-    new["machine"] = {**old["machine"], "cores": -1}
-    table, notes = compared(old, new)
-    rows = list(zip(*(column.cells for column in table.columns)))
-    assert rows[0] == ("x", STOCK, "log-probs", "100", "50", "2.00x")
-    assert rows[-1] == ("x", OURS, "all", "150", "75", "2.00x")
-    assert [row[2] for row in rows] == [*PHASES[1:], "all"] * 2
-    assert notes == [f"machine: cores was {old['machine']['cores']}, is -1."]
-    assert {"cpu", "cores", "threads", "memory_gib"} <= old["machine"].keys()
-    assert {"torch", "trl"} <= old["versions"].keys()
-    assert old["settings"] == {"rounds": 1}
-    table, notes = compared(record(0.4, lora=True), record(0.2))
-    assert (table.row_count, notes) == (0, ["x: not in the old file."])
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("[1]", "holds no figures of a bench"),
-        ("no JSON", "holds no figures of a bench"),
-        ('{"results": []}', "does not say its machine, settings, versions"),
-        (json.dumps(record(1.0, lora=True)), "holds none of the shapes of this bench"),
-    ],
-)
-def test_a_file_that_cannot_be_compared_with_is_refused(tmp_path, content, says):
-    (tmp_path / "old.json").write_text(content)
-    with pytest.raises(ConfigError, match=says):
-        read_record(tmp_path / "old.json", [Shape("x", 4, 1, 2)])
-    with pytest.raises(ConfigError, match="holds no figures"):
-        read_record(tmp_path / "none.json", [Shape("x", 4, 1, 2)])
-    (tmp_path / "new.json").write_text(json.dumps(record(1.0)))
-    assert read_record(tmp_path / "new.json", [Shape("x", 4, 1, 2)])["settings"] == {"rounds": 1}
-
-
 @pytest.fixture
 def benched(monkeypatch):
     """Runs `make bench` without measuring: what would be measured, and what was said."""
 
     def run(*words):
-        seen = []
-        monkeypatch.setattr(bench, "run_shape", lambda *what: seen.append(what) or 1 / 0)
-        return seen, CliRunner().invoke(app, [*map(str, words)])
+        measured = []
+        monkeypatch.setattr(measuring, "run_shape", lambda *what: measured.append(what) or 1 / 0)
+        return measured, CliRunner().invoke(app, [*map(str, words)])
 
     return run
 
 
 def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_out(benched, tmp_path):
-    model, rows = toy_model(tmp_path / "model"), question_rows(tmp_path / "rows.jsonl")
-    of_run = ["--model_name_or_path", model, "--dataset_name", rows, "--prompt_column", "question", "--bf16", "False"]
+    model = toy_model(tmp_path / "model")
+    of_run = ["--model_name_or_path", model, "--dataset_name", "rows.jsonl", "--bf16", "False", "--prompt_length", "7"]
     sizes = ["--num_generations", "4", "--global_batch_size", "12", "--per_device_train_batch_size", "5"]
     load = ["--attn_implementation", "eager", "--model_init_kwargs", '{"dtype": "bfloat16", "subfolder": "a"}']
     speed = ["--entropy_coef", "0.1", "--cast_lm_head_to_fp32", "False", "--trust_remote_code", "True"]
     left = ["--max_steps", "2", "--reward_weights", "1.0", "--logging_steps", "1"]
-    seen, result = benched(*of_run, *sizes, *load, *speed, *left)
-    ((shape, source, _, micro, dtype, _, options),) = seen
-    assert (shape.groups, shape.group, shape.checkpointing) == (3, 4, True)
+    measured, result = benched(*of_run, *sizes, *load, *speed, *left)
+    ((shape, source, _, micro, dtype, _, options),) = measured
+    assert (shape.prompt, shape.groups, shape.group, shape.checkpointing) == (7, 3, 4, True)
     assert micro == {STOCK: [4], OURS: [5]}  # of 12, which 5 does not divide
     assert (source, dtype) == (str(model), "bfloat16")
     loaded = {"revision": "main", "trust_remote_code": True, "attn_implementation": "eager", "subfolder": "a"}
     assert options.pop("model_init_kwargs") == loaded
-    said = {"entropy_coef": 0.1, "cast_lm_head_to_fp32": False, "trust_remote_code": True, "bf16": False}
-    assert {name: options[name] for name in said} == said
+    expected = {"entropy_coef": 0.1, "cast_lm_head_to_fp32": False, "trust_remote_code": True, "bf16": False}
+    assert {name: options[name] for name in expected} == expected
     assert not options.keys() & {"max_steps", "reward_weights", "logging_steps", "num_generations", "dataset_name"}
     assert "without logging_steps, max_steps, reward_weights" in result.output
-
-
-def test_prompts_are_measured_with_the_model_s_tokenizer(tmp_path):
-    model = str(toy_model(tmp_path / "model"))
-    assert prompt_tokens(Dataset.from_dict({"prompt": ["12", "1212", "1 1"]}), model) == 3
-    messages = [[{"role": "1", "content": "2" * 9}]]  # "1:222222222|a:"
-    assert prompt_tokens(Dataset.from_dict({"prompt": messages}), model) > 9
-
-
-def test_a_bench_of_a_run_takes_a_configuration_with_the_length_of_the_prompts(benched, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    words = ["--model_name_or_path", tmp_path / "config.json", "--dataset_name", question_rows(tmp_path / "rows.jsonl")]
-    seen, _ = benched(*words, "--prompt_length", "7")
-    assert (seen[0][0].prompt, seen[0][1]) == (7, TINY)
-    seen, result = benched(*words, "--prompt_column", "question")
-    assert not seen
-    assert "name their tokens with --prompt_length" in str(result.exception)
-
-
-def test_a_demo_is_a_run(benched, monkeypatch):
-    task = SimpleNamespace(model_path="demo/model", train_dataset=None, about="sums")
-    monkeypatch.setattr("tests.bench.of_run.load_demo_named", lambda script, model: task)
-    seen, _ = benched("--demo", "letters", "--prompt_length", "9")
-    assert (seen[0][0].name, seen[0][0].prompt, seen[0][1]) == ("the run", 9, "demo/model")
 
 
 @pytest.mark.parametrize(
@@ -249,15 +159,15 @@ def test_a_demo_is_a_run(benched, monkeypatch):
     [
         (["--num_generations", "4"], "--num_generations: a bench of shapes has sizes and data of its own"),
         (["--max_completion_length", "64", "--entropy_coef", "0.1"], "--max_completion_length: a bench of shapes"),
-        (["--shape", "short everything", "--demo", "letters"], "--demo: a bench of shapes"),
+        (["--demo", "sums"], "--demo sums: a bench has no demos"),
         (["--loss_aggregation", "prompt_mean"], "stock TRL has no such setting"),
         (["--dtype", "float16"], "use one of them"),
         (["--model_name_or_path", "none.json"], "cannot be read as a configuration"),
     ],
 )
 def test_a_bench_that_would_measure_something_else_is_refused(benched, words, says):
-    seen, result = benched(*words)
-    assert not seen
+    measured, result = benched(*words)
+    assert not measured
     assert isinstance(result.exception, GrpoExtError)
     assert says in str(result.exception)
 
@@ -272,14 +182,18 @@ def test_the_shapes_take_another_model_and_settings_of_speed(benched, tmp_path):
 
 
 @pytest.mark.full
+@stock_scores
 def test_a_run_is_benched_end_to_end(tmp_path):
-    model, rows = toy_model(tmp_path / "model"), question_rows(tmp_path / "rows.jsonl")
-    of_run = f"--config {CONFIGS / 'gsm8k_lora.yaml'} --model_name_or_path {model} --dataset_name {rows} --fp16 False"
+    model = toy_model(tmp_path / "model")
+    of_run = f"--config {CONFIGS / 'gsm8k_lora.yaml'} --model_name_or_path {model} --fp16 False"
     sizes = "--num_generations 4 --global_batch_size 8 --max_completion_length 8 --prompt_length 20 --rounds 1"
     words = [*of_run.split(), *sizes.split(), "--json", str(tmp_path / "new.json")]
     assert CliRunner().invoke(app, words).exit_code == 0
     written = json.loads((tmp_path / "new.json").read_text())
-    assert written["results"][0]["shape"]["lora"]
-    assert written["settings"]["options"]["lora_r"] == 16
-    result = CliRunner().invoke(app, [*words, "--compare", str(tmp_path / "new.json")])
-    assert "Milliseconds per token, old against new" in result.output
+    (result,) = written["results"]
+    assert result["shape"]["lora"]
+    assert result["tokens"][OURS] == result["tokens"][STOCK] > 0
+    assert result["speed_up"] > 0
+    assert {"cpu", "cores", "threads", "memory_gib"} <= written["machine"].keys()
+    assert {"torch", "trl"} <= written["versions"].keys()
+    assert (written["settings"]["rounds"], written["settings"]["options"]["lora_r"]) == (1, 16)

@@ -52,35 +52,50 @@ SYNCHRONOUS: dict[str, Any] = {}
 AHEAD = {"rollout_lag": 2, "bitwise_invariant": True, "beta": 0.0}
 
 
+def step_of(checkpoint: Path | None) -> int:
+    return 0 if checkpoint is None else int(checkpoint.name.split("-")[1])
+
+
+def newest_of(folder: Path, before: set[Path], context: Any) -> Path | None:
+    """The checkpoint to go on from: of those that were there after the last kill, whole, and none besides."""
+    newest, skipped = newest_whole(folder)
+    assert skipped == [], context  # nothing half-written carries a checkpoint's name
+    assert newest is None or newest == max(before, key=step_of), context
+    return newest
+
+
+def assert_none_lost(folder: Path, before: set[Path], context: Any) -> set[Path]:
+    """The checkpoints after a kill: those from before and newer ones, none broken."""
+    after = set(checkpoints(folder))
+    assert before <= after, context
+    assert [why_broken(path) for path in after] == [None] * len(after), context
+    return after
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [SYNCHRONOUS, AHEAD], ids=["synchronous", "ahead"])
 def test_killed_runs_end_with_the_same_bits(bench, request, capsys, settings):
-    wanted = request.config.getoption("--kills") or 3
-    rng = random.Random(SEED)
+    wanted, rng = request.config.getoption("--kills") or 3, random.Random(SEED)
     whole: dict[int, RunResult] = {}
-    kills, chains = 0, 0
-    told = []
-    while kills < wanted:
+    kills: list[str] = []  # a line for each kill
+    chains = 0
+    while len(kills) < wanted:
         chains += 1
-        processes = 1 + chains % 2
-        if processes not in whole:
+        processes, name = 1 + chains % 2, f"chain-{chains}-{len(settings)}"
+        folder, before = bench.folder / name, set()
+        if not whole or (processes not in whole and not settings):  # ahead: bitwise, one run for all
             run = long_run(bench, bench.folder, f"whole-{processes}-{len(settings)}", 3, **settings)
             (whole[processes],) = run_all([run], processes)
             assert whole[processes].error is None
-        name = f"chain-{chains}-{len(settings)}"
-        kept: set[Path] = set()
-        for attempt in range(100):
-            if settings:
-                processes = rng.choice([1, 2])
-            what, reward = one_kill(rng, processes) if kills < wanted else ("left alone", letter_reward)
-            newest, skipped = newest_whole(bench.folder / name)
-            assert skipped == [], (SEED, told)  # nothing half-written carries a checkpoint's name
-            assert newest is None or newest == max(kept, key=lambda path: int(path.name.split("-")[1]))
-            step = 0 if newest is None else int(newest.name.split("-")[1])
+        expected = next(iter(whole.values())) if settings else whole[processes]
+        result = None
+        while result is None:
+            processes = rng.choice([1, 2]) if settings else processes
+            what, reward = one_kill(rng, processes) if len(kills) < wanted else ("left alone", letter_reward)
+            newest = newest_of(folder, before, (SEED, kills))
             run = long_run(bench, bench.folder, name, 3, **settings)
             run = dataclasses.replace(run, rewards=(reward,), resume_from=None if newest is None else "latest")
-            start = time.perf_counter()
-            result, died = None, ""
+            start, died = time.perf_counter(), ""
             try:
                 (result,) = run_all([run], processes)
             except LaunchError as error:
@@ -88,20 +103,13 @@ def test_killed_runs_end_with_the_same_bits(bench, request, capsys, settings):
             if result is None:
                 assert time.perf_counter() - start < BOUND_S, (SEED, what)
                 assert processes > 1 or "status -9" in died, (SEED, what, died)
-                kills += 1
-                told.append(f"{name}.{attempt} on {processes}, from step {step}: {what}")
-                found = set(checkpoints(bench.folder / name))
-                assert kept <= found, (SEED, told)
-                assert [why_broken(path) for path in found] == [None] * len(found), (SEED, told)
-                kept = found
-                continue
-            assert result.error is None, (SEED, told, result.error)
-            (expected, *_) = whole.values() if settings else (whole[processes],)
-            assert result.trace == expected.trace[step:], (SEED, told)
-            assert len(checkpoints(bench.folder / name)) == STEPS
-            break
-        shutil.rmtree(bench.folder / name)
+                kills.append(f"{name} on {processes}, from step {step_of(newest)}: {what}")
+                before = assert_none_lost(folder, before, (SEED, kills))
+        assert result.error is None, (SEED, kills, result.error)
+        assert result.trace == expected.trace[step_of(newest) :], (SEED, kills)
+        assert len(checkpoints(folder)) == STEPS
+        shutil.rmtree(folder)
     with capsys.disabled():
-        print(f"\n{kills} kills in {chains} runs, seed {SEED}: the same bits in all, no checkpoint lost")
+        print(f"\n{len(kills)} kills in {chains} runs, seed {SEED}: the same bits in all, no checkpoint lost")
         if wanted > 10:
-            print("\n".join(told))
+            print("\n".join(kills))

@@ -67,6 +67,7 @@ def main(folder: Path) -> None:
 
     from grpo_ext import GRPOConfig, GRPOTrainer
     from tests.support import tool_runs
+    from tests.support.cases import LORA
     from tests.support.images import FAMILIES, image_processor, image_rows, picture_reward
     from tests.support.server import stand_in
     from tests.support.tiny import letter_reward, prompts, tiny_tokenizer
@@ -90,7 +91,7 @@ def main(folder: Path) -> None:
             parts = tool_runs.parts("company")
         if run["config"].get("use_vllm"):
             stand_in(folder / "server" / run["name"])
-        peft = LoraConfig(**run["lora"]) if run["lora"] else None
+        peft = LoraConfig(**LORA) if run["lora"] else None
         trainer = GRPOTrainer(model=model, args=args, peft_config=peft, **parts)
         if run["config"].get("fp16"):
             trainer.accelerator.scaler.value, trainer.accelerator.scaler.patience = 1024.0, 1

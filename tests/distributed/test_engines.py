@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -23,7 +24,7 @@ from grpo_ext.tools.check.runs import free_port
 from grpo_ext.tools.export import export
 from tests.support import forks
 from tests.support.architectures import architecture
-from tests.support.cases import LORA, SETTINGS
+from tests.support.cases import SETTINGS
 from tests.support.images import image_model
 from tests.support.launch import ROOT
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -74,45 +75,31 @@ MODELS = {
 }
 TOOLS = {**FEW_ROWS, "global_batch_size": 8, "rollout_batch_size": 8, "rollout_chunk_size": 4}
 TOOLS |= {"max_completion_length": 45, "max_tool_calling_iterations": 3, "max_steps": 3}
-IMAGES = {"beta": 0.1, "gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 1}
-JOBS = [
-    Job("saved", {"save_strategy": "steps", "save_steps": 1}),
-    Job("large", {"per_device_train_batch_size": 16}),
-    Job("budget", {"micro_batch_tokens": 60, "loss_type": "grpo"}),
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+LAST = {"save_strategy": "steps", "save_steps": 3}
+IMAGES = {"beta": 0.1, "gradient_checkpointing": True, **SAVED}
+# what `make test` runs under FSDP2 and ZeRO-3
+FEW = [
+    Job("saved", SAVED),
     Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2, "max_steps": 2}),
-    Job("checkpointing", {"gradient_checkpointing": True}),
-    Job("lora", {"beta": 0.1}, lora=True),
     Job("hybrid", {"gradient_checkpointing": True, "beta": 0.1, "max_steps": 2}, model="hybrid"),
     Job("few", FEW_ROWS),  # one group: others have none
     Job("images_saved", IMAGES, prompts=8, model="llava"),
     Job("images_resumed", IMAGES, prompts=8, model="llava", resume="images_saved/checkpoint-1"),
-    Job("images_few", FEW_ROWS, prompts=8, model="llava"),
-    Job("images_tiled", {"micro_batch_tokens": 80, "max_steps": 2}, prompts=8, model="idefics3"),
+    Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
+    Job("resumed", SAVED, resume="saved/checkpoint-1"),
+    Job("shards", LAST, env=SHARDS),  # last: the environment stays
+]
+ALL = [
+    Job("budget", {"micro_batch_tokens": 60, "loss_type": "grpo"}),
+    Job("images_few", FEW_ROWS, prompts=8, model="idefics3"),
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("tools", TOOLS, tools=True),
-    Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
-    Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-1"),
-    Job("lora_saved", {"save_strategy": "steps", "save_steps": 1}, lora=True),
-    Job("lora_resumed", {"save_strategy": "steps", "save_steps": 1}, lora=True, resume="lora_saved/checkpoint-1"),
-    Job("lora_shards", {"save_strategy": "steps", "save_steps": 3}, lora=True, env=SHARDS),
-    Job("shards", {"save_strategy": "steps", "save_steps": 3}, env=SHARDS),  # last: the environment stays
-]
-# what `make test` runs under FSDP2 and ZeRO-3
-FEW = [
-    job
-    for job in JOBS
-    if job.name
-    in (
-        "saved",
-        "kl",
-        "hybrid",
-        "few",
-        "images_saved",
-        "images_resumed",
-        "seed",
-        "resumed",
-        "shards",
-    )
+    Job("lora_saved", {"beta": 0.1, **SAVED}, lora=True),
+    Job("lora_resumed", {"beta": 0.1, **SAVED}, lora=True, resume="lora_saved/checkpoint-1"),
+    *FEW[:-1],
+    Job("lora_shards", {"beta": 0.1, **LAST}, lora=True, env=SHARDS),
+    FEW[-1],
 ]
 
 
@@ -131,21 +118,18 @@ def prepare(folder: Path, model: Path, jobs: list[Job]) -> None:
     runs = []
     for job in jobs:
         resume = None if job.resume is None else str(folder / job.resume)
-        run = {"name": job.name, "config": {**BASE, **job.config}, "prompts": job.prompts, "resume": resume}
-        run["model"] = str(model.with_name(job.model))
-        runs.append(
-            {**run, "lora": LORA if job.lora else None, "env": job.env, "nameless": job.nameless, "tools": job.tools}
-        )
+        config, path = {**BASE, **job.config}, str(model.with_name(job.model))
+        runs.append({**dataclasses.asdict(job), "config": config, "model": path, "resume": resume})
     (folder / "job.json").write_text(json.dumps({"runs": runs}))
 
 
 def outcomes(folder: Path, jobs: list[Job]) -> dict[str, Outcome]:
-    found = {}
+    by_name = {}
     for number, job in enumerate(jobs):
         about = json.loads((folder / f"{number}.json").read_text())
         state = load_file(folder / f"{number}.safetensors")
-        found[job.name] = Outcome(state, about["log"], about["engine"], about["sharded"])
-    return found
+        by_name[job.name] = Outcome(state, about["log"], about["engine"], about["sharded"])
+    return by_name
 
 
 def environment(engine: str) -> dict[str, str]:
@@ -155,28 +139,31 @@ def environment(engine: str) -> dict[str, str]:
     return {**env, **({"DS_ACCELERATOR": "cpu"} if engine.startswith("zero") else {"ACCELERATE_USE_CPU": "true"})}
 
 
+def launcher(run: Path, engine: str, **changes: Any) -> list[str]:
+    """Accelerate's launcher with the recipes' file of an engine, on the CPU."""
+    config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
+    config |= {"use_cpu": True, "main_process_port": free_port(), **changes}
+    (run / "accelerate.yaml").write_text(yaml.safe_dump(config))
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run / "accelerate.yaml")]
+
+
 def launch(
-    folder: Path, model: Path, engine: str, processes: int, jobs: list[Job], fork: bool = True
+    run: Path, model: Path, engine: str, processes: int, jobs: list[Job], fork: bool = True
 ) -> dict[str, Outcome]:
     """Through Accelerate's launcher, on forked processes where that can be."""
-    prepare(folder, model, jobs)
+    prepare(run, model, jobs)
     env = environment(engine) | {"TOKENIZERS_PARALLELISM": "false"}
-    fork, script = fork and forks.serves(env), [str(SCRIPT), str(folder)]
+    fork, script = fork and forks.serves(env), [str(SCRIPT), str(run)]
     if engine == "single" and fork:
         status, output = forks.run_forked(script, processes, env, 600)
-        assert status == 0, output[-4000:]
-        return outcomes(folder, jobs)
-    config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
-    config |= {"use_cpu": True, "num_processes": processes, "main_process_port": free_port()}
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
-    if fork:
-        status, output = forks.run_forked_by(launcher, script, env, 600)
+    elif fork:
+        status, output = forks.run_forked_by(launcher(run, engine, num_processes=processes), script, env, 600)
     else:
-        done = subprocess.run([*launcher, *script], env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
+        command = [*launcher(run, engine, num_processes=processes), *script]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
         status, output = done.returncode, done.stderr
     assert status == 0, output[-4000:]
-    return outcomes(folder, jobs)
+    return outcomes(run, jobs)
 
 
 @pytest.fixture(scope="module")
@@ -191,20 +178,20 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def launches(folder, request):
     full = request.config.getoption("--full")
-    jobs = JOBS if full else FEW
 
     @functools.cache
     def outcome(engine: str, processes: int) -> dict[str, Outcome] | str:
+        whole = processes == 3 or (engine == "single" and full)
+        run = folder / f"{engine}_{processes}"  # with all jobs, of the launcher's own interpreters
         try:
-            name = f"{engine}_{processes}"  # with --full, of the launcher's own interpreters
-            return launch(folder / name, folder / "model", engine, processes, jobs, fork=not full)
-        except AssertionError as error:  # told to every test, launched once
+            return launch(run, folder / "model", engine, processes, ALL if whole else FEW, fork=not whole)
+        except AssertionError as error:  # for every test; launched once
             return str(error)
 
     def get(engine: str, processes: int) -> dict[str, Outcome]:
-        found = outcome(engine, processes)
-        assert not isinstance(found, str), found
-        return found
+        answer = outcome(engine, processes)
+        assert not isinstance(answer, str), answer
+        return answer
 
     return get
 
@@ -223,22 +210,22 @@ def gap(one: Outcome, other: Outcome, model: str = "model") -> float:
     return (distance / moved) ** 0.5
 
 
+full = pytest.mark.full
+WITH_ALL = [
+    pytest.param("fsdp2", 3, marks=full),
+    pytest.param("zero2", 3, marks=[needs_deepspeed, full]),
+    pytest.param("zero3", 3, marks=[needs_deepspeed, full]),
+]
 ENGINES = [
     pytest.param("fsdp2", 2),
-    pytest.param("fsdp2", 3, marks=pytest.mark.full),
-    pytest.param("zero2", 2, marks=[needs_deepspeed, pytest.mark.full]),
-    pytest.param("zero2", 3, marks=[needs_deepspeed, pytest.mark.full]),
+    pytest.param("zero2", 2, marks=[needs_deepspeed, full]),
     pytest.param("zero3", 2, marks=needs_deepspeed),
-    pytest.param("zero3", 3, marks=[needs_deepspeed, pytest.mark.full]),
-    pytest.param("ddp", 2, marks=pytest.mark.full),
+    pytest.param("ddp", 2, marks=full),  # on more processes: tests/invariance
+    *WITH_ALL,
 ]
 KIND = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_CPU"}
-ALIKE = [job.name for job in JOBS if job.name not in ("seed", "shards", "lora_shards") and job.resume is None]
-
-
-def alike(one: dict[str, Outcome]) -> list[str]:
-    """The jobs of one process that an engine has to run alike."""
-    return [name for name in ALIKE if name in one]
+MODEL_OF = {job.name: job.model for job in ALL}
+ALIKE = [job.name for job in ALL if job.name not in ("seed", "shards", "lora_shards") and job.resume is None]
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
@@ -246,8 +233,7 @@ def test_the_update_is_that_of_one_process(launches, engine, processes):
     one, several = launches("single", 1), launches(engine, processes)
     assert several["saved"].engine == KIND[engine]
     assert several["saved"].sharded == (engine in ("fsdp2", "zero3"))
-    models = {job.name: job.model for job in JOBS}
-    errors = {name: gap(one[name], several[name], models[name]) for name in alike(one)}
+    errors = {name: gap(one[name], several[name], MODEL_OF[name]) for name in ALIKE if name in several}
     print(f"{engine} on {processes}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert max(errors.values()) <= UPDATE, errors
     assert gap(one["few"], several["seed"]) > DIFFERENT
@@ -256,7 +242,7 @@ def test_the_update_is_that_of_one_process(launches, engine, processes):
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
 def test_the_log_is_that_of_one_process(launches, engine, processes):
     one, several = launches("single", 1), launches(engine, processes)
-    for name in alike(one):
+    for name in [name for name in ALIKE if name in several]:
         for line, other in zip(one[name].log, several[name].log, strict=True):
             for key in ("loss", "reward", "entropy", "kl", "grad_norm", "completions/mean_length"):
                 if key in line:
@@ -266,10 +252,9 @@ def test_the_log_is_that_of_one_process(launches, engine, processes):
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
 def test_a_run_is_resumed_where_it_was(launches, engine, processes):
     several = launches(engine, processes)
-    models = {"": "model", "lora_": "model", "images_": "llava"}
-    for name in [name for name in models if f"{name}saved" in several]:
+    for name in [name for name in ("", "lora_", "images_") if f"{name}saved" in several]:
         saved, resumed = several[f"{name}saved"], several[f"{name}resumed"]
-        assert gap(saved, resumed, models[name]) <= 1e-6, name  # but the first step or two are trained again
+        assert gap(saved, resumed, MODEL_OF[f"{name}saved"]) <= 1e-6, name  # the first step is not trained again
         assert resumed.log[-2]["step"] == saved.log[-2]["step"] >= 3
         assert resumed.log[-2]["loss"] == pytest.approx(saved.log[-2]["loss"], rel=1e-5)
 
@@ -296,8 +281,7 @@ def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, proces
             export(final["shards"], tmp_path / "untrusted")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("engine", "processes"), ENGINES)
+@pytest.mark.parametrize(("engine", "processes"), WITH_ALL)
 def test_every_checkpoint_of_an_adapter_is_exported(launches, folder, tmp_path, engine, processes):
     launches(engine, processes)
     run = folder / f"{engine}_{processes}"
@@ -307,35 +291,28 @@ def test_every_checkpoint_of_an_adapter_is_exported(launches, folder, tmp_path, 
     joined = export(final["lora_shards"], tmp_path / "joined", base=str(folder / "model"), trust_shards=True)
     assert (merged, alone, joined) == ("merged adapter", "adapter", "adapter")
     expected = load_file(tmp_path / "alone" / "adapter_model.safetensors")
-    found = load_file(tmp_path / "joined" / "adapter_model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name], atol=1e-7) for name in found)
+    weights = load_file(tmp_path / "joined" / "adapter_model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(torch.allclose(weights[name], expected[name], atol=1e-7) for name in weights)
 
 
-FP16 = Job(
-    "fp16",
-    {
-        "fp16": True,
-        "per_device_train_batch_size": 4,
-        "max_steps": 4,
-    },
-)
+FP16 = Job("fp16", {"fp16": True, "per_device_train_batch_size": 4, "max_steps": 4})
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
 def test_an_overflow_on_one_process_skips_the_step_on_all(launches, folder, engine):
     run = folder / f"fp16_{engine}"
-    found = launch(run, folder / "model", engine, 2, [FP16])["fp16"]
-    lines = [line for line in found.log if "fp16/loss_scale" in line]
+    result = launch(run, folder / "model", engine, 2, [FP16])["fp16"]
+    lines = [line for line in result.log if "fp16/loss_scale" in line]
     assert [line["fp16/loss_scale"] for line in lines] == [1024.0, 512.0, 512.0, 512.0]
     assert [line["fp16/overflows"] for line in lines] == [0.0, 1.0, 0.0, 0.0]
     assert lines[-1]["fp16/skipped_steps"] == 1.0
     rates = [line["learning_rate"] for line in lines]
     assert rates[1] == rates[2] or rates[0] == rates[1]  # the scheduler stood still once
     assert len(set(rates)) == 3
-    assert all(bool(torch.isfinite(value).all()) for value in found.state.values())
+    assert all(bool(torch.isfinite(value).all()) for value in result.state.values())
     initial = dict(tiny_model().named_parameters())
-    assert any(not torch.equal(value, initial[name]) for name, value in found.state.items() if name in initial)
+    assert any(not torch.equal(value, initial[name]) for name, value in result.state.items() if name in initial)
 
 
 # sampled ahead by a server, of which every process asks as much
@@ -374,15 +351,12 @@ def test_two_processes_that_a_server_samples_ahead_for_are_one_run(folder):
 @pytest.mark.full
 def test_two_machines_are_one_run(launches, folder):
     """Two rendezvous groups on loopback, started one by one as on two machines; each has a process."""
-    jobs, run = [job for job in JOBS if job.name in ("large", "few")], folder / "two_machines"
+    jobs, run = [job for job in ALL if job.name in ("budget", "few")], folder / "two_machines"
     prepare(run, folder / "model", jobs)
-    config = yaml.safe_load((CONFIGS / "multi_node.yaml").read_text())
-    config |= {"use_cpu": True, "num_processes": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}
-    (run / "accelerate.yaml").write_text(yaml.safe_dump(config))
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run / "accelerate.yaml")]
+    command = launcher(run, "multi_node", num_processes=2, main_process_ip="127.0.0.1")
     started = [
         subprocess.Popen(
-            [*launcher, "--machine_rank", str(machine), str(SCRIPT), str(run)],
+            [*command, "--machine_rank", str(machine), str(SCRIPT), str(run)],
             env=environment("ddp"),
             cwd=ROOT,
             stderr=subprocess.PIPE,

@@ -28,9 +28,9 @@ def test_a_process_with_gloo_waits_once_at_the_end(forgotten, monkeypatch, backe
     monkeypatch.setattr(atexit, "register", lambda *call: registered.append(call))
     for _ in range(2):
         leave_in_order()
-    found = [call for call in registered if call[0] is time.sleep]
-    assert len(found) == waits
-    assert all(seconds > 0 for _, seconds in found)
+    sleeps = [call for call in registered if call[0] is time.sleep]
+    assert len(sleeps) == waits
+    assert all(seconds > 0 for _, seconds in sleeps)
 
 
 def test_every_trainer_asks_for_it(forgotten, monkeypatch, tmp_path):

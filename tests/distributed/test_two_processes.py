@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from tests.distributed import overridden_rollouts, shown_images
-from tests.distributed.two_processes import main
+from tests.distributed import tasks
 from tests.support.launch import accelerate_launch, two_processes
 from tests.support.trainers import error
 from tests.tolerances import UPDATE
 
-SCRIPT = Path(__file__).with_name("two_processes.py")
 
-
-def seen_by(folder: Path, argument: int | str, *more: str, script: Path = SCRIPT) -> list[dict]:
-    status, output = two_processes(script, str(folder), str(argument), *more)
+def on_two(folder: Path, task: str, *arguments: Any) -> list[Any]:
+    status, output = two_processes(Path(tasks.__file__), str(folder), task, *map(str, arguments))
     assert status == 0, output[-3000:]
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+    return tasks.results(folder)
 
 
 @pytest.fixture(scope="module")
 def four_groups(tmp_path_factory):
     """Through the launcher, with the file that ships with the recipes."""
     folder = tmp_path_factory.mktemp("four")
-    done = accelerate_launch(SCRIPT, str(folder), "4")
+    done = accelerate_launch(Path(tasks.__file__), str(folder), "train_and_evaluate", "4")
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+    return tasks.results(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return tasks.train_and_evaluate(tmp_path_factory.mktemp("alone"), 4)
 
 
 @pytest.fixture(scope="module")
 def one_group(tmp_path_factory):
-    return seen_by(tmp_path_factory.mktemp("one"), 1)
+    return on_two(tmp_path_factory.mktemp("one"), "train_and_evaluate", 1)
 
 
 def test_the_shipped_configuration_joins_two_processes(four_groups):
-    assert [seen["processes"] for seen in four_groups] == [2, 2]
+    assert [process["processes"] for process in four_groups] == [2, 2]
     assert four_groups[0]["parameters"] == four_groups[1]["parameters"]
 
 
@@ -50,81 +51,75 @@ def test_the_reference_has_the_weights_of_the_first_process(four_groups):
 
 def test_every_completion_is_scored_once(four_groups):
     # two steps of 16 completions, dealt to two processes; groups stay whole
-    counts = [len(seen["scored"]) for seen in four_groups]
+    counts = [len(process["scored"]) for process in four_groups]
     assert counts == [16, 16]
-    for seen in four_groups:
-        prompts = [prompt for prompt, _ in seen["scored"]]
+    for process in four_groups:
+        prompts = [prompt for prompt, _ in process["scored"]]
         assert all(len(set(prompts[i : i + 4])) == 1 for i in range(0, 16, 4))
     assert four_groups[0]["logged_prompts"] == 16
 
 
 def test_evaluation_prompts_are_dealt_whole_and_once(four_groups):
-    assert sum(seen["evaluated"] for seen in four_groups) == 3 * 4
+    assert sum(process["evaluated"] for process in four_groups) == 3 * 4
     assert four_groups[0]["eval_reward"] == four_groups[1]["eval_reward"]
 
 
-def test_what_reward_functions_log_and_see_is_that_of_one_process(four_groups, tmp_path):
-    alone = main(tmp_path / "alone", 4)
-    for seen in four_groups:
-        assert seen["metrics"] == alone["metrics"]
-        assert seen["table"] == alone["table"]
+def test_what_reward_functions_log_and_see_is_that_of_one_process(four_groups, alone, tmp_path):
+    for process in four_groups:
+        assert process["metrics"] == alone["metrics"]
+        assert process["table"] == alone["table"]
     logged = [line for line in alone["metrics"] if line.keys() & {"letters", "eval_letters"}]
     assert len(logged) == 3  # two steps and an evaluation
     rows = alone["logged_prompts"]
     for column in ("a", "none"):
         assert len(alone["table"][column]) == rows
         assert 0 < alone["table"][column].count(None) < rows  # or the columns of some calls would be those of all
-    whole = main(tmp_path / "whole", 4, chunk=16)  # as when a share is one call
+    whole = tasks.train_and_evaluate(tmp_path, 4, chunk=16)  # as when a share is one call
     assert whole["metrics"] != alone["metrics"]
     assert whole["table"] != alone["table"]
 
 
-def test_pass_at_k_is_that_of_one_process(four_groups, one_group, tmp_path):
-    alone = main(tmp_path / "alone", 4)["passes"]
-    assert list(alone) == ["eval_mean@4", "eval_pass@1", "eval_pass@2", "eval_pass@3", "eval_pass@4"]
-    assert 0 < alone["eval_pass@1"] < alone["eval_pass@4"]
-    for seen in four_groups:
-        assert seen["passes"] == alone
-    for seen in one_group:  # another run
-        assert seen["passes"] != alone
+def test_pass_at_k_is_that_of_one_process(four_groups, one_group, alone):
+    passes = alone["passes"]
+    assert list(passes) == ["eval_mean@4", "eval_pass@1", "eval_pass@2", "eval_pass@3", "eval_pass@4"]
+    assert 0 < passes["eval_pass@1"] < passes["eval_pass@4"]
+    assert [process["passes"] for process in four_groups] == [passes, passes]
+    assert passes not in [process["passes"] for process in one_group]  # another run
 
 
 def test_a_process_without_a_group_scores_nothing_and_learns_and_logs_the_same(one_group, tmp_path):
     first, second = one_group
     assert [len(first["scored"]), len(second["scored"])] == [8, 0]
     assert first["parameters"] == second["parameters"]
-    alone = main(tmp_path, 1)
-    for seen in one_group:
-        assert seen["metrics"] == alone["metrics"]
-        assert seen["table"] == alone["table"]
+    alone = tasks.train_and_evaluate(tmp_path, 1)
+    for process in one_group:
+        assert process["metrics"] == alone["metrics"]
+        assert process["table"] == alone["table"]
 
 
 def test_a_generate_of_the_models_own_is_asked_by_every_process_for_its_share(tmp_path):
-    alone = main(tmp_path / "alone", 1, own=True)
-    both = seen_by(tmp_path, 1, "own")
+    alone = tasks.train_and_evaluate(tmp_path / "alone", 1, own_model=True)
+    both = on_two(tmp_path, "train_and_evaluate", 1, 4, 1)
     assert alone["asked"] == [4] * 5  # two steps of one group, an evaluation of three
-    assert [seen["asked"] for seen in both] == [[4] * 4, [4]]  # the second process had no group to train on
-    for seen in both:
-        assert seen["metrics"] == alone["metrics"]
-        assert seen["table"] == alone["table"]
-        assert seen["parameters"] == pytest.approx(alone["parameters"], rel=UPDATE)
+    assert [process["asked"] for process in both] == [[4] * 4, [4]]  # the second process had no group to train on
+    for process in both:
+        assert process["metrics"] == alone["metrics"]
+        assert process["table"] == alone["table"]
+        assert process["parameters"] == pytest.approx(alone["parameters"], rel=UPDATE)
 
 
-@pytest.mark.parametrize("groups", [3, pytest.param(1, marks=pytest.mark.full)])
-def test_images_that_an_environment_shows_reach_the_process_that_trains_on_them(tmp_path, groups):
+def test_images_that_an_environment_shows_reach_the_process_that_trains_on_them(tmp_path):
     """Groups, and so their rows, are scored by another process than trains on them."""
-    alone = shown_images.main(tmp_path, groups)
-    status, output = two_processes(SCRIPT.with_name("shown_images.py"), str(tmp_path), str(groups))
-    assert status == 0, output[-3000:]
-    for rank in (0, 1):
-        assert error(alone, torch.load(tmp_path / f"rank_{rank}.pt")) <= UPDATE
+    alone = tasks.shown_images(tmp_path / "alone", 3)
+    for update in on_two(tmp_path, "shown_images", 3):
+        assert error(alone, update) <= UPDATE
 
 
 @pytest.mark.parametrize("what", ["fault", "refusal"])
 def test_packs_that_one_process_does_not_take_are_taken_by_none(tmp_path, what):
-    first, second = seen_by(tmp_path, what, script=SCRIPT.with_name("packs_on_one.py"))
+    first, second = on_two(tmp_path, "packs_on_one", what)
     assert first == second
-    assert min(first["padding"]) > 0
+    assert min(first) > 0
 
 
 def test_processes_that_are_not_joined_are_refused(monkeypatch, tmp_path):
@@ -142,10 +137,9 @@ def test_processes_that_are_not_joined_are_refused(monkeypatch, tmp_path):
 @pytest.mark.parametrize("groups", [3, 1])
 def test_what_an_override_returns_is_trained_on_alike_on_two_processes(tmp_path, groups):
     """With 3 prompts a process has one more than the other; with one the second has none."""
-    script = Path(overridden_rollouts.__file__)
-    first, second = seen_by(tmp_path, groups, script=script)
-    assert first["update"] == second["update"]
-    alone = overridden_rollouts.main(tmp_path / "alone", groups, size=16)
-    assert error(torch.tensor(alone["update"]), torch.tensor(first["update"])) <= UPDATE
+    first, second = on_two(tmp_path, "changed_rollouts", groups)
+    assert first["update"].equal(second["update"])
+    alone = tasks.changed_rollouts(tmp_path / "alone", groups, size=16)
+    assert error(alone["update"], first["update"]) <= UPDATE
     one, few, *tokens = first["shapes"]
     assert (one, few, tokens[0]) == ([], [3 if groups > 1 else 2], tokens[1])

@@ -22,7 +22,8 @@ from typing import Any
 
 from grpo_ext.errors import LaunchError
 from grpo_ext.tools.stock import OURS, STOCK
-from tests.bench.shapes import Shape, Worker, spec_of
+from tests.bench.measuring import Worker, spec_of
+from tests.bench.shapes import Shape
 
 HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
     "model_type": "qwen2",
@@ -64,11 +65,11 @@ def installed(package: str) -> str | None:
 def about(toy: bool) -> dict[str, Any]:
     import torch
 
-    found: dict[str, Any] = {"versions": {name: installed(name) for name in PACKAGES}, "cuda": torch.version.cuda}
+    machine: dict[str, Any] = {"versions": {name: installed(name) for name in PACKAGES}, "cuda": torch.version.cuda}
     if toy or not torch.cuda.is_available():
-        return found | {"device": "cpu"}
+        return machine | {"device": "cpu"}
     properties = torch.cuda.get_device_properties(0)
-    return found | {"device": properties.name, "device_gib": round(properties.total_memory / 2**30, 1)}
+    return machine | {"device": properties.name, "device_gib": round(properties.total_memory / 2**30, 1)}
 
 
 def run_tests(toy: bool, seconds: float) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def measure(shape: Shape, trainer: str, model: Any, most: int, end: float) -> di
     """
     who, options = TRAINERS[trainer]
     rows = shape.groups * shape.group
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for micro in (rows >> n for n in range(rows.bit_length()) if rows >> n <= most):
         spec = spec_of(shape, who, micro, model, "bfloat16", options)
         steps: list[dict[str, Any]] = []
@@ -113,18 +114,18 @@ def measure(shape: Shape, trainer: str, model: Any, most: int, end: float) -> di
                 text = errors.read()
                 reason = (text.strip().splitlines() or [str(error)])[-1]
                 late = time.monotonic() > end
-                found["not_finished"] = "out of time" if late else reason
+                result["not_finished"] = "out of time" if late else reason
                 if not late and "out of memory" in text.lower() and micro > 1:
                     say(f"{shape.name}, {trainer}: {micro} completions do not fit")
                     continue
         break
     if len(steps) > 1:
-        found |= summary(steps[1:])
-        found |= {"form": steps[-1].get("form", "padded"), "micro_batch": steps[-1].get("micro", micro)}
+        result |= summary(steps[1:])
+        result |= {"form": steps[-1].get("form", "padded"), "micro_batch": steps[-1].get("micro", micro)}
     if len(steps) == 1 + ROUNDS:
-        found.pop("not_finished", None)
-    say(f"{shape.name}, {trainer}: {found}")
-    return found
+        result.pop("not_finished", None)
+    say(f"{shape.name}, {trainer}: {result}")
+    return result
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:

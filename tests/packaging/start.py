@@ -25,9 +25,9 @@ def write_start(folder: Path) -> tuple[Path, Path]:
 
 def environment(python_path: str | None = None) -> dict[str, str]:
     """That of this process, offline, with another PYTHONPATH or none."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "FORCE_COLOR")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "FORCE_COLOR")}
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**kept, **quiet} | ({} if python_path is None else {"PYTHONPATH": python_path})
+    return {**inherited, **quiet} | ({} if python_path is None else {"PYTHONPATH": python_path})
 
 
 def python(*arguments: object, cwd: Path, path: str | None = str(ROOT), interpreter: object = sys.executable) -> str:

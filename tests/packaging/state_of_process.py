@@ -14,7 +14,7 @@ import warnings
 def state(with_libraries: bool) -> dict[str, object]:
     """Environment, logging, warnings, signals, random numbers, hooks; with libraries also torch's settings."""
     root = logging.getLogger()
-    found: dict[str, object] = {
+    settings: dict[str, object] = {
         "environment": dict(os.environ),
         "root logger": [root.level, [repr(handler) for handler in root.handlers], logging.root.manager.disable],
         "warnings": [repr(entry) for entry in warnings.filters],
@@ -24,8 +24,8 @@ def state(with_libraries: bool) -> dict[str, object]:
         "path": list(sys.path),
     }
     if with_libraries:
-        found |= library_state()
-    return found
+        settings |= library_state()
+    return settings
 
 
 def library_state() -> dict[str, object]:

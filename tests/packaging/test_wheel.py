@@ -127,11 +127,13 @@ def test_a_script_of_a_user_is_typed(installed):
     options = ("--python-executable", installed.python, "--cache-dir", installed.outside / "cache")
     done = call(sys.executable, "-m", "mypy", *options, "typed.py", cwd=installed.outside)
     *lines, last = done.stdout.splitlines()
-    said = [line.split(": ", 1)[1] for line in lines]
-    assert said[:2] == [
+    messages = [line.split(": ", 1)[1] for line in lines]
+    assert messages[:2] == [
         'note: Revealed type is "int | None"',
         'note: Revealed type is "grpo_ext.trainer.GRPOTrainer"',
     ], done.stdout + done.stderr
-    assert "resume_from_checkpoint: str | bool | None" in said[2]
-    assert [line.rpartition("[")[2] for line in said[3:]] == ["arg-type]", "call-arg]", "attr-defined]"], done.stdout
+    assert "resume_from_checkpoint: str | bool | None" in messages[2]
+    assert [line.rpartition("[")[2] for line in messages[3:]] == ["arg-type]", "call-arg]", "attr-defined]"], (
+        done.stdout
+    )
     assert last.startswith("Found 3 errors")

@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from grpo_ext.batching.sizes import check_equal_slices
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.tools.cli import app
-from tests.bench.__main__ import app as bench
-from tests.support import launches
 from tests.support.toy_recipe import (
     CONFIGS,
     Overrides,
@@ -76,9 +74,9 @@ def test_it_parses_to_what_it_says(recipe, name):
     demo, script, training, model = recipe.parse(["--config", str(path)])
     assert demo == (name in DEMO)
     for field, value in settings(path).items():
-        found = [getattr(options, field) for options in (script, training, model) if hasattr(options, field)]
-        found = [getattr(entry, "value", entry) for entry in found]
-        assert value in found, f"{field}: {value!r} became {found}"
+        values = [getattr(options, field) for options in (script, training, model) if hasattr(options, field)]
+        values = [getattr(entry, "value", entry) for entry in values]
+        assert value in values, f"{field}: {value!r} became {values}"
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -109,12 +107,12 @@ def test_what_uses_vllm_deals_equal_shares(recipe, name):
 @pytest.mark.parametrize("name", REAL)
 def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
     _, _, rows, overrides = REAL[name]
-    own: Overrides = {
+    here: Overrides = {
         "model_name_or_path": (toy_model(tmp_path / "model"), "no network; random weights, the same architecture"),
         "dataset_name": (rows(tmp_path / "rows.jsonl"), "no network; rows of the same form"),
         "output_dir": (tmp_path / "out", "the test's own folder"),
     }
-    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**overrides, **own})])
+    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**overrides, **here})])
     steps = [line for line in log if "loss" in line]
     assert len(steps) == 2
     assert any(0 < line.get("reward", 0) < 1 for line in steps), "right and wrong answers are expected"
@@ -122,31 +120,6 @@ def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
     assert max(line["grad_norm"] for line in steps) > 0
     weights = "adapter_model.safetensors" if settings(CONFIGS / f"{name}.yaml").get("use_peft") else "model.safetensors"
     assert (tmp_path / "out" / weights).is_file()
-
-
-def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
-    """The plan of the file is above; the check trains it, the bench is what it would run."""
-    monkeypatch.setattr("grpo_ext.tools.check.splits.train", launches.train)
-    own: Overrides = {
-        "model_name_or_path": (toy_model(tmp_path / "model"), "no network"),
-        "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "no network"),
-    }
-    words = ["--config", str(CONFIGS / "gsm8k_lora.yaml"), *as_options({**SMALL, **NO_FP16, **own})]
-    splits = ["--processes", "1", "--micro_batch_sizes", "16,3", "--steps", "1"]
-    result = CliRunner().invoke(app, ["check", *words, *splits])
-    assert result.exit_code == 0, (result.output, result.exception)
-    assert "LoRA of rank 16; float32" in result.output
-    assert "learns the same" in result.output
-    benched = []
-    monkeypatch.setattr("tests.bench.shapes.run_shape", lambda *what: benched.append(what) or 1 / 0)
-    CliRunner().invoke(bench, words)
-    ((shape, model, rounds, sizes, dtype, _, options),) = benched
-    assert (shape.name, shape.groups, shape.group, shape.longest, shape.lora) == ("gsm8k_lora", 4, 4, 16, True)
-    assert (model, rounds, dtype, shape.checkpointing) == (str(tmp_path / "model"), 3, "float32", True)
-    assert sizes == {"trl": [8], "grpo_ext": [8]}
-    assert (options["lora_alpha"], options["fp16"], options["bf16"]) == (32, False, False)
-    # the toy tokenizer knows 1, 2 and #: the four of the system prompt, and what there is of them in a question
-    assert 4 < shape.prompt < 7
 
 
 # ---- Presets of published algorithms --------------------------------------------------------------------------------
@@ -172,15 +145,9 @@ TOY: Overrides = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_sets_what_the_paper_says(name):
-    found = settings(CONFIGS / f"{name}.yaml")
-    assert found | PRESETS[name] == found
-    updates = found.get("rollout_batch_size", found["global_batch_size"]) / found["global_batch_size"]
-    assert updates == UPDATES_PER_ROLLOUT[name]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_parses_with_the_demo(recipe, name):
+def test_a_preset_sets_what_the_paper_says_and_parses_with_the_demo(recipe, name):
+    preset = settings(CONFIGS / f"{name}.yaml")
+    assert preset | PRESETS[name] == preset
     demo, script, training, _ = recipe.parse(["--config", str(CONFIGS / f"{name}.yaml")])
     assert demo
     assert training.geometry.steps_per_rollout == UPDATES_PER_ROLLOUT[name]
@@ -192,12 +159,12 @@ def test_a_preset_parses_with_the_demo(recipe, name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains_a_toy_model(recipe, name, tmp_path):
-    own: Overrides = {
+    here: Overrides = {
         "model_name_or_path": (toy_model(tmp_path / "model"), "a preset names no model"),
         "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "a preset names no data"),
         "output_dir": (tmp_path / "out", "the test's own folder"),
     }
-    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**TOY, **own})])
+    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**TOY, **here})])
     steps = [line for line in log if "reward" in line]
     assert len(steps) == 2
     assert all(math.isfinite(line["loss"]) for line in steps)
@@ -207,17 +174,9 @@ def test_a_preset_trains_a_toy_model(recipe, name, tmp_path):
 # ---- A reward of one's own -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def share_in_place():
-    (found,) = resolve_rewards([f"{CONFIGS.parent / 'rewards' / 'example.py'}:share_in_place"])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("completion", "gold", "reward"),
-    [("abcd", "abcd", 1.0), ("abdc", "abcd", 0.5), ("", "abcd", 0.0), ("abcdef", "abc", 0.5), ("", "", 0.0)],
-)
-def test_it_is_the_share_of_characters_in_place(share_in_place, completion, gold, reward):
-    assert share_in_place(prompts=["?"], completions=[completion], answer=[gold]) == [reward]
-    messages = [{"role": "assistant", "content": completion}]
-    assert share_in_place(prompts=["?"], completions=[messages], answer=[gold]) == [reward]
+def test_the_example_reward_is_the_share_of_characters_in_place():
+    (share_in_place,) = resolve_rewards([f"{CONFIGS.parent / 'rewards' / 'example.py'}:share_in_place"])
+    completions, golds = ["abcd", "abdc", "", "abcdef", ""], ["abcd", "abcd", "abcd", "abc", ""]
+    messages = [[{"role": "assistant", "content": completion}] for completion in completions]
+    for texts in (completions, messages):
+        assert share_in_place(prompts=["?"] * 5, completions=texts, answer=golds) == [1.0, 0.5, 0.0, 0.5, 0.0]

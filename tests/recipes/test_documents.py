@@ -33,8 +33,8 @@ def text_of(page: str) -> str:
 
 def anchors(text: str) -> set[str]:
     """The names GitHub gives to headings."""
-    found = re.findall(r"^#+ (.+)$", re.sub(FENCE, "", text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    headings = re.findall(r"^#+ (.+)$", re.sub(FENCE, "", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def broken_links(page: str) -> list[str]:
@@ -206,10 +206,10 @@ def test_the_shown_estimator_works():
     (body,) = [p.values[0] for p in python_blocks() if "register_advantage_estimator" in p.values[0]]
     try:
         exec(body, {})
-        found = ESTIMATORS["best_of_group"](torch.tensor([[1.0, 3.0], [2.0, 2.0]]))
+        advantages = ESTIMATORS["best_of_group"](torch.tensor([[1.0, 3.0], [2.0, 2.0]]))
     finally:
         del ESTIMATORS["best_of_group"]
-    assert found.tolist() == [[-0.5, 0.5], [0.0, 0.0]]
+    assert advantages.tolist() == [[-0.5, 0.5], [0.0, 0.0]]
 
 
 SETTING = re.compile(r"`(\w+)(?:=[^`]*)?`")

@@ -24,8 +24,8 @@ def printed(notebook):
 
 def check_values(text: str) -> None:
     """The claims of the notebook, on the numbers it printed."""
-    found = re.search(r"reward of the first step (\d\.\d+), of the last (\d\.\d+)", text)
-    first, last = map(float, found.groups())
+    rewards = re.search(r"reward of the first step (\d\.\d+), of the last (\d\.\d+)", text)
+    first, last = map(float, rewards.groups())
     assert last > first + 0.2
     errors = {name: float(value) for name, value in re.findall(r"^(.+): update error (\S+)$", text, re.M)}
     assert set(errors) == {"micro-batch 5", "micro-batch 1", "another seed"}

@@ -29,9 +29,9 @@ def test_the_template_renders_what_the_teacher_writes(recipe):
     ]
     text = "37*48<eos><model><call>calculate(expression=37*48)<eos><answer>1776<eos><model>1776<eos>"
     assert tokenizer.apply_chat_template(messages, tokenize=False) == text
-    said, before = (tokenizer(part)["input_ids"] for part in (text[17:55], text[:17]))
-    found = tokenizer.parse_response(said, prefix=before)
-    assert found["tool_calls"][0]["function"] == call
+    ids, before = (tokenizer(part)["input_ids"] for part in (text[17:55], text[:17]))
+    message = tokenizer.parse_response(ids, prefix=before)
+    assert message["tool_calls"][0]["function"] == call
     rng = random.Random(0)
     written = ["".join(text for text, _ in recipe.worked_example(rng)) for _ in range(200)]
     assert not any(tokenizer.unk_token_id in tokenizer(text)["input_ids"] for text in written)

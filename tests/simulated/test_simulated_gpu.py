@@ -15,14 +15,15 @@ from tests.support.forks import python
 
 ROUNDING = 1e-6  # of a sum of weights: CUDA takes some operators apart in another way
 
+FILTERS = {"top_p": 0.9, "min_p": 0.02, "top_k": 20, "repetition_penalty": 1.1}
+BUDGET = {"micro_batch_tokens": 100, "entropy_coef": 0.01, "gradient_checkpointing": True}
+PADDED = {"forward": "padded", "mask_truncated_completions": True, "top_entropy_quantile": 0.5}
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"settings": {"forward": "packed"}},
     "prefix": {"settings": {"forward": "prefix", "beta": 0.1, "num_iterations": 2}},
-    "padded": {"settings": {"forward": "padded", "mask_truncated_completions": True, "top_entropy_quantile": 0.5}},
-    "token budget": {"settings": {"micro_batch_tokens": 100, "entropy_coef": 0.01, "gradient_checkpointing": True}},
-    "filters": {"settings": {"top_p": 0.9, "min_p": 0.02, "top_k": 20, "repetition_penalty": 1.1}, "evaluate": True},
+    "padded": {"settings": PADDED, "model": "gpt2"},
+    "token budget and filters": {"settings": BUDGET | FILTERS, "evaluate": True},
     "lora": {"settings": {"beta": 0.1}, "lora": True},
-    "gpt2": {"settings": {}, "model": "gpt2"},
     "bitwise": {
         "settings": {"bitwise_invariant": True, "top_p": 0.9, "router_aux_loss_coef": 0.1},
         "model": "moe",

@@ -22,11 +22,11 @@ import peft
 import torch
 import transformers
 
-from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.forward import attention
 from tests.simulated.device import LEDGER, ReferenceKernels, SimulatedTensor, simulated_gpu
 from tests.support import varlen
-from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model
+from tests.support.trainers import LORA, make
 
 SIMULATED = os.environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("cuda")
 BATCH = 16  # completions of a step
@@ -94,34 +94,18 @@ def train(
     """What each step recorded, and the sum of every weight matrix at the end."""
     if planted:
         model.base_model.register_forward_pre_hook(_planted, with_kwargs=True)
-    tokenizer, steps = tiny_tokenizer(), Steps()
+    steps = Steps()
     prompts = ["abcdefgh>", "abcdabcdabcd>", "abcd>", "ab>"] * 6
     data = datasets.Dataset.from_dict({"prompt": prompts, "answer": ["a" * 24] * len(prompts)})
-    options: dict[str, Any] = {
-        "output_dir": folder,
-        "global_batch_size": BATCH,
-        "max_completion_length": 24,
-        "max_steps": STEPS,
-        "num_generations": 4,
-        "per_device_train_batch_size": micro_batch,
-        "learning_rate": 1e-3,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
+    parts = {
+        "train_dataset": data,
+        "eval_dataset": data.select(range(5)) if evaluate else None,
+        "callbacks": [steps],
+        "peft_config": peft.LoraConfig(**LORA) if lora else None,
     }
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=letter_reward,
-        args=GRPOConfig(**options | settings),
-        train_dataset=data,
-        eval_dataset=data.select(range(5)) if evaluate else None,
-        processing_class=tokenizer,
-        callbacks=[steps],
-        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
-    )
+    sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 24}
+    others = {"max_steps": STEPS, "seed": 42, "use_cpu": False}
+    trainer = make(folder, model, **parts, **sizes, **others, **settings)
     trainer.train()
     if evaluate:
         trainer.evaluate()

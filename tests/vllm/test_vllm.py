@@ -32,6 +32,11 @@ SCRIPT = Path(__file__).with_name("train.py")
 STEPS = 3
 
 
+def environment() -> dict[str, str]:
+    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **quiet}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     from tests.vllm.train import save_model
@@ -48,28 +53,26 @@ def run(tmp_path_factory):
             config = ROOT / "recipes" / "accelerate" / "cpu_2.yaml"
             launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
             command = [*launcher, "--main_process_port", "0", *command[1:]]
-        quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **quiet}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, cwd=ROOT)
         assert done.returncode == 0, done.stderr[-3000:]
         return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(processes)]
 
     return launch
 
 
-def completions(seen: list[dict[str, Any]], step: int, steps: int = STEPS) -> list[Any]:
+def completions(results: list[dict[str, Any]], step: int, steps: int = STEPS) -> list[Any]:
     """Prompt and token ids of one step, in global order."""
-    found = []
-    for process in seen:
+    rows_of_step = []
+    for process in results:
         rows = len(process["sampled"]) // steps
-        found += process["sampled"][step * rows : (step + 1) * rows]
-    return found
+        rows_of_step += process["sampled"][step * rows : (step + 1) * rows]
+    return rows_of_step
 
 
-def differences(seen: list[dict[str, Any]]) -> list[float]:
+def differences(results: list[dict[str, Any]]) -> list[float]:
     """Mean difference of vLLM's and the trainer's log-probabilities, by step."""
     name = "sampling/sampling_logp_difference/mean"
-    return [line[name] for line in seen[0]["log"] if name in line]
+    return [line[name] for line in results[0]["log"] if name in line]
 
 
 def test_completions_do_not_depend_on_the_number_of_processes(run):
@@ -118,9 +121,7 @@ def server(tmp_path_factory):
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
     command += ["--dtype", "float32", "--port", str(port), "--max-model-len", "128", "--enforce-eager"]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "tests.vllm.from_file.FileWeights"]
-    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    quiet |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT)}
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **quiet}
+    env = environment() | {"VLLM_SERVER_DEV_MODE": "1"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:

@@ -1,0 +1,172 @@
+"""Measures shapes: grpo_ext against stock TRL, phase by phase, on the same rollouts.
+
+Each trainer lives in a process of its own (worker.py) and does one optimizer step when it is told to; the
+steps of the two alternate, so that a slow moment of the machine hits both, and only one of them is ever busy. Medians
+over the rounds are compared, after a warm-up step of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import IO, Any
+
+from grpo_ext.errors import ConfigError, LaunchError
+from grpo_ext.tools.stock import OURS, STOCK
+
+from .results import Result
+from .shapes import PHASES, Shape
+
+MOST = 8192  # padded tokens of a micro-batch that is tried; larger ones of the reference model fill the memory
+MICRO = (1, 2, 4, 8, 16, 32)  # micro-batch sizes that are tried where none are named
+AS_GOOD = 1.03  # a micro-batch size is as good as the fastest if it takes no more than this times its seconds
+
+
+class Worker:
+    """A process that holds one trainer and runs a step when asked.
+
+    Args:
+        seconds: how long it may live.
+        errors: a file for what it says.
+    """
+
+    def __init__(self, spec: dict[str, Any], seconds: float | None = None, errors: IO[str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.bench.worker", json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        if seconds is not None:
+            end = threading.Timer(seconds, self.process.kill)
+            end.daemon = True
+            end.start()
+        self.about = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise LaunchError(f"the benchmark's worker ended with status {self.process.wait()}; see its message above")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    def step(self) -> dict[str, Any]:
+        """Run one optimizer step (or sample one rollout); what it took."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the process."""
+        with self.process:  # waits, and closes the pipes
+            self.process.kill()
+
+
+def matmul_rate(device: str, dtype: str) -> float:
+    """Floating point operations per second of large matrix products, the best of a few."""
+    import torch
+    from torch.utils.benchmark import Timer
+
+    a = torch.randn(2048, 2048, device=device, dtype=getattr(torch, dtype))
+    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
+    return 2 * 2048**3 / min(timer.timeit(3).mean for _ in range(12))
+
+
+def spec_of(
+    shape: Shape, who: str, micro: int, model: Any, dtype: str, options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a worker is told; `options` go to GRPOConfig and trl's ModelConfig, as far as the trainer has them."""
+    shared = {"shape": dataclasses.asdict(shape), "model": model, "dtype": dtype}
+    return {**shared, "who": who, "micro": micro, "options": dict(options or {})}
+
+
+def fastest_micro(
+    shape: Shape,
+    who: str,
+    sizes: Sequence[int],
+    model: Any,
+    dtype: str,
+    say: Callable[[str], Any],
+    options: Mapping[str, Any] | None = None,
+) -> int:
+    """The fastest micro-batch size, by the faster of two steps; the smallest of those that are as good as that."""
+    rows = shape.groups * shape.group
+    dividing = sorted({min(size, rows) for size in sizes if who == OURS or rows % min(size, rows) == 0})
+    if not dividing:
+        raise ConfigError(
+            f"{who} cannot run {rows} completions with micro-batches of {', '.join(map(str, sizes))}: it needs a size "
+            f"that divides them; add one of {', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}."
+        )
+    width = shape.prompt + shape.longest
+    usable = [size for size in dividing if size == dividing[0] or size * width <= MOST]
+    if len(usable) == 1 or shape.sample:
+        return usable[-1]
+    seconds = {}
+    for size in usable:
+        with closing(Worker(spec_of(shape, who, size, model, dtype, options))) as worker:
+            worker.step()
+            seconds[size] = min(sum(worker.step()["seconds"].values()) for _ in range(2))
+        say(f"{shape.name}: {who} with micro-batches of {size}: {seconds[size]:.2f} s")
+    return next(size for size in usable if seconds[size] <= AS_GOOD * min(seconds.values()))
+
+
+def alternate(
+    specs: Mapping[str, dict[str, Any]], rounds: int, say: Callable[[str], Any]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """Steps of several trainers in turn, after a warm-up step of each; and what they said of themselves."""
+    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(closing(Worker(spec))) for name, spec in specs.items()}
+        for number in range(rounds + 1):
+            for name in list(specs)[:: 1 if number % 2 else -1]:
+                steps[name].append(workers[name].step())
+            say(f"round {number} of {rounds}" + (" (warm-up)" if number == 0 else ""))
+    return {name: taken[1:] for name, taken in steps.items()}, {name: w.about for name, w in workers.items()}
+
+
+def run_shape(
+    shape: Shape,
+    model: Any,
+    rounds: int,
+    micros: Mapping[str, Sequence[int]],
+    dtype: str,
+    say: Callable[[str], Any],
+    options: Mapping[str, Any] | None = None,
+) -> Result:
+    """Measure one shape, ours and stock in turn.
+
+    Args:
+        model: a model id or path, or a configuration as a dictionary (random weights).
+        micros: micro-batch sizes to choose the fastest of, for each trainer.
+        dtype: of the weights, float32 or bfloat16.
+        options: settings of a run, by the names of GRPOConfig and trl's ModelConfig.
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    micro = {who: fastest_micro(shape, who, micros[who], model, dtype, say, options) for who in (STOCK, OURS)}
+    settings = options or {}
+    computed = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16") else dtype
+    matmul = matmul_rate(device, computed)
+    specs = {who: spec_of(shape, who, micro[who], model, dtype, options) for who in (STOCK, OURS)}
+    steps, about = alternate(specs, rounds, lambda text: say(f"{shape.name}: {text}"))
+    return Result(
+        shape,
+        micro,
+        {who: {p: statistics.median(s["seconds"][p] for s in steps[who]) for p in PHASES} for who in specs},
+        {who: statistics.median(s["working_mib"] for s in steps[who]) for who in specs},
+        {who: statistics.median(s["peak_mib"] for s in steps[who]) for who in specs},
+        {who: statistics.fmean(s["tokens"] for s in steps[who]) for who in specs},
+        about[OURS]["flops"],
+        matmul,
+        rounds,
+    )

@@ -1,0 +1,215 @@
+"""What the tests of this folder run on two processes: `tasks.py FOLDER TASK ARGUMENTS...` saves what each returns.
+
+A test that compares with one process calls a task itself.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.forward import forms
+from grpo_ext.forward.attention import TakesNoPacks
+from grpo_ext.tools.check.worker import leave
+from tests.support.images import Gallery, calling, image_model, image_processor, image_rows
+from tests.support.tiny import letter_reward, prompts, tiny_model
+from tests.support.trainers import change, log_of, make
+
+RANK = int(os.environ.get("RANK", "0"))
+LOGGED = ("letters", "eval_letters", "rewards", "eval_rewards", "reward", "eval_reward")
+
+
+def trainer_of(folder: Path, groups: int = 4, chunk: int = 4, **changes: Any) -> GRPOTrainer:
+    """A trainer of two steps of `groups` groups, with micro-batches that leave a remainder."""
+    sizes = {"global_batch_size": 4 * groups, "rollout_chunk_size": chunk, "per_device_train_batch_size": 3}
+    return make(folder / "out", **{"train_dataset": prompts(), "max_steps": 2, **sizes, **changes})
+
+
+# ---- a run with several rewards, which sees an evaluation too ----
+
+
+def rank_of_length(prompts, completions, completion_ids, environments=None, **kwargs):
+    """A reward that looks beyond the group: the rank of a length among all that it is called with."""
+    lengths = [len(ids) for ids in completion_ids]
+    return [sum(length < other for other in lengths) / len(lengths) for length in lengths]
+
+
+async def logging_reward(prompts, completions, log_metric, log_extra, **kwargs):
+    """Logs now and then: a metric and a column where a completion of the call has an a, another column elsewhere."""
+    counts = [text.count("a") for text in completions]
+    if any(counts):
+        log_metric("letters", sum(counts) / 7)
+        log_metric("letters", max(counts) / 3)
+        log_extra("a", counts)
+    else:
+        log_extra("none", [text[:2] for text in completions])
+    return [0.01 * n for n in counts]
+
+
+def own_generate(input_ids, attention_mask, generation_config):
+    """A `generate` of the user's own: answers follow from the prompt and the place in its group."""
+    rows = []
+    for row, (ids, mask) in enumerate(zip(input_ids, attention_mask)):
+        source = random.Random(str((ids[mask.bool()].tolist(), row % 4)))
+        rows.append([source.randint(1, 12) for _ in range(10)])
+    return torch.cat([input_ids, torch.tensor(rows)], dim=1)
+
+
+def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: bool = False) -> dict[str, Any]:
+    """What this process scored, logged and learned."""
+    scored: list[tuple[str, str]] = []
+
+    def reward(prompts, completions, **kwargs):
+        scored.extend(zip(prompts, completions))
+        return letter_reward(prompts, completions)
+
+    # every process makes weights of its own, and those of the first count
+    model, asked = tiny_model(seed=RANK), []
+    if own_model:
+        model.generate = lambda **kwargs: (asked.append(len(kwargs["input_ids"])), own_generate(**kwargs))[1]
+    parts = {"reward": [reward, rank_of_length, logging_reward], "eval_dataset": prompts(3, seed=1)}
+    trainer = trainer_of(folder, groups, chunk, kind=model, beta=0.1, eval_pass_threshold=0.0, **parts)
+    trainer.train()
+    training_scored = list(scored)
+    metrics = trainer.evaluate()
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "scored": training_scored,
+        "asked": asked,
+        "evaluated": len(scored) - len(training_scored),
+        "logged_prompts": len(trainer._logs["prompt"]),
+        "eval_reward": metrics["eval_reward"],
+        "passes": {name: value for name, value in metrics.items() if "@" in name},
+        "kl": log_of(trainer, "kl"),
+        "parameters": sum(float(p.detach().double().sum()) for p in trainer.model.parameters()),
+        "metrics": [
+            {name: value for name, value in line.items() if name.split("/")[0] in LOGGED}
+            for line in trainer.state.log_history
+        ],
+        "table": {name: list(values) for name, values in trainer._logs["extra"].items()},
+    }
+
+
+# ---- a rollout that an override has changed and added to ----
+
+
+class ChangesRollouts(GRPOTrainer):
+    """Leaves a token out, and adds fields of every kind, whose widths differ between processes."""
+
+    shapes: list[list[int]]
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        ids = scored["completion_ids"]
+        if ids.size(1) > 3:
+            scored["completion_mask"][ids[:, 0] % 2 == 0, 1] = 0
+        first = ids[:, 0] / 20
+        scored["one"] = first
+        scored["few"] = torch.nn.functional.pad(first[:, None], (0, 1 + RANK))
+        scored["tokens"] = ids / 30 * scored["completion_mask"]
+        scored["texts"] = ["a" * (int(n) % 3) for n in ids[:, 0]]
+        scored["shift"] = torch.tensor(0.5)
+        return scored
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        self.shapes = [list(inputs[name].shape[1:]) for name in ("one", "few", "completion_ids", "tokens")]
+        ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], 1) for n in ("ids", "mask"))
+        width = inputs["completion_ids"].size(1)
+        logps, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, width)
+        texts = torch.tensor([float(len(text)) for text in inputs["texts"]])
+        by_row = inputs["shift"] + inputs["one"] + inputs["few"].sum(1) + texts
+        added = ((logps * inputs["tokens"]).sum(1) * by_row).mean() / self.current_gradient_accumulation_steps
+        return super()._compute_loss(model, inputs) + added / 10
+
+
+def changed_rollouts(folder: Path, groups: int, size: int = 3) -> dict[str, Any]:
+    """What this process learned, and the shapes that the loss was parts."""
+    trainer = trainer_of(folder, groups, cls=ChangesRollouts, num_iterations=2, per_device_train_batch_size=size)
+    return {"update": change(trainer), "shapes": trainer.shapes}
+
+
+# ---- images that an environment shows; packs that one process does not take; failures ----
+
+
+def shown_images(folder: Path, groups: int) -> torch.Tensor:
+    """The update."""
+    parts = {"processing_class": calling(image_processor("llava")), "environment_factory": Gallery, "reward": None}
+    turns = {"max_completion_length": 60, "max_tool_calling_iterations": 2, "num_iterations": 2}
+    rows = image_rows(8).remove_columns("images")
+    return change(trainer_of(folder, groups, kind=image_model("llava"), train_dataset=rows, **parts, **turns))
+
+
+def packs_on_one(folder: Path, what: str) -> list[float]:
+    """Packs go wrong (`fault`), or are not taken (`refusal`), on the second process alone; the shares of padding."""
+    trainer = trainer_of(folder, bf16=True, num_iterations=2)
+    build = forms.build_pack
+
+    def refused(*args):
+        raise TakesNoPacks("the second process takes none")
+
+    def changed(*args):
+        pack = build(*args)
+        pack.positions_N[:] = range(len(pack.positions_N))
+        return pack
+
+    if RANK == 1 and what == "refusal":
+        forms.packed_attention = refused
+    elif RANK == 1:
+        forms.build_pack = changed
+    trainer.train()
+    return log_of(trainer, "layout/padding_share")
+
+
+def failure(folder: Path, place: str, *ranks: int) -> None:
+    """Fails in the second step, at a place, on the processes named; in the first rollout where that is the place."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, when the first process has ended
+    fails = RANK in ranks
+
+    def fail(where: str, state: Any) -> None:
+        if where == place and fails and state.global_step == 1:
+            raise KeyError("no score today")
+
+    def reward(**kwargs: Any) -> list[float]:
+        fail("reward", kwargs["trainer_state"])
+        return letter_reward(**kwargs)
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:  # before the first forward is compared
+        if fails:
+            raise KeyError("no score today")
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": [[5, 6, 7, 1]] * len(ids), "logprobs": None}
+
+    class Trainer(GRPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            fail("loss", self.state)
+            return super().compute_loss(*args, **kwargs)
+
+    parts = {"rollout_func": rollout, "beta": 0.1} if place == "rollout" else {}
+    trainer = trainer_of(folder, cls=Trainer, reward=reward, max_steps=4, **parts)
+    try:
+        trainer.train()
+    except Exception as error:
+        save(folder, f"{type(error).__name__}: {error}")
+        raise
+
+
+def save(folder: Path, result: Any) -> None:
+    torch.save(result, folder / f"rank_{RANK}.pt")
+
+
+def results(folder: Path) -> list[Any]:
+    """What each of two processes has saved."""
+    return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+if __name__ == "__main__":
+    folder, task, *arguments = sys.argv[1:]
+    save(Path(folder), globals()[task](Path(folder), *(int(a) if a.isdecimal() else a for a in arguments)))
+    leave(Path(folder))
