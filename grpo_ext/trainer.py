@@ -108,12 +108,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> None:
         compat.verify_overrides(GRPOTrainer)
         config = GRPOConfig.for_model(args, model)
-        leave_in_order()
-        processing_class = check_arguments(
-            config, model, (train_dataset, eval_dataset), processing_class, tools, environment_factory
-        )
+        data = (train_dataset, eval_dataset)
+        processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
         self._clock = PhaseClock()
-        self._losses: list[float] = []  # of all steps
         loop_args = config.for_loop()
         reference = reference_loader(model, loop_args, peft_config, quantization_config)
         if reference is not None:
@@ -142,14 +139,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         if reference is not None:
             use_reference(reference, self, config)
         self._build(config, args)
-        self._uncovered = check_trainer(self, config)
-        if config.reward_workers:
-            self._rollouts.worker.rewards.pack_functions(terms_of(self).rewards)
-        if config.bitwise_invariant:
-            align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
-        """The components."""
+        """Build the components, and check what is known once they are there."""
+        leave_in_order()
+        self._losses: list[float] = []  # of all steps
         self.geometry = config.geometry
         self.args.steps_per_generation = self.geometry.steps_per_rollout
         self.add_callback(self._clock)
@@ -171,6 +165,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
         self._passes = PassAtK(self.args)
+        self._uncovered = check_trainer(self, config)
+        if config.reward_workers:
+            self._rollouts.worker.rewards.pack_functions(terms_of(self).rewards)
+        if config.bitwise_invariant:
+            align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 

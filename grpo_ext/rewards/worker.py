@@ -33,8 +33,10 @@ def pack(value: Any) -> bytes:
     Raises:
         Exception: something in it cannot be pickled.
     """
-    files = {name: module.__file__ for name, module in sys.modules.items() if name.startswith(FILE_MODULE_PREFIX)}
-    return pickle.dumps((sys.path, files, cloudpickle.dumps(value)))
+    pickled = cloudpickle.dumps(value)
+    loaded = {name: module.__file__ for name, module in sys.modules.items() if name.startswith(FILE_MODULE_PREFIX)}
+    files = {name: file for name, file in loaded.items() if name.encode() in pickled}
+    return pickle.dumps((sys.path, files, pickled))
 
 
 def unpack(packed: bytes) -> Any:

@@ -75,7 +75,7 @@ def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: boo
     if own_model:
         model.generate = lambda **kwargs: (asked.append(len(kwargs["input_ids"])), own_generate(**kwargs))[1]
     parts = {"reward": [reward, rank_of_length, logging_reward], "eval_dataset": prompts(3, seed=1)}
-    trainer = trainer_of(folder, groups, chunk, kind=model, beta=0.1, eval_pass_threshold=0.0, **parts)
+    trainer = trainer_of(folder, groups, chunk, model=model, beta=0.1, eval_pass_threshold=0.0, **parts)
     trainer.train()
     training_scored = list(scored)
     metrics = trainer.evaluate()
@@ -143,7 +143,7 @@ def shown_images(folder: Path, groups: int) -> torch.Tensor:
     parts = {"processing_class": calling(image_processor("llava")), "environment_factory": Gallery, "reward": None}
     turns = {"max_completion_length": 60, "max_tool_calling_iterations": 2, "num_iterations": 2}
     rows = image_rows(8).remove_columns("images")
-    return change(trainer_of(folder, groups, kind=image_model("llava"), train_dataset=rows, **parts, **turns))
+    return change(trainer_of(folder, groups, model=image_model("llava"), train_dataset=rows, **parts, **turns))
 
 
 def packs_on_one(folder: Path, what: str) -> list[float]:
@@ -160,7 +160,7 @@ def packs_on_one(folder: Path, what: str) -> list[float]:
         return pack
 
     if RANK == 1 and what == "refusal":
-        forms.packed_attention = refused
+        forms.build_pack = refused
     elif RANK == 1:
         forms.build_pack = changed
     trainer.train()

@@ -42,7 +42,7 @@ def assert_sampled_by(state: RunState | None, model: Any) -> None:
     assert state is not None
     assert state.rollout is not None
     rollout = state.rollout
-    for prompt, ids, logps in zip(rollout.prompt_ids, rollout.completion_ids, rollout.old_per_token_logps):
+    for prompt, ids, logps in zip(*(rollout[name] for name in ("prompt_ids", "completion_ids", "old_per_token_logps"))):
         assert torch.allclose(logps, log_probs(model, prompt.tolist(), ids.tolist()), atol=2e-5)
 
 

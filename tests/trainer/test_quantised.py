@@ -84,7 +84,7 @@ def bfloat16(monkeypatch) -> Callable[[], Any]:
     return kept
 
 
-def test_the_update_does_not_depend_on_the_split(tmp_path, base):
+def test_the_update_does_not_depend_on_the_split(tmp_path, base, bfloat16):
     """Of plain adapters of 4 and 8 bits the matrix shows it."""
 
     def of(size: int, **changes: Any) -> torch.Tensor:

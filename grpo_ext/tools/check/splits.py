@@ -80,10 +80,7 @@ def check(
     again = "; float64 follows for those beyond the tolerance" if repeated else ""
     precision = run.half or "float32"
     progress(f"{len(splits)} splits in {precision}, written as processes x completions in a forward{again}")
-    trainers = [run] if against is None else [run, replace(run, trainer=STOCK)]
-    # those on the same number of processes share a launch
-    counts = dict.fromkeys(split.processes for split in splits)
-    jobs = [(each, split) for count in counts for each in trainers for split in splits if split.processes == count]
+    jobs = _jobs([run] if against is None else [run, replace(run, trainer=STOCK)], splits)
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as name:
         results = []
         for result in _results(jobs, Path(name), tolerance, gradients=not bitwise):
@@ -96,6 +93,12 @@ def check(
         if repeated:
             _repeat(run, ours, Path(name), tolerance, progress)
     return CheckReport(sorted(results, key=lambda result: (OURS, STOCK).index(result.trainer)), steps)
+
+
+def _jobs(runs: Sequence[Run], splits: Sequence[Split]) -> list[Job]:
+    """Every run under every split; those on the same number of processes follow each other and share a launch."""
+    counts = dict.fromkeys(split.processes for split in splits)
+    return [(run, split) for count in counts for run in runs for split in splits if split.processes == count]
 
 
 def _results(jobs: Sequence[Job], folder: Path, tolerance: float, gradients: bool) -> Iterator[SplitResult]:

@@ -236,7 +236,7 @@ def test_keys_of_other_streams_epochs_rollouts_rounds_and_seeds_differ():
     g, found = geometry(), set()
     for epoch, rollout, first, training, seed in itertools.product((0, 1), (0, 1), (0, 6), (True, False), (0, 1)):
         slices = ProcessSlices(2, g.rollout_chunk_size, 1, 0)
-        request = slices.part(epoch, EpochLayout(g, 12)[rollout], 6, first_prompt=first)  # of dynamic sampling
+        request = slices.request(epoch, EpochLayout(g, 12)[rollout], 6, first_prompt=first)  # of dynamic sampling
         found |= set(request_keys(request, 12, seed, training))
     assert len(found) == 32 * 12
 

@@ -154,7 +154,7 @@ def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_n
     seen, result = checked({**quantised, "model_init_kwargs": stated}, *options)
     assert (seen["quantization"].load_in_8bit, seen["quantization"].llm_int8_threshold) == (True, 0.0)
     assert "quantization_config" not in seen["config"]["model_init_kwargs"]
-    assert "LoRA of rank 16; bfloat16 on weights of 8 bits" in " ".join(result.output.split())
+    assert "LoRA of rank 16; float32 on weights of 8 bits" in " ".join(result.output.split())
 
 
 def test_a_check_keeps_the_step_of_trl_s_names_on_one_process(checked, tmp_path):
