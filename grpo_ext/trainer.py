@@ -83,7 +83,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             (`tool_timeout`).
     """
 
-    args: GRPOConfig  # the loop's copy: see GRPOConfig.for_loop
+    args: GRPOConfig  # the Hugging Face loop's copy: see GRPOConfig.for_loop
     model: Any
     eval_dataset: Any
     num_generations: int
@@ -150,15 +150,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         self._forwards, self._rollouts = build_rollouts(self, self._clock)
-        engine = self._rollouts.worker.settings
+        sampling = self._rollouts.worker.settings
         self._step_planner = StepPlanner(
             accelerator=self.accelerator,
             args=self.args,
             forwards=self._forwards,
             clock=self._clock,
             images=self._rollouts.images,
-            pad_token_id=engine.pad,
-            multiple=engine.multiple,
+            pad_token_id=sampling.pad,
+            multiple=sampling.multiple,
             cost=token_cost(base_model_of(self.model)),
         )
         self._keeper = RunKeeper(self, user_args)
@@ -174,7 +174,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """TRL's, with this package's loss scaler in fp16."""
+        """Like TRL's method, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
         reduce_in_float32(self.accelerator)
         if self.is_fsdp_enabled:
@@ -224,12 +224,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             train()
         completions = self._completions_of(inputs)
         settings = self._step_settings()
-        for attempt in self._step_planner.attempts(model, completions, settings):  # smaller again where memory ends
-            with attempt.running() as gradients:  # at its end, one sum over the processes
+        for attempt in self._step_planner.attempts(
+            model, completions, settings
+        ):  # smaller again after running out of memory
+            with attempt.running() as accumulation:  # at its end, one sum over the processes
                 attempt.measure(self.model)  # the denominators, before any forward with gradients
                 for micro_batch in self._with_events(attempt.micro_batches()):
-                    with gradients.micro_batch():  # Accelerate's `accumulate`
-                        gradients.backward(self._loss_of(model, micro_batch))
+                    with accumulation.micro_batch():  # Accelerate's `accumulate`
+                        accumulation.backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
         self._refuse_not_finite(loss, model, attempt)
         self._losses.append(loss)
@@ -278,7 +280,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """transformers', with pass@k and mean@k of the whole set, under the prefix of the set; for `predict` too."""
+        """Like transformers' method, with pass@k and mean@k of the whole set, under its prefix; for `predict` too."""
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output: Any = super().evaluation_loop(dataloader, *options)
         passes = self._passes.metrics(self.num_generations_eval) if len(dataloader) else {}
@@ -286,7 +288,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
-        """transformers'. Its metrics are not logged, so they are cleared before the next evaluation."""
+        """Like transformers' method. Its metrics are not logged, so they are cleared before the next evaluation."""
         output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         self._metrics["eval"].clear()
         return output
@@ -363,7 +365,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> Any:
-        """TRL's, in the model's form. Images that come with a user's own tokens run through TRL's method."""
+        """Like TRL's method, in the model's form. A user's own tokens with images run through TRL's method."""
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
         forwards = self._forwards.of_this_thread
         if not forwards.knows(input_ids, attention_mask) and any(value is not None for value in images.values()):
@@ -451,7 +453,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return result
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, with the loss scale, and the loss of the whole run summed exactly at its end."""
+        """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""
         scaler = self.accelerator.scaler
         if "loss" in logs and isinstance(scaler, LossScaler):
             logs |= scaler.report()
@@ -460,7 +462,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         super().log(logs, start_time)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """transformers', without its warning that the micro-batch size differs; says where a resumed run goes on."""
+        """Like transformers' method, without its warning of another micro-batch size; says where a run resumes."""
         size = (self._keeper.resumed.train_batch_size or self.args.train_batch_size) // max(1, self.args.n_gpu)
         with assigned(self.args, per_device_train_batch_size=size):
             place = super()._init_training_state(*args, **kwargs)
@@ -469,7 +471,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers', which would train one step too many where a finished run is resumed."""
+        """Like transformers' method, which would train one step too many where a finished run is resumed."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
             return
@@ -477,18 +479,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.control.should_training_stop = True
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """transformers', but the checkpoint that an interrupted run resumes from is not deleted."""
+        """Like transformers' method, but keeps the checkpoint that an interrupted run resumes from."""
         limit = None if self._keeper.watch.stopping else self.args.save_total_limit
         with assigned(self.args, save_total_limit=limit):
             return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """transformers', and the weights that it leaves out, unless an engine loads its own."""
+        """Like transformers' method, and the weights that it leaves out, unless an engine loads its own."""
         with all_loaded(self.model if model is None else model, resume_from_checkpoint, by_engine=self.is_fsdp_enabled):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """transformers', and the weights that it leaves out."""
+        """Like transformers' method, and the weights that it leaves out."""
         by_engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
         with all_loaded(self.model, str(self.state.best_model_checkpoint), by_engine):
             super()._load_best_model()
@@ -507,7 +509,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._push_from_checkpoint(str(final))
 
     def _get_output_dir(self, trial: Any) -> str:
-        """transformers'; while a checkpoint is written, the folder in which it becomes whole."""
+        """Like transformers' method; while a checkpoint is written, the folder in which it becomes whole."""
         return self._keeper.output_dir or super()._get_output_dir(trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -45,7 +45,7 @@ class Job:
     Attributes:
         step: the first optimizer step that trains it, from 0.
         rows: of this process.
-        weights: that sample it; terms: what else was read of the trainer when it was submitted.
+        weights: those that sample it; terms: the other settings, read from the trainer at submission.
         sampled: this process's part, and the seconds of the thread's phases.
     """
 

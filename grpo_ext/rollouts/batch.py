@@ -39,7 +39,7 @@ Column = Ragged | torch.Tensor | list[Any]
 
 @dataclass
 class RolloutBatch:
-    """Scored completions (a rollout batch, or a step of it) in global order, the same on every process.
+    """Scored completions (of a rollout batch, a step or a micro-batch) in global order, the same on every process.
 
     Attributes:
         columns: what has one entry for each completion, by TRL's name; those of a user's
@@ -56,7 +56,7 @@ class RolloutBatch:
             - row_number, row_images: of a model that takes images.
         groups: which group of the rollout batch each completion belongs to.
         constants: what a user's override adds that is not of completions.
-        widths: columns of the prompts and of the completions in every micro-batch; None: as many as its longest has.
+        widths: padded widths of prompts and completions in every micro-batch; None: those of its longest.
         items_per_token: TRL's `num_items_in_batch` over the tokens that carry loss, where an override returns another
             number of them; TRL's token mean divides by it.
     """

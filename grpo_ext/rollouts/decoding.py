@@ -1,5 +1,5 @@
-"""The decoding loop of rollouts, where the model samples as transformers does: prompts go through the model once per
-group, and finished rows leave the batch.
+"""The decoding loop of rollouts, where the model samples as transformers does: each different prompt of a
+chunk goes through the model once, and finished rows leave the batch.
 
 Differs from transformers' `GenerationMixin._sample`: that runs every copy of a prompt, keeps finished rows until the
 longest is done, and copies the whole cache for every token. Runs inside `generate(custom_generate=...)`, so what a

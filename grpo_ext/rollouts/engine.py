@@ -73,7 +73,11 @@ class EngineSettings:
         return None if self.chunk_size is None else max(1, self.chunk_size // num_generations) * num_generations
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """The transcripts of each chunk, in order; later turns keep the chunks of the first."""
+        """The transcripts of each chunk, in order; later turns keep the chunks of the first.
+
+        A process starts at the border of a chunk (`batching.sizes.process_prompts`), so places on a process cut the
+        chunks of the whole rollout batch.
+        """
         size = self.groups_of(num_generations)
         chunks: dict[int, list[Transcript]] = {}
         for transcript in transcripts:

@@ -1,4 +1,5 @@
-"""Keyed sampling: one completion per row, whose random numbers depend on the row's key alone.
+"""Keyed sampling: one completion per row, whose random numbers depend on the row's key and
+the token's position alone.
 
 Differs from transformers' sampling, which draws from one generator for the whole batch. Shapes: B rows, V vocabulary.
 """

@@ -29,7 +29,7 @@ class Hooks:
         tokenize: `_tokenize_prompts`: from prompts, and the names of their environments, to token ids.
         generate, turn: `_generate` and `_generate_single_turn`, as the user wrote them.
         rollout: `rollout_func`, checked: from prompts to its dictionary.
-        rewards: `_calculate_rewards`, called in `join` in the place of the worker's rewards.
+        rewards: `_calculate_rewards`, called between `exchange` and `join`, instead of the worker's reward functions.
         score: `_generate_and_score_completions`, of this process's rows; returns TRL's padded dictionary.
     """
 
@@ -48,7 +48,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Terms:
-    """What is read of the trainer at the start of a rollout batch, because users and callbacks may change it.
+    """What is read from the trainer at the start of a rollout batch, because users and callbacks may change it.
 
     Attributes:
         training: False in an evaluation.

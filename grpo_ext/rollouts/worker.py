@@ -3,8 +3,8 @@
     rows -> begin -> generate <-> answer -> log-probabilities -> rewards
 
 Differs from TRL, whose `_generate_and_score_completions` and `_generate` gather in between. A worker holds no trainer,
-because with `rollout_lag` a second one runs on a thread, with copies of the models. Where a forward is a collective
-(FSDP, DeepSpeed) processes equalise the number of forwards; they exchange nothing else before `join`.
+because with `rollout_lag` a second one runs on a thread, with copies of the models. docs/architecture.md lists the few
+things that processes exchange meanwhile.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class RolloutWorker:
         return TokenRows(ids, [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown], same, images)
 
     def add_rewards(self, local: LocalRollout) -> None:
-        """Rewards of each function; none where the user's `_calculate_rewards` makes them, in `join`."""
+        """Rewards of each function; none where the user's `_calculate_rewards` makes them, after `exchange`."""
         if local.terms.hooks.rewards:
             return
         with self.clock.phase("rewards"):

@@ -1,4 +1,4 @@
-"""State of a run beside model, optimizer and scheduler: the rollout batch and the log line in progress.
+"""State of a run beside model, optimizer and scheduler: rollout batch and log line in progress, sizes that fit.
 
 Differs from TRL, which samples again on resume. Saved as safetensors and JSON, so that reading it executes nothing.
 """

@@ -1,6 +1,6 @@
 """The gradient of a step: backward passes inside Accelerate's `accumulate`, and one sum over all processes.
 
-Differs from DDP's reduction inside the backward pass: it comes after the last backward, so that processes may run
+Unlike DDP, which reduces inside the backward pass, it sums after the last one, so that processes may run
 different numbers of micro-batches, find out together whether one of them failed (out of memory), and, in bitwise mode,
 add integers. Sharded engines reduce by themselves.
 

@@ -1,4 +1,5 @@
-"""One optimizer step: planned, counted, run micro-batch by micro-batch, and again with smaller ones where memory ends.
+"""One optimizer step: planned, counted, run micro-batch by micro-batch, and again with smaller ones
+after running out of memory.
 
 Differs from the Trainer's accumulation: the whole step is one call, so its denominators are known before the first
 forward, and the number of micro-batches may differ between processes. `StepPlanner` plans an `Attempt`, and

@@ -1,7 +1,8 @@
 """Step-wide statistics: the counts every loss is divided by, the entropy threshold and the experts' shares.
 
 The entropy quantile and the MoE load-balancing loss are no sums over tokens; with their step-wide threshold and expert
-shares measured first (one pass without gradients), they are. Runs once per optimizer step, before its first backward.
+shares measured first (one pass without gradients), they are. Runs once per attempt at a step, before its first
+backward.
 """
 
 from __future__ import annotations
