@@ -171,7 +171,7 @@ def load_weights(trainer: Any) -> None:
         trainer._last_loaded_step = step
 
 
-# ---- What is read from the trainer for each rollout batch -------------------------------------------------------------
+# ---- What is read from the trainer for each rollout batch ------------------------------------------------------------
 
 
 def terms_of(trainer: Any) -> Terms:
