@@ -89,7 +89,7 @@ class GRPOConfig(trl.GRPOConfig):
     rollout_batch_size: int | None = _setting(
         None,
         "Completions per generation phase, over all processes; a multiple of global_batch_size and "
-        "num_generations. Default: one optimizer step, or what TRL's names for it say.",
+        "num_generations. Default: one optimizer step, or what generation_batch_size or steps_per_generation say.",
     )
     advantage_estimator: str | None = _setting(
         None,
@@ -133,8 +133,8 @@ class GRPOConfig(trl.GRPOConfig):
         "auto",
         "How completions run through the model: 'packed' (each prompt once, its completions after it, no "
         "padding), 'prefix' (prompts once with a cache, then padded completions), 'padded' (every completion with "
-        "its prompt), or 'auto' (the first of these that the model can run). What the model cannot run is padded, "
-        "with a warning.",
+        "its prompt), or 'auto' (the first of these that the model can run). A model that cannot run the form runs "
+        "padded batches, with a warning.",
         choices=["auto", *get_args(Form)],
     )
     skip_zero_contribution: bool = _setting(

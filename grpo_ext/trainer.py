@@ -107,10 +107,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         compat.verify_overrides(GRPOTrainer)
+        leave_in_order()
         config = GRPOConfig.for_model(args, model)
         data = (train_dataset, eval_dataset)
         processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
-        self._clock = PhaseClock()
         loop_args = config.for_loop()
         reference = reference_loader(model, loop_args, peft_config, quantization_config)
         if reference is not None:
@@ -142,8 +142,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """Build the components, and check what is known once they are there."""
-        leave_in_order()
         self._losses: list[float] = []  # of all steps
+        self._clock = PhaseClock()
         self.geometry = config.geometry
         self.args.steps_per_generation = self.geometry.steps_per_rollout
         self.add_callback(self._clock)
@@ -227,11 +227,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         for attempt in self._step_planner.attempts(
             model, completions, settings
         ):  # smaller again after running out of memory
-            with attempt.running() as accumulation:  # at its end, one sum over the processes
+            with attempt.running():
                 attempt.measure(self.model)  # the denominators, before any forward with gradients
-                for micro_batch in self._with_events(attempt.micro_batches()):
-                    with accumulation.micro_batch():  # Accelerate's `accumulate`
-                        accumulation.backward(self._loss_of(model, micro_batch))
+                with attempt.accumulating() as accumulation:  # at its end, one sum over the processes
+                    for micro_batch in self._with_events(attempt.micro_batches()):
+                        with accumulation.micro_batch():  # Accelerate's `accumulate`
+                            accumulation.backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
         self._refuse_not_finite(loss, model, attempt)
         self._losses.append(loss)
@@ -245,7 +246,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not math.isfinite(loss):
             what = f"the loss of step {self.state.global_step + 1} is {loss}"
             policy = self.accelerator.unwrap_model(model)
-            with explaining(what, policy, self.args.fp16, self._forwards.sharded), self._forwards.running(model):
+            with explaining(what, policy, self.args.fp16, self._forwards.sharded), self._forwards.in_form_of(model):
                 for micro_batch in attempt.micro_batches():
                     self._loss_of(model, micro_batch)
 

@@ -296,7 +296,9 @@ def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num
 
 
 def check_equal_slices(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
-    """Refuse rollout batches that cannot be split evenly over the processes, which TRL's vLLM client expects.
+    """Refuse rollout batches that cannot be split evenly over the processes, for vLLM.
+
+    Tensor parallel engines need equal shares; other engines were run with equal shares alone.
 
     Raises:
         ConfigError: a rollout batch, or the smaller last one of an epoch, is no multiple of the number of processes.

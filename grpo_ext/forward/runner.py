@@ -75,7 +75,7 @@ class ForwardRunner:
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
         self.choice = ForwardChoice(args.forms, accelerator.device, not self.sharded, checkpointing, refused)
-        self._running = False  # whether backward passes run in the form of the model
+        self._in_form: Any = None  # the model whose backward passes run in its form
 
     def copy(self, accelerator: Accelerator) -> ForwardRunner:
         """A runner for another thread, with that thread's accelerator."""
@@ -90,9 +90,10 @@ class ForwardRunner:
         return self if request is None else request.runner
 
     @contextmanager
-    def running(self, model: Any) -> Iterator[None]:
+    def in_form_of(self, model: Any) -> Iterator[None]:
         """Inside, forwards and backwards of `model` run in its form."""
-        with in_form(base_model_of(model), self.choice.form(model)), assigned(self, _running=True):
+        policy = base_model_of(model)
+        with in_form(policy, self.choice.form(model)), assigned(self, _in_form=policy):
             yield
 
     @contextmanager
@@ -255,9 +256,9 @@ class ForwardRunner:
 
     def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> LogProbs:
         """Run rows in one forward, with gradients where they are on."""
-        form = self.choice.form(model)
-        # outside `running`, a backward pass under gradient checkpointing would run the layers again in another form
-        again = torch.is_grad_enabled() and base_model_of(model).is_gradient_checkpointing and not self._running
+        form, policy = self.choice.form(model), base_model_of(model)
+        # outside `in_form_of`, a backward pass under gradient checkpointing would run the layers again in another form
+        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy
         if again or rows.attended_N is not None:
             form = "padded"
         with self.accelerator.autocast():

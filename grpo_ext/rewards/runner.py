@@ -28,7 +28,7 @@ from .guard import STRICT, ChunkRewards, Faults, GuardedCall
 from .workers import RewardWorkers
 
 logger = get_logger(__name__)
-# of a data set: not handed to reward functions, as in TRL
+# columns of a data set that reward functions do not get: those that TRL leaves out, and names of arguments
 _NO_COLUMNS = ("prompt", "completion", "completion_ids", "log_metric", "log_extra")
 
 

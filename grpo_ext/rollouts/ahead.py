@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ..batching.prompt_order import StepDataset, StepRows
-from ..errors import RolloutError
+from ..errors import ProcessError, RolloutError
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import alone
@@ -217,8 +217,9 @@ class RolloutsAhead:
             )
         self._wait_for([job])
         error = job.sampled.exception()
-        if isinstance(error, Exception):
-            return LocalRollout(request, job.terms, failure=error)
+        if error is not None:  # also one that would end the program, so that all processes learn of it
+            failure = error if isinstance(error, Exception) else ProcessError(f"the sampling thread ended by {error!r}")
+            return LocalRollout(request, job.terms, failure=failure)
         local, seconds = job.sampled.result()
         self.clock.add(seconds)
         return local

@@ -227,6 +227,9 @@ def _concatenated(name: str, parts: Sequence[Any]) -> Column:
 # ---- From TRL's dictionary ------------------------------------------------------------------------------------------
 
 
+_REQUIRED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+
+
 def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) -> RolloutBatch:
     """Gather the dictionaries that a user's `_generate_and_score_completions` returned on all processes; one exchange.
 
@@ -238,13 +241,18 @@ def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) ->
         rows: of the call of the override; 0 for a process without prompts.
 
     Raises:
-        RolloutError: on every process, where an override returned another number of rows, or a field that others lack.
+        RolloutError: on every process, where an override returned no advantages (or tokens or masks), another number of
+            rows, or a field that others lack.
     """
     images = images_among(scored)
     entries = {name: _on_cpu(value) for name, value in scored.items() if name not in images}
     shares: list[tuple[int, dict[str, Any]]] = gather_lists([(rows, entries)])
     shares = [share for share in shares if share[0]]
     for rows, share in shares:
+        if missing := [name for name in _REQUIRED if share.get(name) is None]:
+            raise RolloutError(
+                f"_generate_and_score_completions returned no {', '.join(missing)}; the loss needs them."
+            )
         if (count := len(share["completion_ids"])) != rows:
             raise RolloutError(
                 f"_generate_and_score_completions returned {count} completions for {rows} rows; a step is made of all "

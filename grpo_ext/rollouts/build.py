@@ -113,7 +113,7 @@ def _worker(trainer: Any, images: ImageSource, forwards: ForwardRunner, clock: P
 def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
     return EngineSettings(
         device=trainer.accelerator.device,
-        # vLLM's shares are as many for every process, and no whole chunks
+        # vLLM batches by itself
         chunk_size=None if trainer.use_vllm else trainer.geometry.rollout_chunk_size,
         eos_token_ids=trainer.eos_token_ids,
         filler=tokenizer.eos_token_id,

@@ -29,7 +29,7 @@ def images_in(prompt: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Chat:
-    """See the module.
+    """The chat template of a run.
 
     Attributes:
         processing_class: the tokenizer; the processor of a model that takes images.

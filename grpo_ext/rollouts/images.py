@@ -23,7 +23,7 @@ from .transcript import Transcript
 
 @dataclass
 class ImageSource:
-    """See the module.
+    """Where the images of a run's completions come from.
 
     Attributes:
         prepare: makes the model's arguments from a row; None for a model that takes no images.

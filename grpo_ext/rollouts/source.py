@@ -28,7 +28,7 @@ from ..forward.snapshot import Weights
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_lists, uneven_gathers
 from .ahead import RolloutsAhead
-from .batch import ROW_IMAGES, RolloutBatch, gather_scored
+from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
 from .images import ImageSource
 from .join import Round, exchange, join
 from .keyed import BEYOND
@@ -99,7 +99,7 @@ class Rollouts:
     def slices(self, num_generations: int) -> ProcessSlices:
         """How rollout batches are divided over the processes for sampling."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        # vLLM batches by itself, and its engines may need as many rows from every process: there a chunk is one group
+        # vLLM batches by itself, and tensor parallel engines need as many rows from every process: a chunk is one group
         chunk = num_generations if self.args.use_vllm else self.args.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, processes, rank)
 
@@ -288,7 +288,8 @@ class Rollouts:
                     "_generate_and_score_completions returned other rows of a model that takes images, or in another "
                     "order, than TRL's method made last; return one for each of them, in their order."
                 )
-            batch.columns[ROW_IMAGES] = last.batch[ROW_IMAGES]
+            images = {name: column for name, column in last.batch.columns.items() if name in (ROW_NUMBER, ROW_IMAGES)}
+            batch.columns |= images
         return dataclasses.replace(last, batch=batch)
 
     def _check_scoring_without_super(self, rows: StepRows) -> None:

@@ -15,7 +15,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass
 class Transcript:
-    """See the module.
+    """One completion as it grows turn by turn.
 
     Attributes:
         row: of the data set, this completion's own copy: a `rollout_func` may add columns to it.

@@ -300,6 +300,12 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     saved = json.loads(path.read_text())
     if saved["settings"].pop("packed_forward", True) is False:  # of checkpoints by earlier versions
         saved["settings"]["forward"] = "padded"
+    threads = saved["settings"].pop("rollout_threads", None)  # of checkpoints by earlier versions
+    if current["settings"].get("bitwise_invariant") and threads not in (None, current["settings"]["bitwise_threads"]):
+        raise CheckpointError(
+            f"{folder} was sampled with rollout_threads={threads}; bitwise mode now samples with bitwise_threads="
+            f"{current['settings']['bitwise_threads']}, which gives other bits. Start a new run with its weights."
+        )
     changes = changed(saved, current)
     fixed = changes.keys() & _OPTIMIZER
     if not _SAME_STATE.issuperset(changes.get("optim", ())):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,16 +77,11 @@ class Attempt:
     shortage: str | None = None
 
     @contextmanager
-    def running(self) -> Iterator[Accumulation]:
-        """A context for the passes of the attempt; afterwards `.grad` is that of the step (`gradients.accumulating`).
-
-        Memory that runs out ends the attempt, on all processes.
-        """
-        planner = self.planner
-        passes = accumulating(planner.accelerator, self.model, self.gradients, len(self.plan))
+    def running(self) -> Iterator[None]:
+        """Inside, forwards run in the model's form; memory that runs out ends the attempt, on all processes."""
         try:
-            with planner.clock.phase("train"), planner.forwards.running(self.model), passes as gradients:
-                yield gradients
+            with self.planner.clock.phase("train"), self.planner.forwards.in_form_of(self.model):
+                yield
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
 
@@ -107,9 +102,15 @@ class Attempt:
         with out_of_memory_on_all(accelerator, discard), without_gradients:
             for part in self.plan:
                 batch, rows = planner.collate(self.rollout, part.rows, settings.training)
-                scores = planner.forwards.micro_batch_log_probs(model, batch, rows, settings.router, settings.log_probs)
+                scores = planner.forwards.micro_batch_log_probs(
+                    model, batch, rows, settings.router, settings.log_probs_override
+                )
                 measured.append(MicroBatchStatistics.of(part, scores, loss_mask(batch), top_k))
         set_statistics(self.context, measured, settings.top_entropy_quantile)
+
+    def accumulating(self) -> AbstractContextManager[Accumulation]:
+        """A context for the backward passes; afterwards `.grad` is that of the step. See `gradients.accumulating`."""
+        return accumulating(self.planner.accelerator, self.model, self.gradients, len(self.plan))
 
     def micro_batches(self) -> Iterator[Inputs]:
         """The micro-batches of this process, once the step is measured."""
@@ -263,7 +264,9 @@ class StepPlanner:
         step = StepContext(counted(mask.sum(1).tolist(), groups), StepMetrics(self.accelerator.device), top_k=top_k)
         if settings.top_entropy_quantile < 1.0:
             with torch.no_grad():
-                scores = self.forwards.micro_batch_log_probs(model, inputs, rows, settings.router, settings.log_probs)
+                scores = self.forwards.micro_batch_log_probs(
+                    model, inputs, rows, settings.router, settings.log_probs_override
+                )
             set_statistics(step, [MicroBatchStatistics(whole, scores[1], mask)], settings.top_entropy_quantile)
         return {**inputs, CONTEXT_KEY: MicroBatchContext.of(step, whole, groups, rows, inputs)}
 

@@ -24,7 +24,7 @@ class StepSettings:
         experts_per_token: of a MoE model.
         custom_loss: the user overrides the loss, so a micro-batch holds its images too.
         training: the step trains; False in an evaluation.
-        log_probs: the user's `_get_per_token_logps_and_entropies`; None: the trainer's.
+        log_probs_override: the user's `_get_per_token_logps_and_entropies`; None: the trainer's.
     """
 
     skip_zeros: bool
@@ -33,7 +33,7 @@ class StepSettings:
     experts_per_token: int
     custom_loss: bool
     training: bool
-    log_probs: LogProbsOverride | None
+    log_probs_override: LogProbsOverride | None
 
     @property
     def needs_statistics(self) -> bool:
@@ -59,7 +59,7 @@ def step_settings_of(trainer: Any, custom_loss: bool, log_probs: LogProbsOverrid
         experts_per_token=experts_per_token(trainer.model),
         custom_loss=custom_loss,
         training=training,
-        log_probs=log_probs,
+        log_probs_override=log_probs,
     )
 
 

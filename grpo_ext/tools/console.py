@@ -74,7 +74,7 @@ class Console(RunCallback):
     def install(self, trainer: Trainer) -> Trainer:
         """Add this to a trainer in place of transformers' own progress callbacks; returns the trainer.
 
-        The bar also goes where `train()` ends with an error; with another trainer than ours, at the program's end.
+        The bar is removed too when `train()` ends with an error; with another trainer than ours, at the program's end.
         """
         from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # in notebooks transformers sets another callback
 

@@ -151,10 +151,11 @@ def load_config(model: str) -> Any:
             config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
+        on_the_hub = not Path(model).exists() and model.count("/") <= 1 and not model.endswith(".json")
+        elsewhere = f" Without a network, download {HUB}/{model}/raw/main/config.json elsewhere and name that file."
         raise ConfigError(
             f"model_name_or_path={model!r} gives no configuration ({reason}); name a model, its folder, or its "
-            f"config.json alone. Without a network, download {HUB}/{model}/raw/main/config.json elsewhere and name "
-            "that file."
+            f"config.json alone.{elsewhere if on_the_hub else ''}"
         ) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(

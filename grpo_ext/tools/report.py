@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ from ..run.log import LOG, LoggedRun, read_log
 from .plots import HELD_OUT, Series, draw, figure_class, plots_of
 
 PAGE, TEMPLATE = "index.html", "report.html"
+MARK = '<meta name="generator" content="grpo-ext report">'  # of the template
 MEMORY = "peak_memory_mib"  # of a log line, beside its values
 _COMPARED = ("settings", "geometry", "versions", "data", "model", "tokenizer", "rewards")  # parts of a start
 
@@ -68,7 +70,7 @@ def report(runs: Sequence[str | Path]) -> Path:
     """Write the report of a run into its folder, or the comparison of several beside the first; returns the page.
 
     Raises:
-        ConfigError: a folder holds no run, or a library is missing.
+        ConfigError: a folder holds no run, another page is in the way, or a library is missing.
     """
     try:
         from jinja2 import Environment, FileSystemLoader
@@ -97,9 +99,22 @@ def report(runs: Sequence[str | Path]) -> Path:
         same=[plot.title for plot in plots if len(plot.curves) == len(loaded) > 1 and plot.identical],
         values=_rows([_first_and_last_values(run) for run in loaded]),
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / PAGE).write_text(text, encoding="utf-8", errors="replace")
-    return folder / PAGE
+    return _write(folder / PAGE, text)
+
+
+def _write(page: Path, text: str) -> Path:
+    """Write the page whole or not at all.
+
+    Raises:
+        ConfigError: what is there is no report.
+    """
+    if page.parent.is_file() or (page.exists() and MARK not in page.read_text(errors="replace")[:2000]):
+        raise ConfigError(f"{page} would replace what is no report; move that elsewhere.")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    beside = page.with_name(f".{page.name}")
+    beside.write_text(text, encoding="utf-8", errors="replace")
+    os.replace(beside, page)
+    return page
 
 
 def load_run(path: str | Path) -> Run:

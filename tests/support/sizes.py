@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FILE, FUNCTION, PACKAGE = 400, 50, 18_800  # lines
+FILE, FUNCTION, PACKAGE = 400, 50, 18_850
 LARGER = {"trainer.py": 550}  # the override points
 
 

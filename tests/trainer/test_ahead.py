@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -17,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from grpo_ext import GRPOConfig
-from grpo_ext.errors import CheckpointError, ConfigError, ModelError, RewardError
+from grpo_ext.errors import CheckpointError, ConfigError, ModelError, ProcessError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
 from grpo_ext.rollouts import engine
 from grpo_ext.run.checkpoint import checkpoints, why_broken
@@ -99,6 +100,14 @@ def test_an_error_in_the_thread_is_the_error_of_the_run(tmp_path):
     with pytest.raises(RewardError, match="returned nan in row 0"):
         make(tmp_path, reward=fails, rollout_lag=1).train()
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+
+
+def test_a_function_that_ends_the_thread_ends_the_run(tmp_path):
+    def leaves(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        sys.exit(3)
+
+    with pytest.raises(ProcessError, match=r"the sampling thread ended by SystemExit\(3\)"):
+        make(tmp_path, reward=leaves, rollout_lag=1).train()
 
 
 def test_a_run_that_is_asked_to_stop_while_it_waits_ends_after_the_step_and_goes_on_as_it_was(tmp_path):

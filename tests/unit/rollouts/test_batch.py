@@ -110,6 +110,11 @@ def test_another_number_of_rows_is_refused():
         gather_scored(scored_batch(), 8, 2)
 
 
+def test_what_the_loss_needs_is_asked_for_by_name():
+    with pytest.raises(RolloutError, match="returned no prompt_mask, advantages; the loss needs them"):
+        gather_scored(scored_batch() | {"prompt_mask": None, "advantages": None}, 4, 2)
+
+
 @pytest.mark.parametrize("hole", [[0], [1, 3], [4]])
 def test_tokens_that_attention_leaves_out_keep_their_places(hole):
     mask = scored_batch()["completion_mask"].clone()

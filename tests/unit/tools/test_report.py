@@ -204,6 +204,16 @@ def test_the_command_writes_it_and_refuses_in_one_message(tmp_path):
     assert "Traceback" not in refused.stderr
 
 
+def test_a_page_that_is_no_report_is_left_alone(tmp_path):
+    run = make_run(tmp_path / "run", [line(1)])
+    page = report([run])
+    assert report([run]) == page  # its own page is replaced
+    page.write_text("mine")
+    with pytest.raises(ConfigError, match="would replace what is no report"):
+        report([run])
+    assert page.read_text() == "mine"
+
+
 def test_a_file_that_cannot_be_written_is_refused():
     with pytest.raises(ConfigError, match=r"plot.xyz is no plot .* \.png, \.svg or \.pdf"):
         figure_class(Path("plot.xyz"))
