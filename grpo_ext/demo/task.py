@@ -154,13 +154,19 @@ def demo_named(name: str) -> Demo:
         return Demo(lambda model: load_demo(), {**demo_config_defaults(), "rewards": [reward]})
     file, _, variable = name.rpartition(":")
     path = Path(file).expanduser()
-    if path.suffix == ".py" and path.is_file():
-        demo = getattr(load_file(path, f"{FILE_MODULE_PREFIX}{path.stem}"), variable, None)
-        if isinstance(demo, Demo):
-            return demo
-    raise ConfigError(
-        f"--demo {name} is unknown; use {EMBEDDED}, or path/to/file.py:name of a Demo, such as recipes/smollm2.py:sums."
-    )
+    if path.suffix != ".py" or not path.is_file():
+        raise ConfigError(
+            f"--demo {name} is unknown; use {EMBEDDED}, or path/to/file.py:name of a Demo. recipes/grpo.py also takes "
+            "sums and last_word."
+        )
+    try:
+        module = load_file(path, f"{FILE_MODULE_PREFIX}{path.stem}")
+    except Exception as error:
+        raise ConfigError(f"--demo {name}: {path} cannot be imported ({error}).") from error
+    demos = {key: value for key, value in vars(module).items() if isinstance(value, Demo)}
+    if variable not in demos:
+        raise ConfigError(f"--demo {name}: {path} defines no such Demo; it defines {', '.join(demos) or 'none'}.")
+    return demos[variable]
 
 
 @torch.no_grad()
