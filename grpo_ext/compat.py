@@ -54,7 +54,7 @@ _PARSES_BY_TOOLS = "tools" in inspect.signature(_parse_response).parameters  # s
 
 _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
-# what TRL's scoring passes on to a model that takes images, by the names of the model's arguments
+# what TRL's log-probabilities pass on to a model that takes images, by the names of the model's arguments
 _COUNTS = ("num_images", "num_tiles")
 _SCORER: Any = trl.GRPOTrainer._get_per_token_logps_and_entropies
 IMAGE_ARGUMENTS = tuple(
@@ -65,7 +65,7 @@ IMAGE_ARGUMENTS = tuple(
 
 
 def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is of images in a batch of TRL's, as arguments of its scoring."""
+    """What there is of images in a batch of TRL's, as arguments of its log-probabilities."""
     return {name: batch[name] for name in (*IMAGE_ARGUMENTS, *_COUNTS) if name in batch}
 
 

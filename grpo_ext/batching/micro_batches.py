@@ -76,7 +76,7 @@ class TokenCost:
 
     Attributes:
         attention: of one (query, key) pair.
-        head: of one scored token in the language-model head.
+        head: of one completion token in the language-model head.
     """
 
     attention: float = 0.0

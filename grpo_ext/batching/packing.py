@@ -1,7 +1,7 @@
 """Packs: several groups in one row without padding, each prompt once and its completions after it.
 
 Differs from a padded batch: a prompt that G completions share is one segment, not G copies. Pure index arithmetic; the
-packed forward (forward.forms) runs it. Shapes: B completions, N tokens of the pack, S scored positions.
+packed forward (forward.forms) runs it. Shapes: B completions, N tokens of the pack, S tokens of completions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Pack:
         layout: where the segments lie.
         source_N: for each token of the pack, its place among the tokens of all rows, each a prompt and its completion.
         positions_N: position of each token in its own sequence.
-        predictor_S: for each scored completion token, in row order, the token of the pack that predicts it.
+        predictor_S: for each completion token, in row order, the token of the pack that predicts it.
     """
 
     layout: PackLayout

@@ -1,4 +1,4 @@
-"""The rollout batch: scored completions in global order, the same on every process, on the CPU, without padding.
+"""The rollout batch: completions and advantages in global order, the same on every process, on the CPU, unpadded.
 
 Differs from TRL, where each process holds its own padded part. `join` builds it, a step selects its completions, and a
 micro-batch takes token rows and TRL's padded dictionary from it. Shapes: B completions, T tokens, N values.

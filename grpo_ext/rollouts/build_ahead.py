@@ -54,7 +54,7 @@ def sample_ahead(trainer: Any, only_due: bool = False) -> None:
         return
     if rollouts.ahead is None:
         rollouts.ahead, rollouts.waiting = _rollouts_ahead(trainer), ()
-    due = rollouts.ahead.steps_to_submit(trainer.state.global_step, rollouts.held, 0 if only_due else lag)
+    due = rollouts.ahead.steps_to_submit(trainer.state.global_step, rollouts.batch_name, 0 if only_due else lag)
     if due:
         weights = rollouts.ahead.snapshot.take({name: getattr(trainer.state, name) for name in _PROGRESS})
         for step in due:

@@ -2,8 +2,8 @@
 
     step -> (new rollout batch?) -> local phase, here or ahead on a thread -> join -> log -> completions of the step
 
-Differs from TRL, which keeps padded slices of its own process. Users' overrides of TRL's scoring are called here, with
-TRL's arguments; without one a rollout is not put into TRL's dictionary. Called by the trainer.
+Differs from TRL, which keeps padded slices of its own process. Users' overrides of TRL's rollout methods are called here,
+with TRL's arguments; without one a rollout is not put into TRL's dictionary. Called by the trainer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Rollouts:
     Attributes:
         worker: samples this process's part.
         sync_vllm: sends the current weights to vLLM.
-        batch, held: the rollout batch that is trained on; its epoch and its index in the epoch.
+        batch, batch_name: the rollout batch that is trained on; its epoch and its index in the epoch.
         rewards_BF, scored_by: rewards of the rollout batch that was made last, of training or of an evaluation, and its
             terms; None before.
         ahead: what samples ahead; None without `rollout_lag`, and outside of training.
@@ -64,7 +64,7 @@ class Rollouts:
     worker: OverriddenWorker
     sync_vllm: Callable[[], None]
     batch: RolloutBatch | None = field(default=None, init=False)
-    held: tuple[int, int] | None = field(default=None, init=False)
+    batch_name: tuple[int, int] | None = field(default=None, init=False)
     rewards_BF: torch.Tensor | None = field(default=None, init=False)
     scored_by: Terms | None = field(default=None, init=False)
     ahead: RolloutsAhead | None = field(default=None, init=False)
@@ -85,11 +85,11 @@ class Rollouts:
 
     def hold(self, batch: RolloutBatch, name: tuple[int, int]) -> None:
         """Train on a rollout batch, named by its epoch and its index in the epoch."""
-        self.batch, self.held = batch, name
+        self.batch, self.batch_name = batch, name
 
     def forget_rollout(self) -> None:
         """Sample anew for the next step."""
-        self.batch = self.held = None
+        self.batch = self.batch_name = None
 
     def end_workers(self) -> None:
         """End the processes that reward functions run in; the next call of one starts them again."""
@@ -135,7 +135,7 @@ class Rollouts:
         if not terms.training:
             return self.make(rows, terms)
         name = (request.epoch, request.layout.rollout)
-        if self.batch is None or self.held != name:
+        if self.batch is None or self.batch_name != name:
             if not rows and self.ahead is None:  # a run that was resumed without its rollout batch
                 rows = self.steps.rows(request)
             self.hold(self.make(rows, terms), name)

@@ -63,7 +63,7 @@ class RunState:
             entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
         return cls(
             rollout=rollouts.batch,
-            rollout_name=rollouts.held,
+            rollout_name=rollouts.batch_name,
             step=trainer._step,
             metrics={name: [float(v) for v in values] for name, values in trainer._metrics["train"].items()},
             loss={
