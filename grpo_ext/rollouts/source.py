@@ -2,8 +2,8 @@
 
     step -> (new rollout batch?) -> local phase, here or ahead on a thread -> join -> log -> completions of the step
 
-Differs from TRL, which keeps padded slices of its own process. Users' overrides of TRL's rollout methods are called here,
-with TRL's arguments; without one a rollout is not put into TRL's dictionary. Called by the trainer.
+Differs from TRL, which keeps padded slices of its own process. Overrides of TRL's rollout methods are called here, with
+TRL's arguments; without one a rollout is not put into TRL's dictionary. Called by the trainer.
 """
 
 from __future__ import annotations
