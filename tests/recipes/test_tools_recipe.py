@@ -56,4 +56,4 @@ def test_it_trains_and_reports_calls(recipe, tmp_path):
     assert "tool calls" in done.stdout
     assert "Report: " in done.stdout
     page = (tmp_path / "run" / "report" / "index.html").read_text()
-    assert "Tool calls that failed" in page
+    assert "tools/failure_frequency" in page
