@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.forward import forms
 from grpo_ext.forward.attention import TakesNoPacks
+from grpo_ext.runtime.collectives import ragged_gather
 from grpo_ext.tools.check.worker import leave
 from tests.support.images import Gallery, calling, image_model, image_processor, image_rows
 from tests.support.tiny import letter_reward, prompts, tiny_model
@@ -165,6 +167,12 @@ def packs_on_one(folder: Path, what: str) -> list[float]:
         forms.build_pack = changed
     trainer.train()
     return log_of(trainer, "layout/padding_share")
+
+
+def gathered(folder: Path) -> list[float]:
+    """Of no rows on the first process, and three on the second."""
+    PartialState(cpu=True)
+    return ragged_gather(torch.arange(3.0 * RANK)).tolist()
 
 
 def failure(folder: Path, place: str, *ranks: int) -> None:

@@ -49,6 +49,10 @@ def test_the_reference_has_the_weights_of_the_first_process(four_groups):
     assert later[0] > 1e-6
 
 
+def test_a_process_without_rows_adds_none_to_what_is_gathered(tmp_path):
+    assert on_two(tmp_path, "gathered") == [[0.0, 1.0, 2.0]] * 2
+
+
 def test_every_completion_is_scored_once(four_groups):
     # two steps of 16 completions, dealt to two processes; groups stay whole
     counts = [len(process["scored"]) for process in four_groups]

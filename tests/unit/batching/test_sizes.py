@@ -94,6 +94,22 @@ def test_two_sizes_that_contradict_each_other_are_refused(sizes, remedy):
     assert all(f"{name}={value}" in message for name, value in sizes.items())
 
 
+@given(st.integers(2, 9), st.integers(1, 40), st.integers(1, 17), st.integers(1, 9), st.integers(1, 4))
+def test_the_derived_accumulation_is_rounded_up_never_floored(generations, prompts, micro, processes, steps):
+    total = generations * prompts
+    g = resolve(
+        num_generations=generations,
+        global_batch_size=total,
+        rollout_batch_size=total * steps,
+        micro_batch_size=micro,
+        num_processes=processes,
+    )
+    busiest = -(-total // processes)
+    assert g.accumulation_steps == -(-busiest // micro)
+    assert g.global_batch_size == total  # whatever the layout
+    assert (g.prompts_per_rollout, g.steps_per_rollout) == (prompts * steps, steps)
+
+
 # ---- TRL's meaning --------------------------------------------------------------------------------------------------
 
 
