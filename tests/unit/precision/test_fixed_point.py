@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import PrecisionError
-from grpo_ext.precision.fixed_point import FixedPointSum, check_terms, from_fixed, largest_term
+from grpo_ext.precision.fixed_point import FixedPointSum, check_terms, from_fixed, largest_term, to_fixed
 
 
 def terms(count: int = 9, seed: int = 0) -> list[torch.Tensor]:
@@ -35,6 +35,10 @@ def test_every_order_and_grouping_gives_the_same_bits(seed):
     cut = 1 + seed
     joined = fixed(shuffled[:cut]).total + fixed(shuffled[cut:]).total
     assert torch.equal(from_fixed(joined, torch.float32), whole)
+
+
+def test_rounding_is_to_the_nearest_step():
+    assert to_fixed(torch.tensor([0.52, -0.52, 0.48]) * 2.0**-48).tolist() == [1, -1, 0]
 
 
 def test_float_sums_do_not():
