@@ -224,9 +224,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             train()
         completions = self._completions_of(inputs)
         settings = self._step_settings()
-        for attempt in self._step_planner.attempts(
-            model, completions, settings
-        ):  # smaller again after running out of memory
+        # more than one where memory runs out, each with smaller micro-batches
+        for attempt in self._step_planner.attempts(model, completions, settings):
             with attempt.running():
                 attempt.measure(self.model)  # the denominators, before any forward with gradients
                 with attempt.accumulating() as accumulation:  # at its end, one sum over the processes

@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import GenerationConfig
 
 from ..errors import ConfigError
-from ..rewards.registry import FILE_MODULE_PREFIX, load_file
+from ..rewards.registry import load_file
 from .warm_start import LETTERS, SEPARATOR, VERSION, built_once, train_warm_start
 
 EMBEDDED = "letters"  # the demo's name, as `--demo` takes it
@@ -160,7 +160,7 @@ def demo_named(name: str) -> Demo:
             "sums and last_word."
         )
     try:
-        module = load_file(path, f"{FILE_MODULE_PREFIX}{path.stem}")
+        module = load_file(path)
     except Exception as error:
         raise ConfigError(f"--demo {name}: {path} cannot be imported ({error}).") from error
     demos = {key: value for key, value in vars(module).items() if isinstance(value, Demo)}

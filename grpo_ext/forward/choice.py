@@ -51,10 +51,12 @@ class _ModelForms:
 
     @property
     def best(self) -> Form:
+        """The first form that the model runs."""
         return next((form for form in self.forms if form not in self.refused), "padded")
 
     @property
     def reasons(self) -> str:
+        """Why it does not run the others, as the parts of a sentence; empty where it runs the first."""
         return "; ".join(f"no {_NAMES[form]}: {reason}" for form, reason in self.refused.items())
 
 

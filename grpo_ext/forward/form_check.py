@@ -21,6 +21,7 @@ import torch
 
 from ..batching.micro_batches import Form
 from ..batching.packing import group_runs
+from ..batching.sizes import ceil_div
 from ..runtime.out_of_memory import is_out_of_memory
 from .attention import TakesNoPacks
 from .forms import FormBatch, lay_out, run_batch
@@ -146,13 +147,13 @@ def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
     # in the prefix form the batch of the completions comes last
     index = batch.targets.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel())
-    index, outputs = index[:: -(-len(index) // _TOKENS) or 1], Outputs()
+    index, outputs = index[:: max(1, ceil_div(len(index), _TOKENS))], Outputs()
 
     def record(module: Any, args: Any, output: Any, name: str) -> None:
         value = output[0] if isinstance(output, tuple) else output
         if _is_numbers(value) and value.dim() > 2 and value.shape[:2] == shape:
             channels = value.flatten(0, 1).flatten(1)
-            thin = channels[index.to(value.device), :: -(-channels.size(1) // _CHANNELS)]
+            thin = channels[index.to(value.device), :: ceil_div(channels.size(1), _CHANNELS)]
             outputs[name] = thin.to(torch.promote_types(thin.dtype, torch.float32))
 
     with ExitStack() as hooks:

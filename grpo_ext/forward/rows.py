@@ -16,6 +16,11 @@ from ..batching.sizes import ceil_div
 from .images import RowImages
 
 
+def same_prompts(same_text: list[bool], images: RowImages | None) -> list[bool]:
+    """For each row but the first, whether its prompt is that of the row before: the same text, and the same images."""
+    return same_text if images is None else [text and pixels for text, pixels in zip(same_text, images.same)]
+
+
 @dataclass(frozen=True)
 class TokenRows:
     """Token ids of some completions, each after its prompt.
@@ -55,8 +60,7 @@ class TokenRows:
         real = (place_L >= begin) & (place_L <= last)
         prompts = torch.stack([input_ids[:, :width].masked_fill(~real[:, :width], 0), real[:, :width]])
         same = (prompts[:, 1:] == prompts[:, :-1]).all(dim=2).all(dim=0).tolist()
-        if images is not None:
-            same = [tokens and pixels for tokens, pixels in zip(same, images.same)]
+        same = same_prompts(same, images)
         lengths = torch.stack([real[:, :width].sum(1), real[:, width:].sum(1)]).tolist()
         attended_N = attended[real]
         gaps = None if bool(attended_N.all()) else attended_N

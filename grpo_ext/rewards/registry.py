@@ -216,8 +216,9 @@ def _from_trl(name: str, budget: int | None) -> RewardFunction:
     return _adapted(function, needs_gold=name in _MATH)
 
 
-def load_file(path: str | Path, name: str) -> ModuleType:
+def load_file(path: str | Path) -> ModuleType:
     """Import a Python file under a name of its own, so that what it defines can be pickled."""
+    name = f"{FILE_MODULE_PREFIX}{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a file with this suffix always has a loader
     assert spec.loader is not None
@@ -238,7 +239,7 @@ def _load(name: str) -> RewardFunction:
         sys.path.insert(0, os.getcwd())
     try:
         path = Path(source).expanduser()
-        module = load_file(path, f"{FILE_MODULE_PREFIX}{path.stem}") if is_file else importlib.import_module(source)
+        module = load_file(path) if is_file else importlib.import_module(source)
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ConfigError(f"The reward '{name}' cannot be loaded ({error}); use {_known()}.") from error
     value = getattr(module, function, None)

@@ -45,7 +45,7 @@ def unpack(packed: bytes) -> Any:
     sys.path.extend(part for part in path if part not in sys.path)
     for name, file in files.items():
         if name not in sys.modules:
-            load_file(file, name)
+            load_file(file)
     return pickle.loads(value)
 
 

@@ -20,7 +20,7 @@ from ..batching.sizes import group_numbers
 from ..compat import images_among
 from ..errors import RolloutError
 from ..forward.images import RowImages, joined
-from ..forward.rows import TokenRows
+from ..forward.rows import TokenRows, same_prompts
 from ..runtime.collectives import gather_lists
 from .ragged import Ragged, padded
 
@@ -147,8 +147,7 @@ class RolloutBatch:
 
         ids = tokens(self["prompt_ids"], self["completion_ids"])
         same = [torch.equal(prompt, following) for prompt, following in itertools.pairwise(ids[::2])]
-        if images is not None:
-            same = [text and pixels for text, pixels in zip(same, images.same)]
+        same = same_prompts(same, images)
         attended = None
         if any(self.gaps):
             attended = torch.cat(tokens(self["prompt_mask"], self["completion_mask"])).bool().to(device)

@@ -63,11 +63,16 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
     refused = (_REFUSED_WITH_IMAGES if with_images else {}) | (_REFUSED_WITH_LATER_IMAGES if later_images else {})
     forwards = ForwardRunner(trainer.accelerator, trainer.args, refused)
     images = ImageSource(prepare, later_images or (with_images and any(map(trainer._override_of, _CHANGE_ROWS))))
-    worker = _worker(trainer, images, forwards, clock)
-    return forwards, Rollouts(trainer.accelerator, trainer.args, worker, functools.partial(load_weights, trainer))
+    remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
+    memory = Halving("generation", remedy, not (forwards.sharded or trainer.args.bitwise_invariant))
+    worker = _worker(trainer, images, forwards, memory, clock)
+    send = functools.partial(load_weights, trainer)
+    return forwards, Rollouts(trainer.accelerator, trainer.args, worker, memory, send)
 
 
-def _worker(trainer: Any, images: ImageSource, forwards: ForwardRunner, clock: PhaseClock) -> OverriddenWorker:
+def _worker(
+    trainer: Any, images: ImageSource, forwards: ForwardRunner, memory: Halving, clock: PhaseClock
+) -> OverriddenWorker:
     """The worker of the main thread, on the models that are trained."""
     args, accelerator, factories = trainer.args, trainer.accelerator, trainer.environment_factories
     chat = Chat(
@@ -78,8 +83,6 @@ def _worker(trainer: Any, images: ImageSource, forwards: ForwardRunner, clock: P
         trainer.chat_template_kwargs,
     )
     settings = _settings(trainer, chat.tokenizer)
-    remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
-    memory = Halving("generation", remedy, not (settings.sharded or args.bitwise_invariant))
     environments = Environments(factories, None if factories is None else trainer._environment_pool)
     loop = getattr(trainer, "async_loop", None)
     faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
@@ -102,7 +105,6 @@ def _worker(trainer: Any, images: ImageSource, forwards: ForwardRunner, clock: P
         toolbox=Toolbox(trainer._standalone_tools, environments, loop),
         rewards=RewardRunner(accelerator.device, faults, workers, loop, profile),
         images=images,
-        memory=memory,
         clock=clock,
         settings=settings,
         accelerator=accelerator,

@@ -145,7 +145,7 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, forwards: Forwar
     if trainer.use_vllm:
         engine: Any = VllmServer(main.engine.generation, main.engine.client)
     else:
-        engine = TransformersEngine(policy, generating, main.settings, images.of_transcripts, main.memory)
+        engine = TransformersEngine(policy, generating, main.settings, images.of_transcripts, trainer._rollouts.memory)
     return RolloutWorker(
         policy=policy,
         reference=lambda: snapshot.reference,
@@ -157,7 +157,6 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, forwards: Forwar
         toolbox=Toolbox(main.toolbox.tools, environments, main.toolbox.loop),
         rewards=RewardRunner(rewards.device, rewards.faults, rewards.workers, rewards.async_loop),
         images=images,
-        memory=main.memory,
         clock=PhaseClock(),
         settings=main.settings,
     )

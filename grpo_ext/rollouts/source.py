@@ -27,6 +27,7 @@ from ..errors import ConfigError, RolloutError
 from ..forward.snapshot import Weights
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_lists, uneven_gathers
+from ..runtime.out_of_memory import Halving
 from .ahead import RolloutsAhead
 from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
 from .images import ImageSource
@@ -48,6 +49,7 @@ class Rollouts:
 
     Attributes:
         worker: samples this process's part.
+        memory: the number of completions that fit into one `generate`, of the thread that samples ahead too.
         sync_vllm: sends the current weights to vLLM.
         batch, batch_name: the rollout batch that is trained on; its epoch and its index in the epoch.
         rewards_BF, scored_by: rewards of the rollout batch that was made last, of training or of an evaluation, and its
@@ -62,6 +64,7 @@ class Rollouts:
     accelerator: Accelerator
     args: GRPOConfig
     worker: OverriddenWorker
+    memory: Halving
     sync_vllm: Callable[[], None]
     batch: RolloutBatch | None = field(default=None, init=False)
     batch_name: tuple[int, int] | None = field(default=None, init=False)

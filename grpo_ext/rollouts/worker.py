@@ -20,12 +20,11 @@ import torch
 
 from ..batching.prompt_order import StepRows
 from ..errors import RolloutError
-from ..forward.rows import TokenRows
+from ..forward.rows import TokenRows, same_prompts
 from ..rewards.calls import RewardCall
 from ..rewards.runner import RewardRows, RewardRunner
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process
-from ..runtime.out_of_memory import Halving
 from .chat import Chat, images_in
 from .decoding import unique
 from .engine import Engine, EngineSettings, Sampled
@@ -48,7 +47,6 @@ class RolloutWorker:
         as_reference: a context in which the adapters of the policy are disabled.
         logps: returns the log-probabilities (S,) of the completion tokens of rows under a model.
         engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
-        memory: the number of completions that fit into one `generate`.
         clock: adds up the seconds of the phases.
     """
 
@@ -62,7 +60,6 @@ class RolloutWorker:
     toolbox: Toolbox
     rewards: RewardRunner
     images: ImageSource
-    memory: Halving
     clock: PhaseClock
     settings: EngineSettings
 
@@ -198,8 +195,7 @@ class RolloutWorker:
         ids = torch.tensor(tokens, dtype=torch.long, device=self.settings.device)
         images = self.images.of_transcripts(shown) if shown else None
         same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
-        if images is not None:
-            same = [text and pixels for text, pixels in zip(same, images.same)]
+        same = same_prompts(same, images)
         return TokenRows(ids, [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown], same, images)
 
     def add_rewards(self, local: LocalRollout) -> None:

@@ -76,7 +76,7 @@ class RunState:
             limits={
                 "window": trainer._step_planner.limits.state(),
                 "scoring": trainer._forwards.memory.limit,
-                "generation": rollouts.worker.memory.limit,
+                "generation": rollouts.memory.limit,
             },
             waiting=list(rollouts.waiting) if rollouts.ahead is None else rollouts.ahead.for_checkpoint(),
             sampled_at=rollouts.sampled_at,
@@ -98,7 +98,7 @@ class RunState:
             trainer._last_world_entropy = self.entropy["last"]
         trainer._step_planner.limits.restore(self.limits["window"])
         trainer._forwards.memory.limit = self.limits["scoring"]
-        rollouts.worker.memory.limit = self.limits["generation"]
+        rollouts.memory.limit = self.limits["generation"]
 
     def forget_rollouts(self) -> None:
         """Drop the rollout batch and what is being sampled: they belong to other settings."""

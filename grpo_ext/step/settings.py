@@ -41,12 +41,12 @@ class StepSettings:
         return self.top_entropy_quantile < 1.0 or self.router
 
 
-def step_settings_of(trainer: Any, custom_loss: bool, log_probs: LogProbsOverride | None) -> StepSettings:
+def step_settings_of(trainer: Any, custom_loss: bool, log_probs_override: LogProbsOverride | None) -> StepSettings:
     """The settings of a step as they are now.
 
     Args:
         trainer: TRL's attributes; `args` is a `GRPOConfig`.
-        custom_loss, log_probs: as in `StepSettings`.
+        custom_loss, log_probs_override: as in `StepSettings`.
     """
     training, quantile, router = trainer.model.training, trainer.top_entropy_quantile, trainer.aux_loss_enabled
     # terms that are not zero at advantage 0; "vespo" logs a weight of every sequence
@@ -59,7 +59,7 @@ def step_settings_of(trainer: Any, custom_loss: bool, log_probs: LogProbsOverrid
         experts_per_token=experts_per_token(trainer.model),
         custom_loss=custom_loss,
         training=training,
-        log_probs_override=log_probs,
+        log_probs_override=log_probs_override,
     )
 
 

@@ -24,7 +24,7 @@ from ..run.log import LOG, LoggedRun, read_log
 from .plots import HELD_OUT, Series, draw, figure_class, plots_of
 
 PAGE, TEMPLATE = "index.html", "report.html"
-MARK = '<meta name="generator" content="grpo-ext report">'  # of the template
+MARK = "grpo-ext report"  # the page's generator
 MEMORY = "peak_memory_mib"  # of a log line, beside its values
 _COMPARED = ("settings", "geometry", "versions", "data", "model", "tokenizer", "rewards")  # parts of a start
 
@@ -90,6 +90,7 @@ def report(runs: Sequence[str | Path]) -> Path:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     text = environment.get_template(TEMPLATE).render(
+        mark=MARK,
         runs=loaded,
         names=names,
         headlines=_rows([_headline(run) for run in loaded]),
@@ -108,7 +109,7 @@ def _write(page: Path, text: str) -> Path:
     Raises:
         ConfigError: what is there is no report.
     """
-    if page.parent.is_file() or (page.exists() and MARK not in page.read_text(errors="replace")[:2000]):
+    if page.parent.is_file() or (page.exists() and f'content="{MARK}"' not in page.read_text(errors="replace")[:2000]):
         raise ConfigError(f"{page} would replace what is no report; move that elsewhere.")
     page.parent.mkdir(parents=True, exist_ok=True)
     beside = page.with_name(f".{page.name}")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -104,15 +106,20 @@ def test_what_uses_vllm_deals_equal_shares(recipe, name):
         check_equal_slices(geometry, count, training.dataloader_drop_last)
 
 
+def toy_log(recipe: Any, name: str, folder: Path, rows: Any, overrides: Overrides) -> list[dict[str, Any]]:
+    """The log of a toy model on toy rows, trained as a file says."""
+    here: Overrides = {
+        "model_name_or_path": (toy_model(folder / "model"), "no network; random weights; a preset names no model"),
+        "dataset_name": (rows(folder / "rows.jsonl"), "no network; rows of the same form; a preset names no data"),
+        "output_dir": (folder / "out", "the test's own folder"),
+    }
+    return train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**overrides, **here})])
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
     _, _, rows, overrides = REAL[name]
-    here: Overrides = {
-        "model_name_or_path": (toy_model(tmp_path / "model"), "no network; random weights, the same architecture"),
-        "dataset_name": (rows(tmp_path / "rows.jsonl"), "no network; rows of the same form"),
-        "output_dir": (tmp_path / "out", "the test's own folder"),
-    }
-    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**overrides, **here})])
+    log = toy_log(recipe, name, tmp_path, rows, overrides)
     steps = [line for line in log if "loss" in line]
     assert len(steps) == 2
     assert any(0 < line.get("reward", 0) < 1 for line in steps), "right and wrong answers are expected"
@@ -159,12 +166,7 @@ def test_a_preset_sets_what_the_paper_says_and_parses_with_the_demo(recipe, name
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains_a_toy_model(recipe, name, tmp_path):
-    here: Overrides = {
-        "model_name_or_path": (toy_model(tmp_path / "model"), "a preset names no model"),
-        "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "a preset names no data"),
-        "output_dir": (tmp_path / "out", "the test's own folder"),
-    }
-    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**TOY, **here})])
+    log = toy_log(recipe, name, tmp_path, question_rows, TOY)
     steps = [line for line in log if "reward" in line]
     assert len(steps) == 2
     assert all(math.isfinite(line["loss"]) for line in steps)

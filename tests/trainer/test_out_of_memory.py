@@ -110,7 +110,7 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "run_rows", once("scoring", runner.run_rows))
     assert error(expected, change(trainer)) <= UPDATE
     assert failed == {"generation", "scoring"}
-    assert trainer._rollouts.worker.memory.limit is not None
+    assert trainer._rollouts.memory.limit is not None
     assert trainer._forwards.memory.limit is not None
 
 
