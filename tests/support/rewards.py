@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from grpo_ext.rewards.calls import RewardCall
-from grpo_ext.rewards.guard import STRICT, Faults
+from grpo_ext.rewards.guard import Faults, RewardCall
 from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
 from grpo_ext.rewards.workers import RewardWorkers
 
 COMPLETIONS = ["a", "bb", "ccc", "dddd", "eeeee"]
+STRICT = Faults()
 PATIENCE_S = 60.0  # waited for in full by a test that fails alone
 
 
@@ -55,10 +55,12 @@ def score(
     """The rewards of each function, and the calls, in the order of the completions; the first is completion 20."""
     inputs = [{"answer": "abcde"[row], **{name: column[row] for name, column in columns.items()}} for row in range(5)]
     ids = [[1]] * 5
-    rows = RewardRows(inputs, list("pqrst"), list(completions), ids, environments, first=20, chunk=chunk)
+    rows = RewardRows(
+        inputs, list("pqrst"), list(completions), ids, environments, (), 20, chunk, state, recorders or {}
+    )
     with running_loop() as loop:
         runner = RewardRunner(torch.device("cpu"), faults, workers, loop)
-        rewards_BF, calls = runner.compute(functions_of(functions), rows, state, recorders)
+        rewards_BF, calls = runner.compute(functions_of(functions), rows)
     rewards = [[None if math.isnan(value) else value for value in column] for column in rewards_BF.T.tolist()]
     return rewards, sorted(calls, key=lambda call: (call.first, call.number))
 

@@ -18,10 +18,8 @@ import torch
 
 from grpo_ext.algorithms.exact import exact_mean
 from grpo_ext.errors import RewardError, shortened
-from grpo_ext.rewards.calls import RewardCall, columns_of, metrics_of
-from grpo_ext.rewards.guard import STRICT, Faults, GuardedCall
-from grpo_ext.rewards.runner import is_async
-from tests.support.rewards import score
+from grpo_ext.rewards.guard import Faults, RewardCall, columns_of, metrics_of
+from tests.support.rewards import STRICT, score
 
 PROMPTS = ["what is 2+2?", "what is 3+3?", "what is 4+4?"]
 COMPLETIONS = ["four", "seven", "eight"]
@@ -41,10 +39,10 @@ def synchronous(result) -> Callable:
     return graded
 
 
-def call(function: Callable, faults: Faults = STRICT, **columns: Any) -> list[float | None]:
-    keywords = {"prompts": PROMPTS, "completions": COMPLETIONS, **columns}
-    guarded = GuardedCall(function, RewardCall("graded", 0, 0, len(COMPLETIONS)), keywords, {}, faults)
-    return (asyncio.run(guarded.run_async()) if is_async(function) else guarded.run())[0]
+def call(function: Callable, faults: Faults = STRICT) -> list[float | None]:
+    """The rewards of one call."""
+    rewards, _ = score([function], faults=faults, chunk=None, completions=COMPLETIONS)
+    return rewards[0]
 
 
 # ---- Refusals -------------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ import trl
 from transformers import AutoModelForSequenceClassification, TrainerState
 
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.calls import RewardCall, columns_of, metrics_of
-from grpo_ext.rewards.guard import Faults
+from grpo_ext.rewards.guard import Faults, RewardCall, columns_of, metrics_of
 from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
 from tests.support.rewards import functions_of, running_loop
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
@@ -63,7 +62,7 @@ def sources_of(trainer: Any) -> RewardFunctions:
 
 def score(trainer: Any, rows: RewardRows, **settings: Any) -> tuple[torch.Tensor, list[RewardCall]]:
     runner = RewardRunner(trainer.accelerator.device, async_loop=getattr(trainer, "async_loop", None), **settings)
-    return runner.compute(sources_of(trainer), rows, state=trainer.state)
+    return runner.compute(sources_of(trainer), dataclasses.replace(rows, state=trainer.state))
 
 
 def both(trainer: Any, rows: RewardRows) -> tuple[torch.Tensor, list[RewardCall]]:
@@ -156,7 +155,7 @@ def test_an_environment_that_is_retired_has_no_reward_and_reward_functions_see_i
     some = [Slotted() for _ in range(3)]
     sources = RewardFunctions([of_slotted, others], ["a", "b"], [None, None])
     scored = rows(environments=some, retired={id(some[1])})
-    rewards_BF, _ = RewardRunner(torch.device("cpu")).compute(sources, scored, None)
+    rewards_BF, _ = RewardRunner(torch.device("cpu")).compute(sources, scored)
     assert rewards_BF.nan_to_num(-1.0).tolist() == [[1.0, 1.0], [-1.0, 1.0], [1.0, 1.0]]
 
 
@@ -221,7 +220,7 @@ def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_
 
     with running_loop() as async_loop:
         runner = RewardRunner(torch.device("cpu"), Faults(timeout=30.0), async_loop=async_loop)
-        rewards_BF, calls = runner.compute(functions_of([meets, graded, meets]), rows(chunk=1, first=9), state=None)
+        rewards_BF, calls = runner.compute(functions_of([meets, graded, meets]), rows(chunk=1, first=9))
     assert rewards_BF.tolist() == [[2.0, 1.0, 2.0]] * 3
     assert events == ["sync"] * 3 + ["async"] * 6
     assert threading.get_ident() not in threads
@@ -232,11 +231,11 @@ def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_
 
 def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():
     with pytest.raises(RewardError, match=r"'function_1' is asynchronous, .* when the trainer is built"):
-        RewardRunner(torch.device("cpu")).compute(functions_of([sparse, later]), rows(), state=None)
+        RewardRunner(torch.device("cpu")).compute(functions_of([sparse, later]), rows())
 
 
 def test_a_process_without_completions_calls_nothing():
     empty = RewardRows([], [], [], [])
-    rewards_BF, calls = RewardRunner(torch.device("cpu")).compute(functions_of([sparse, later]), empty, state=None)
+    rewards_BF, calls = RewardRunner(torch.device("cpu")).compute(functions_of([sparse, later]), empty)
     assert rewards_BF.shape == (0, 2)
     assert calls == []
