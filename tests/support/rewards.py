@@ -34,11 +34,9 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
         thread.join()
 
 
-def functions_of(functions: Sequence[Any], names: Sequence[str] | None = None) -> RewardFunctions:
+def functions_of(functions: Sequence[Any]) -> RewardFunctions:
     """Functions by the names function_0, function_1 and so on."""
-    return RewardFunctions(
-        functions, names or [f"function_{n}" for n in range(len(functions))], [None] * len(functions)
-    )
+    return RewardFunctions(functions, [f"function_{n}" for n in range(len(functions))], [None] * len(functions))
 
 
 def score(
@@ -46,21 +44,17 @@ def score(
     workers: RewardWorkers | None = None,
     faults: Faults = STRICT,
     chunk: int | None = 2,
-    state: Any = None,
-    recorders: Any = None,
-    environments: Any = None,
     completions: Sequence[str] = COMPLETIONS,
-    **columns: list[Any],
+    **settings: Any,
 ) -> tuple[list[list[float | None]], list[RewardCall]]:
     """The rewards of each function, and the calls, in the order of the completions; the first is completion 20."""
-    inputs = [{"answer": "abcde"[row], **{name: column[row] for name, column in columns.items()}} for row in range(5)]
-    ids = [[1]] * 5
-    rows = RewardRows(
-        inputs, list("pqrst"), list(completions), ids, environments, (), 20, chunk, state, recorders or {}
-    )
+    size = len(completions)
+    inputs = [{"answer": answer, "level": level} for level, answer in enumerate("abcde"[:size], start=1)]
+    rows = RewardRows(inputs, list("pqrst"[:size]), [*completions], [[1]] * size, first=20, chunk=chunk, **settings)
     with running_loop() as loop:
-        runner = RewardRunner(torch.device("cpu"), faults, workers, loop)
-        rewards_BF, calls = runner.compute(functions_of(functions), rows)
+        rewards_BF, calls = RewardRunner(torch.device("cpu"), faults, workers, loop).compute(
+            functions_of(functions), rows
+        )
     rewards = [[None if math.isnan(value) else value for value in column] for column in rewards_BF.T.tolist()]
     return rewards, sorted(calls, key=lambda call: (call.first, call.number))
 
