@@ -40,10 +40,7 @@ def load_named(name: str, asked: str, kind: Any) -> Any:
     try:
         module = load_file(source) if is_file else importlib.import_module(source)
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ConfigError(
-            f"{asked} cannot be loaded ({error}); use package.module.name of something that can be imported here, or "
-            "path/to/file.py:name."
-        ) from error
+        raise ConfigError(f"{asked} cannot be loaded ({error}); check the path, or the name of the module.") from error
     value = getattr(module, attribute, None)
     if not isinstance(value, kind):
         names = [key for key, value in vars(module).items() if isinstance(value, kind) and not key.startswith("_")]
