@@ -19,29 +19,25 @@ from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import log_of, make, on
 
 
-def test_a_subclass_may_log_itself_and_may_override_what_logs(tmp_path):
+def test_a_subclass_may_log_beside_its_reward_functions(tmp_path):
+    """An override of what logs: tests/trainer/test_ahead_beside_users.py."""
+
     class Own(GRPOTrainer):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
             self._log_metric("own", len(prompts))
             self._log_completion_extra("length", [len(ids) for ids in completion_ids_list])
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
-        def _log_metric(self, name, value):
-            super()._log_metric(f"renamed/{name}", value)
-
-    def graded(prompts, completions, log_metric, log_extra, **kwargs):
-        log_metric("n", len(completions))
+    def graded(prompts, completions, log_extra, **kwargs):
         log_extra("text", completions)
         return letter_reward(prompts, completions)
 
     trainer = make(tmp_path, reward=graded, cls=Own, rollout_chunk_size=8, max_steps=2, log_completions=True)
     trainer.train()
-    assert log_of(trainer, "renamed/own") == [16.0, 16.0]
-    assert log_of(trainer, "renamed/n") == [8.0, 8.0]
+    assert log_of(trainer, "own") == [16.0, 16.0]
     table = pandas.read_parquet(max((tmp_path / "completions").iterdir()))
     assert [*table["text"]] == [*table["completion"]]
-    assert len(table["length"]) == 16
-    assert table["length"].notna().all()
+    assert (len(table["length"]), table["length"].notna().all()) == (16, True)
 
 
 # ---- reward_workers -----------------------------------------------------------------------------------------------

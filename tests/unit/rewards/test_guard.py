@@ -17,7 +17,7 @@ import torch
 
 from grpo_ext.algorithms.exact import exact_mean
 from grpo_ext.errors import RewardError, shortened
-from grpo_ext.rewards.guard import Faults, RewardCall, columns_of, metrics_of
+from grpo_ext.rewards.guard import Faults, GuardedCall, RewardCall, columns_of, metrics_of
 from tests.support.rewards import STRICT, score
 
 
@@ -76,34 +76,26 @@ def test_numbers_of_every_kind_and_none_pass(rewards, expected):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_a_failed_try_logged_does_not_count(asynchronous):
-    tries: list[str] = []
+def test_what_a_failed_try_logged_does_not_count_and_a_chunk_that_fails_for_good_gets_none(asynchronous):
+    failures = 1
 
     def graded(completions, log_metric, **kwargs):
-        tries.append(completions[0])
-        log_metric("tries", len(tries))
-        if tries.count(completions[0]) == 1 and completions[0] == "ccc":
+        nonlocal failures
+        log_metric("n", len(completions))
+        if "ccc" in completions and failures:
+            failures -= 1
             raise ConnectionError
-        return [0.0] * len(completions)
+        return [1.0] * len(completions)
 
     async def later(**kwargs):
         return graded(**kwargs)
 
-    _, calls = score([later if asynchronous else graded], faults=Faults(retries=1))
-    assert len(tries) == 4
-    assert len([value for call in calls for _, value in call.metrics]) == 3
-
-
-def test_a_chunk_that_fails_for_good_gets_none_and_the_others_their_rewards():
-    def graded(completions, log_metric, **kwargs):
-        log_metric("n", len(completions))
-        if "ccc" in completions:
-            raise ConnectionError
-        return [1.0] * len(completions)
-
-    rewards, calls = score([graded], faults=Faults(on_failure="none"))
-    assert rewards == [[1.0, 1.0, None, None, 1.0]]
-    assert metrics_of(calls) == {"n": [2.0, 1.0]}
+    function = later if asynchronous else graded
+    rewards, calls = score([function], faults=Faults(retries=1))
+    assert (failures, rewards, metrics_of(calls)) == (0, [[1.0] * 5], {"n": [2.0, 2.0, 1.0]})
+    failures = 2
+    rewards, calls = score([function], faults=Faults(retries=1, on_failure="none"))
+    assert (failures, rewards, metrics_of(calls)) == (0, [[1.0, 1.0, None, None, 1.0]], {"n": [2.0, 1.0]})
 
 
 def logged(first: int, rows: int, number: int = 0, metrics: Any = (), **columns: list[Any]) -> RewardCall:
@@ -175,6 +167,12 @@ def test_a_call_that_hangs_or_fails_is_made_again_and_at_last_an_error_or_none(k
     assert len([thread for thread in calls if thread]) == 1
     assert call(unreliable(9, kind, [], hang), Faults(timeout=0.2, on_failure="none")) == [None] * 3
     assert "its 3 completions get None" in caplog.text
+
+
+def test_pauses_between_tries_double_up_to_half_a_minute():
+    guarded = GuardedCall(print, RewardCall("graded", 0, 0, 1), {}, {}, Faults(retries=10**6))
+    pauses = [guarded._pause(ConnectionError(), attempt) for attempt in (1, 2, 3, 6, 7, 10**6)]
+    assert pauses == [0.5, 1.0, 2.0, 16.0, 30.0, 30.0]
 
 
 def test_a_function_that_raises_is_named_with_its_error_and_the_remedy():

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import threading
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -197,6 +198,8 @@ def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_
 def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_synchronous_ones():
     events: list[str] = []
     threads: set[int] = set()
+    variable: ContextVar[str] = ContextVar("variable")
+    variable.set("around the training")
 
     def graded(completions, **kwargs):
         events.append("sync")
@@ -205,6 +208,7 @@ def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_
     async def meets(completions, **kwargs):
         events.append("async")
         threads.add(threading.get_ident())
+        assert variable.get() == "around the training"
         while events.count("async") < 6:
             await asyncio.sleep(0.001)
         return [2.0] * len(completions)
