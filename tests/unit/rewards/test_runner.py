@@ -178,15 +178,15 @@ def test_a_reward_model_scores_all_rows_in_one_forward_and_keeps_company_by_itse
 
 
 def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_each_completion():
-    calls_made = []
+    received = []
 
     def graded(completions, **kwargs):
-        calls_made.append({"completions": completions, **kwargs})
+        received.append({"completions": completions, **kwargs})
         return [len(c) for c in completions]
 
     rewards, calls = score([graded, graded], environments=list("vwxyz"), state=[0, 1, 2, 3, 4])
     assert rewards == [[1, 2, 3, 4, 5]] * 2
-    for chunks in (calls_made[:3], calls_made[3:]):
+    for chunks in (received[:3], received[3:]):
         assert [chunk["completions"] for chunk in chunks] == [["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
         assert [chunk["level"] for chunk in chunks] == [[1, 2], [3, 4], [5]]
         assert [chunk["environments"] for chunk in chunks] == [["v", "w"], ["x", "y"], ["z"]]

@@ -144,7 +144,7 @@ def test_a_worker_is_a_fresh_interpreter_of_one_thread_without_an_accelerator_an
     def looks(completions, trainer_state, log_extra, **kwargs):
         names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_USE_CPU", "OTHER")
         modules = [name in sys.modules for name in ("torch", "transformers", __name__)]
-        log_extra("seen", [[os.environ.get(name) for name in names], modules, sys.stdin.read(), trainer_state])
+        log_extra("process", [[os.environ.get(name) for name in names], modules, sys.stdin.read(), trainer_state])
         return [0.0] * len(completions)
 
     for name in ("OMP_NUM_THREADS", "WORLD_SIZE", "ACCELERATE_USE_CPU", "OTHER"):
