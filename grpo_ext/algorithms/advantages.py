@@ -7,14 +7,13 @@ Shapes: B completions, F reward functions, P prompts (groups), G generations; gr
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from ..errors import ConfigError
+from ..loading import load_named
 
 EPSILON = 1e-4  # TRL's guard against a zero standard deviation
 
@@ -87,24 +86,10 @@ def check_estimator(name: str) -> None:
         ConfigError: lists the names.
     """
     if name not in ESTIMATORS and ".py:" in name:
-        register_advantage_estimator(name)(_from_file(name))
+        register_advantage_estimator(name)(load_named(name, f"advantage_estimator={name!r}", Callable))
     if name not in ESTIMATORS:
         names = ", ".join(sorted(ESTIMATORS))
         raise ConfigError(f"advantage_estimator={name!r} is unknown; use one of {names}, or path/to/file.py:function.")
-
-
-def _from_file(name: str) -> Estimator:
-    path, _, function = name.rpartition(":")
-    if not Path(path).is_file():
-        raise ConfigError(f"advantage_estimator={name!r}: there is no file {path}; check the path.")
-    spec = importlib.util.spec_from_file_location(f"grpo_ext_estimator_{Path(path).stem}", path)
-    assert spec is not None  # a file with this suffix always has a loader
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, function):
-        raise ConfigError(f"advantage_estimator={name!r}: {path} defines no {function}; check the name.")
-    return getattr(module, function)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 def exact_sum(values: Sequence[float]) -> float:
     """The sum, rounded once, so that the order does not matter; also where terms are not finite."""
-    if all(math.isfinite(value) for value in values):
+    try:
         return math.fsum(values)
-    return math.nan if any(v != v for v in values) or {math.inf, -math.inf} <= set(values) else max(values, key=abs)
+    except ValueError:  # infinity and its opposite
+        return math.nan
 
 
 def exact_mean(values: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ completion, cut off or set to zero outside its bounds. Shapes: T tokens of one c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +50,6 @@ class RatioRule:
         if self.of_sequences:
             difference = difference.sum(dim=-1, keepdim=True)
         ratios = torch.exp(difference)
-        if self.level.endswith("truncate"):
-            return ratios.clamp(min=self.lowest, max=self.highest)
-        outside = torch.zeros_like(ratios, dtype=torch.bool)
-        if self.lowest is not None:
-            outside |= ratios < self.lowest
-        if self.highest is not None:
-            outside |= ratios > self.highest
-        return ratios.masked_fill(outside, 0.0)
+        lowest = -math.inf if self.lowest is None else self.lowest
+        bounded = ratios.clamp(lowest, math.inf if self.highest is None else self.highest)
+        return bounded if self.level.endswith("truncate") else ratios.where(ratios == bounded, 0.0)

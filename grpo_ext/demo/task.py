@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import GenerationConfig
 
 from ..errors import ConfigError
-from ..rewards.registry import load_file
+from ..loading import load_named
 from .warm_start import LETTERS, SEPARATOR, VERSION, built_once, train_warm_start
 
 EMBEDDED = "letters"  # the demo's name, as `--demo` takes it
@@ -152,21 +152,12 @@ def demo_named(name: str) -> Demo:
     if name == EMBEDDED:
         reward = f"{__name__}.{sorted_letters_reward.__name__}"
         return Demo(lambda model: load_demo(), {**demo_config_defaults(), "rewards": [reward]})
-    file, _, variable = name.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not path.is_file():
+    if ".py:" not in name:
         raise ConfigError(
             f"--demo {name} is unknown; use {EMBEDDED}, or path/to/file.py:name of a Demo. recipes/grpo.py also takes "
             "sums and last_word."
         )
-    try:
-        module = load_file(path)
-    except Exception as error:
-        raise ConfigError(f"--demo {name}: {path} cannot be imported ({error}).") from error
-    demos = {key: value for key, value in vars(module).items() if isinstance(value, Demo)}
-    if variable not in demos:
-        raise ConfigError(f"--demo {name}: {path} defines no such Demo; it defines {', '.join(demos) or 'none'}.")
-    return demos[variable]
+    return load_named(name, f"--demo {name}", Demo)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
-"""One call of a reward function: bounded in time, retried and checked.
+"""One call of a reward function: bounded in time, retried, checked, and recorded with what it logs.
 
 Differs from TRL: NaN, infinity and non-numbers are errors that name the function, the row and the value, instead of
 silent zeros; `None` stays "does not apply"; a call that hangs or fails can be ended and retried. Used by
-rewards.runner; rollouts bound tools and environments by `in_time`.
+rewards.runner; rollouts bound tools and environments by `in_time`, and `join` gathers the records.
 """
 
 from __future__ import annotations
@@ -13,73 +13,19 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    sleep_using_event,
-    stop_after_attempt,
-    stop_when_event_set,
-    wait_exponential,
-)
 
 from ..errors import ConfigError, RewardError, shortened
-from .calls import RewardCall
 from .worker import RemoteError, as_list
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
-ChunkRewards = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
-Execute = Callable[["GuardedCall", RewardCall], Any]  # makes one attempt, which logs into the record
-
-
-def _short(value: Any) -> str:
-    return shortened(repr(value), 120)
-
-
-def check_rewards(name: str, rewards: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
-    """The rewards as floats or `None`.
-
-    Raises:
-        RewardError: not a sequence, the wrong number of values, or a value that is not a finite number.
-    """
-    try:
-        values = list(rewards)
-    except TypeError:
-        raise RewardError(
-            f"reward function '{name}' returned {_short(rewards)}, which is no list; return one number or None for"
-            f" each of the {len(completions)} completions."
-        ) from None
-    if len(values) != len(completions):
-        raise RewardError(
-            f"reward function '{name}' returned {len(values)} rewards for {len(completions)} completions; return one "
-            "number or None for each."
-        )
-    numbers = [None if value is None else _as_float(value) for value in values]
-    for row, number in enumerate(numbers):
-        if number is not None and not abs(number) <= _LARGEST:  # NaN compares false
-            raise RewardError(
-                f"reward function '{name}' returned {_short(values[row])} in row {row} (prompt {_short(prompts[row])}, "
-                f"completion {_short(completions[row])}); a reward is a finite number, or None where the function does "
-                "not apply."
-            )
-    return numbers
-
-
-def _as_float(value: Any) -> float:
-    """The number, or NaN for a value that is not a number."""
-    try:
-        return math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
-        return math.nan
 
 
 class CallTimeout(TimeoutError):
@@ -94,15 +40,10 @@ class CallTimeout(TimeoutError):
         super().__init__(f"no answer within {setting}={seconds} seconds")
 
 
-def in_time(function: Callable[[], Any], seconds: float | None, setting: str) -> Any:
-    """What `function` returns, within a time limit; None: no limit.
-
-    Raises:
-        CallTimeout: it did not return. Its thread keeps running, because a thread cannot be stopped.
-    """
-    if seconds is None:
-        return function()
+def start(function: Callable[[], Any]) -> Future[Any]:
+    """Run a function on a thread of its own, in the context of this one."""
     future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # so that it cannot be cancelled, as a thread cannot be stopped
     context = contextvars.copy_context()
 
     def work() -> None:
@@ -111,13 +52,67 @@ def in_time(function: Callable[[], Any], seconds: float | None, setting: str) ->
         except BaseException as error:  # of any kind; the calling thread raises it
             future.set_exception(error)
 
-    threading.Thread(target=work, daemon=True, name=setting).start()
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def result_in_time(future: Future[Any], seconds: float | None, setting: str) -> Any:
+    """The result of a future; without one after `seconds` it is cancelled.
+
+    Raises:
+        CallTimeout: there is none. A thread keeps running, because a thread cannot be stopped.
+    """
     try:
         return future.result(seconds)
     except FutureTimeout:
         if future.done():  # raised by the function
             raise
+        future.cancel()
         raise CallTimeout(seconds, setting) from None
+
+
+def in_time(function: Callable[[], Any], seconds: float | None, setting: str) -> Any:
+    """What `function` returns, within a time limit, as `result_in_time`; None: no limit."""
+    return function() if seconds is None else result_in_time(start(function), seconds, setting)
+
+
+@dataclass
+class RewardCall:
+    """One call of a reward function, with what it logged by `log_metric` and `log_extra`.
+
+    A call holds the same completions for every number of processes, so its metrics and columns are the same too.
+
+    Attributes:
+        function: its name.
+        number: its place among the reward functions.
+        first: place of the call's first completion in the rollout batch, over all processes.
+        rows: completions of the call.
+        metrics: names and values, in the order logged.
+        columns: values by column, at best one for each completion of the call.
+    """
+
+    function: str
+    number: int
+    first: int
+    rows: int
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def moved(self, places: int) -> RewardCall:
+        """The same call, with its completions moved by `places` in the rollout batch."""
+        return dataclasses.replace(self, first=self.first + places)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number; the metric is the mean over all calls that logged it."""
+        self.metrics.append((name, float(value)))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a column of the completions table, one value for each completion of the call."""
+        self.columns.setdefault(column, []).extend(values)
+
+
+ChunkRewards = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
+Execute = Callable[["GuardedCall", RewardCall], Any]  # makes one attempt, which logs into the record
 
 
 @dataclass(frozen=True)
@@ -135,13 +130,16 @@ class Faults:
     on_failure: str = "error"
 
 
-STRICT = Faults()
-
-
 def execute_here(call: GuardedCall, record: RewardCall) -> Any:
     """Call a synchronous function in this process."""
     keywords = {**call.keywords, **call.recorders_of(record)}
     return in_time(lambda: as_list(call.function(**keywords)), call.faults.timeout, "reward_timeout")
+
+
+def execute_on(loop: asyncio.AbstractEventLoop, call: GuardedCall, record: RewardCall) -> Any:
+    """Call an asynchronous function on a loop that another thread runs, and wait for it."""
+    coroutine = call.function(**call.keywords, **call.recorders_of(record))
+    return result_in_time(asyncio.run_coroutine_threadsafe(coroutine, loop), call.faults.timeout, "reward_timeout")
 
 
 @dataclass(frozen=True)
@@ -159,103 +157,125 @@ class GuardedCall:
     function: Callable[..., Any]
     record: RewardCall
     keywords: dict[str, Any]
-    recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
-    faults: Faults = STRICT
+    recorders: Mapping[str, Callable[..., None]]
+    faults: Faults
 
     def run(self, execute: Execute = execute_here, ended: threading.Event | None = None) -> ChunkRewards:
-        """The rewards of a synchronous function, and what it logged.
+        """The rewards, and what the function logged.
 
         Args:
-            execute: calls the function, here or in another process.
+            execute: calls the function: here, on a loop or in another process.
             ended: once it is set, no further attempt is made.
 
         Raises:
+            CancelledError: `ended` is set.
             RewardError: the last attempt failed, or it returned something that is not a reward.
-            ConfigError: the function cannot be loaded in the other process; no attempt would succeed.
+            ConfigError: the function cannot be loaded in the other process.
         """
-        ended = ended or threading.Event()
-        try:
-            for attempt in Retrying(sleep=sleep_using_event(ended), **self._retry_policy(ended)):
-                with attempt:
-                    record = self._empty_record()
-                    rewards = execute(self, record)
-        except ConfigError as error:
-            raise ConfigError(f"reward function '{self.record.function}' {error}") from error
-        except Exception as error:
-            if ended.is_set():
+        ended, attempt = ended or threading.Event(), 1
+        while not ended.is_set():
+            record = dataclasses.replace(self.record, metrics=[], columns={})
+            try:
+                rewards = execute(self, record)
+            except ConfigError:  # no attempt would succeed
                 raise
-            return self._failed(error)
-        return self._checked(rewards, record)
-
-    async def run_async(self) -> ChunkRewards:
-        """As `run`, for an asynchronous function, on the running loop."""
-        try:
-            async for attempt in AsyncRetrying(**self._retry_policy(threading.Event())):
-                with attempt:
-                    record = self._empty_record()
-                    rewards = await self._execute_async(record)
-        except Exception as error:
-            return self._failed(error)
-        return self._checked(rewards, record)
-
-    async def _execute_async(self, record: RewardCall) -> Any:
-        answer = self.function(**self.keywords, **self.recorders_of(record))
-        try:
-            return await asyncio.wait_for(answer, self.faults.timeout)
-        except asyncio.TimeoutError as error:
-            if str(error):  # raised by the function
-                raise
-            raise CallTimeout(self.faults.timeout, "reward_timeout") from None
+            except Exception as error:
+                if ended.is_set():
+                    break
+                if (pause := self._pause(error, attempt)) is None:
+                    return [None] * self.record.rows, self.record
+                ended.wait(pause)
+                attempt += 1
+            else:
+                return self._checked(rewards), record
+        raise CancelledError("the processes of reward_workers were ended")
 
     def recorders_of(self, record: RewardCall) -> dict[str, Callable[..., None]]:
         """The `log_metric` and `log_extra` of an attempt."""
         return {"log_metric": record.log_metric, "log_extra": record.log_extra, **self.recorders}
 
-    def _empty_record(self) -> RewardCall:
-        return dataclasses.replace(self.record, metrics=[], columns={})
+    def _pause(self, error: Exception, attempt: int) -> float | None:
+        """Seconds until the next attempt; None after the last one, where its completions get `None`.
 
-    def _retry_policy(self, ended: threading.Event) -> dict[str, Any]:
-        """Arguments of tenacity's retry loops."""
-        attempts = self.faults.retries + 1
+        Raises:
+            RewardError: after the last one, where a failure is an error.
+        """
+        attempts, name = self.faults.retries + 1, f"reward function '{self.record.function}'"
+        described = str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
+        if attempt < attempts:
+            logger.warning(f"{name} failed ({described}); try {attempt + 1} of {attempts} follows.")
+            return min(2.0 ** min(attempt - 2, 5), 30.0)  # 0.5, 1, 2, ... 30
+        if self.faults.on_failure == "none":
+            rows = self.record.rows
+            logger.warning(f"{name} failed ({described}); its {rows} completions get None (reward_on_failure='none').")
+            return None
+        remedy = "make it return None for completions it cannot score, and see the traceback above for where it failed."
+        if described.startswith("TypeError") and "argument" in described:
+            remedy = (
+                "it is called with prompts, completions, completion_ids and every column of the data by name: let it "
+                "take **kwargs, and ask only for columns the data has."
+            )
+        raise RewardError(f"{name} raised {described}; {getattr(error, 'remedy', remedy)}") from error
 
-        def warn(state: RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome is not None else None
-            logger.warning(f"{self._failure(error)}; try {state.attempt_number + 1} of {attempts} follows.")
+    def _checked(self, rewards: Any) -> list[float | None]:
+        """The rewards as floats or `None`.
 
-        return {
-            "stop": stop_after_attempt(attempts) | stop_when_event_set(ended),
-            "wait": wait_exponential(multiplier=0.5, max=30),
-            "retry": retry_if_exception(lambda e: isinstance(e, Exception) and not isinstance(e, ConfigError)),
-            "before_sleep": warn,
-            "reraise": True,
-        }
-
-    def _checked(self, rewards: Any, record: RewardCall) -> ChunkRewards:
-        prompts, completions = self.keywords["prompts"], self.keywords["completions"]
-        return check_rewards(self.record.function, rewards, prompts, completions), record
-
-    def _failure(self, error: BaseException | None) -> str:
-        return f"reward function '{self.record.function}' failed ({_described(error)})"
-
-    def _failed(self, error: Exception) -> ChunkRewards:
-        """The result after the last attempt: an error, or no rewards, as `faults.on_failure` says."""
-        if self.faults.on_failure != "none":
-            raise _reward_error(self.record.function, error) from error
-        rows = self.record.rows
-        logger.warning(f"{self._failure(error)}; its {rows} completions get None from it (reward_on_failure='none').")
-        return [None] * rows, self._empty_record()
+        Raises:
+            RewardError: not a sequence, the wrong number of values, or a value that is not a finite number.
+        """
+        returned = f"reward function '{self.record.function}' returned"
+        remedy = f"return one number or None for each of the {self.record.rows} completions."
+        try:
+            values = list(rewards)
+        except TypeError:
+            raise RewardError(f"{returned} {_short(rewards)}, which is no list; {remedy}") from None
+        if len(values) != self.record.rows:
+            raise RewardError(f"{returned} {len(values)} rewards; {remedy}")
+        numbers = [None if value is None else _as_float(value) for value in values]
+        for row, number in enumerate(numbers):
+            if number is not None and not abs(number) <= _LARGEST:  # NaN compares false
+                prompt, completion = self.keywords["prompts"][row], self.keywords["completions"][row]
+                raise RewardError(
+                    f"{returned} {_short(values[row])} in row {row} (prompt {_short(prompt)}, completion "
+                    f"{_short(completion)}); a reward is a finite number, or None where the function does not apply."
+                )
+        return numbers
 
 
-def _described(error: BaseException | None) -> str:
-    return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
+def _short(value: Any) -> str:
+    return shortened(repr(value), 120)
 
 
-def _reward_error(name: str, error: Exception) -> RewardError:
-    described = _described(error)
-    remedy = "make it return None for completions it cannot score, and see the traceback above for where it failed."
-    if described.startswith("TypeError") and "argument" in described:
-        remedy = (
-            "it is called with prompts, completions, completion_ids and every column of the data by name: let it take "
-            "**kwargs, and ask only for columns the data has."
-        )
-    return RewardError(f"reward function '{name}' raised {described}; {getattr(error, 'remedy', remedy)}")
+def _as_float(value: Any) -> float:
+    """The number, or NaN for a value that is not a number."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
+        return math.nan
+
+
+def metrics_of(calls: Sequence[RewardCall]) -> dict[str, list[float]]:
+    """The values of each metric, one for each time it was logged."""
+    values: dict[str, list[float]] = {}
+    for call in calls:
+        for name, value in call.metrics:
+            values.setdefault(name, []).append(value)
+    return dict(sorted(values.items()))
+
+
+def columns_of(calls: Sequence[RewardCall], rows: int) -> dict[str, list[Any]]:
+    """Columns of the completions table with one entry for each of `rows` completions, None where none was logged.
+
+    Where several functions log the same column, the last one counts.
+    """
+    table: dict[str, list[Any]] = {}
+    for call in calls:
+        for column, values in call.columns.items():
+            if len(values) != call.rows:
+                logger.warning_once(
+                    f"reward function '{call.function}' logged {len(values)} value(s) in the column '{column}' for "
+                    f"{call.rows} completions; log one for each. Missing values are None, surplus ones are left out."
+                )
+            values = values[: call.rows]
+            table.setdefault(column, [None] * rows)[call.first : call.first + len(values)] = values
+    return dict(sorted(table.items()))

@@ -7,7 +7,6 @@ Unlike TRL's, the math rewards take plain completions too, and the gold answer f
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
 import re
@@ -15,13 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from importlib.metadata import entry_points
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ..errors import ConfigError, DataError
-
-FILE_MODULE_PREFIX = "grpo_ext_reward_"  # names of modules that are loaded from a file
+from ..loading import load_named
 
 RewardFunction = Callable[..., Sequence["float | None"]]
 
@@ -37,34 +33,26 @@ def numbers_in(text: str) -> list[Decimal]:
     """The numbers in a text, in order; reads thousands commas, `$`, signs and LaTeX spacing."""
     for latex, plain in (("{,}", ","), (r"\,", ""), (r"\!", ""), (r"\$", "$")):
         text = text.replace(latex, plain)
-    numbers = []
-    for match in _NUMBER.finditer(text):
-        value = Decimal(match["digits"].replace(",", ""))
-        numbers.append(-value if match["sign"] or match["inner"] else value)
-    return numbers
+    matches = _NUMBER.finditer(text)
+    return [(-1 if m["sign"] or m["inner"] else 1) * Decimal(m["digits"].replace(",", "")) for m in matches]
 
 
-def _last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}`, inner braces included."""
-    starts = list(_BOXED.finditer(text))
-    if not starts:
-        return None
-    begin, depth = starts[-1].end(), 1
-    for end in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
+def _answer_in(text: str) -> str:
+    """The content of the last `\\boxed{...}`, inner braces included; the text, where there is none."""
+    *before, inside = _BOXED.split(text)
+    depth = 1
+    for end, character in enumerate(inside if before else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[begin:end]
-    return text[begin:]
+            return inside[:end]
+    return inside
 
 
 def final_number(text: str) -> Decimal | None:
     """The final number of a text: the first after the last `####`, else the last in `\\boxed{}`, else the last."""
-    if "####" in text:
-        marked = numbers_in(text.rsplit("####", 1)[1])
-        if marked:
-            return marked[0]
-    boxed = _last_boxed(text)
-    numbers = numbers_in(text if boxed is None else boxed)
+    if "####" in text and (marked := numbers_in(text.rsplit("####", 1)[1])):
+        return marked[0]
+    numbers = numbers_in(_answer_in(text))
     return numbers[-1] if numbers else None
 
 
@@ -78,10 +66,11 @@ def completion_text(completion: Any) -> str:
     return content or ""
 
 
-def _gold(reward: str, columns: dict[str, Any]) -> list[Any]:
-    for column in ("answer", "solution"):
-        if columns.get(column) is not None:
-            return columns[column]
+def _gold(reward: str, columns: dict[str, Any], *names: str) -> list[Any]:
+    """The gold answers, in the first of these columns that is there."""
+    for name in names:
+        if columns.get(name) is not None:
+            return columns[name]
     raise DataError(
         f"The reward '{reward}' needs a gold answer, and the data has neither a column 'answer' nor 'solution'; "
         "name the one to use as answer_column."
@@ -99,11 +88,9 @@ def exact_number(completions: list[Any], **columns: Any) -> list[float | None]:
     Raises:
         DataError: neither column is there.
     """
-    rewards: list[float | None] = []
-    for completion, gold in zip(completions, _gold("exact_number", columns)):
-        wanted = final_number(str(gold))
-        rewards.append(None if wanted is None else float(final_number(completion_text(completion)) == wanted))
-    return rewards
+    golds = [final_number(str(gold)) for gold in _gold("exact_number", columns, "answer", "solution")]
+    answers = [final_number(completion_text(completion)) for completion in completions]
+    return [None if gold is None else float(answer == gold) for gold, answer in zip(golds, answers)]
 
 
 def _length_penalty(max_completion_length: int) -> RewardFunction:
@@ -115,30 +102,34 @@ def _length_penalty(max_completion_length: int) -> RewardFunction:
     return length_penalty
 
 
-def _adapted(function: RewardFunction, needs_gold: bool) -> RewardFunction:
+def _adapted(function: RewardFunction, needs_gold: bool = False) -> RewardFunction:
     """A reward function of TRL, for plain completions too, and with the gold answer in `answer` or `solution`."""
 
     @functools.wraps(function)
     def reward(completions: list[Any], **columns: Any) -> Sequence[float | None]:
         messages = [[{"role": "assistant", "content": completion_text(c)}] for c in completions]
         if needs_gold:
-            gold = columns.get("solution")
-            columns["solution"] = [str(g) for g in (gold if gold is not None else _gold(function.__name__, columns))]
+            columns["solution"] = [str(gold) for gold in _gold(function.__name__, columns, "solution", "answer")]
         return function(completions=messages, **columns)
 
     return reward
 
 
-_FROM_TRL = {  # short names of TRL's functions, and of functions that make one
-    "accuracy": "accuracy_reward",
-    "reasoning_accuracy": "reasoning_accuracy_reward",
-    "cosine": "get_cosine_scaled_reward",
-    "think_format": "think_format_reward",
-    "repetition": "get_repetition_penalty_reward",
-    "soft_overlong": "get_soft_overlong_punishment",
+# by short name: from `trl.rewards` and a function that gives the budget in tokens to the reward function
+_BUILT_IN: dict[str, Callable[[Any, Callable[[], int]], RewardFunction]] = {
+    "exact_number": lambda trl, budget: exact_number,
+    "length_penalty": lambda trl, budget: _length_penalty(budget()),
+    "accuracy": lambda trl, budget: _adapted(trl.accuracy_reward, needs_gold=True),
+    "reasoning_accuracy": lambda trl, budget: _adapted(trl.reasoning_accuracy_reward, needs_gold=True),
+    "cosine": lambda trl, budget: _adapted(trl.get_cosine_scaled_reward(max_len=budget()), needs_gold=True),
+    "think_format": lambda trl, budget: _adapted(trl.think_format_reward),
+    "repetition": lambda trl, budget: _adapted(trl.get_repetition_penalty_reward()),
+    # the last fifth of the budget is punished, as in DAPO (4096 of 20480 tokens)
+    "soft_overlong": lambda trl, budget: _adapted(
+        trl.get_soft_overlong_punishment(max_completion_len=budget(), soft_punish_cache=max(budget() // 5, 1))
+    ),
 }
-_MATH = ("accuracy", "reasoning_accuracy", "cosine")  # need math-verify, and a gold answer
-_BUILT_IN = {"exact_number", "length_penalty", *_FROM_TRL}
+_MATH = ("accuracy", "reasoning_accuracy", "cosine")  # need math-verify
 PLUGIN_GROUP = "grpo_ext.rewards"  # entry points: name -> `(completions, **columns) -> list of rewards`
 
 
@@ -176,15 +167,20 @@ def _resolve(name: str, budget: int | None) -> RewardFunction:
             f"The reward '{name}' is offered by {' and '.join(offers)}; ask for package.module.function, or uninstall "
             "the plugin."
         )
-    if name == "exact_number":
-        return exact_number
-    if name == "length_penalty":
-        return _length_penalty(_budget(name, budget))
-    if name in _FROM_TRL:
-        return _from_trl(name, budget)
-    if plugins or "." in name:
-        return _load(plugins.pop().replace(":", ".") if plugins else name)
-    raise ConfigError(f"There is no reward '{name}'; use {_known()}.")
+    if name in _MATH and importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            f"The reward '{name}' checks with math-verify, which is not installed; `pip install math-verify`, or use "
+            "exact_number."
+        )
+    if name in _BUILT_IN:
+        from trl import rewards
+
+        return _BUILT_IN[name](rewards, functools.partial(_budget, name, budget))
+    if not plugins and "." not in name:
+        raise ConfigError(f"There is no reward '{name}'; use {_known()}.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return load_named(plugins.pop().replace(":", ".") if plugins else name, f"The reward '{name}'", Callable)
 
 
 def _budget(name: str, budget: int | None) -> int:
@@ -194,59 +190,3 @@ def _budget(name: str, budget: int | None) -> int:
             "give max_completion_length, in tokens, 1 or more."
         )
     return budget
-
-
-def _from_trl(name: str, budget: int | None) -> RewardFunction:
-    from trl import rewards
-
-    if name in _MATH and importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(
-            f"The reward '{name}' checks with math-verify, which is not installed; `pip install math-verify`, or use "
-            "exact_number."
-        )
-    function = getattr(rewards, _FROM_TRL[name])
-    if name == "cosine":
-        function = function(max_len=_budget(name, budget))
-    elif name == "repetition":
-        function = function()
-    elif name == "soft_overlong":
-        tokens = _budget(name, budget)
-        # the last fifth of the budget is punished, as in DAPO (4096 of 20480 tokens)
-        function = function(max_completion_len=tokens, soft_punish_cache=max(tokens // 5, 1))
-    return _adapted(function, needs_gold=name in _MATH)
-
-
-def load_file(path: str | Path) -> ModuleType:
-    """Import a Python file under a name of its own, so that what it defines can be pickled."""
-    name = f"{FILE_MODULE_PREFIX}{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # a file with this suffix always has a loader
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _load(name: str) -> RewardFunction:
-    """The function of `package.module.function` or `path/to/file.py:function`."""
-    is_file = ".py:" in name
-    source, _, function = name.rpartition(":" if is_file else ".")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        path = Path(source).expanduser()
-        module = load_file(path) if is_file else importlib.import_module(source)
-    except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ConfigError(f"The reward '{name}' cannot be loaded ({error}); use {_known()}.") from error
-    value = getattr(module, function, None)
-    if not callable(value):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(
-            f"The reward '{name}' asks for '{function}', and the module has no function of that name; it has "
-            f"{', '.join(sorted(functions)) or 'none'}."
-        )
-    return value

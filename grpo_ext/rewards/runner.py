@@ -23,8 +23,7 @@ from trl import apply_chat_template, is_conversational
 
 from ..compat import parameters_of
 from ..errors import RewardError
-from .calls import RewardCall
-from .guard import STRICT, ChunkRewards, Faults, GuardedCall
+from .guard import ChunkRewards, Faults, GuardedCall, RewardCall, execute_on, start
 from .workers import RewardWorkers
 
 logger = get_logger(__name__)
@@ -69,6 +68,8 @@ class RewardRows:
         first: place of the first of these completions in the rollout batch, over all processes.
         chunk: completions in one call; the rows are whole chunks, so cutting them from the first cuts by global order;
             None: all rows in one call.
+        state: of the Trainer, for the functions.
+        recorders: the user's overrides of `log_metric` and `log_extra`, by these names.
     """
 
     inputs: Sequence[Mapping[str, Any]]
@@ -79,6 +80,8 @@ class RewardRows:
     retired: Collection[int] = ()
     first: int = 0
     chunk: int | None = None
+    state: Any = None
+    recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
 
     def columns(self) -> dict[str, Any]:
         """The keywords with one value for each completion."""
@@ -110,7 +113,7 @@ class RewardRunner:
     """
 
     device: torch.device
-    faults: Faults = STRICT
+    faults: Faults = field(default_factory=Faults)
     workers: RewardWorkers | None = None
     async_loop: asyncio.AbstractEventLoop | None = None
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
@@ -121,26 +124,15 @@ class RewardRunner:
         Raises:
             ConfigError: a function cannot be sent to another process.
         """
-        if self.workers is not None:
-            for name, function in zip(sources.names, sources.functions, strict=True):
-                if not isinstance(function, nn.Module) and not is_async(function):
-                    self.workers.add(function, name)
+        for name, function in zip(sources.names, sources.functions, strict=True):
+            if self.workers is not None and not isinstance(function, nn.Module) and not is_async(function):
+                self.workers.add(function, name)
 
-    def compute(
-        self,
-        sources: RewardFunctions,
-        rows: RewardRows,
-        state: Any,
-        recorders: Mapping[str, Callable[..., None]] | None = None,
-    ) -> tuple[torch.Tensor, list[RewardCall]]:
+    def compute(self, sources: RewardFunctions, rows: RewardRows) -> tuple[torch.Tensor, list[RewardCall]]:
         """The rewards, float32 (B, F), NaN where a function does not apply; and what each call logged.
 
         Models and synchronous functions run in the order of the functions, then all asynchronous ones at once. With
         `workers` the chunks of all synchronous functions are submitted before the first of them is awaited.
-
-        Args:
-            state: of the Trainer, for the functions.
-            recorders: the user's overrides of `log_metric` and `log_extra`, by these names.
 
         Raises:
             RewardError: a function failed, or returned something that is not a reward.
@@ -149,77 +141,62 @@ class RewardRunner:
         rewards_BF = torch.zeros(len(rows.completions), len(sources.functions), device=self.device)
         if not rows.completions:
             return rewards_BF, []
-        self.pack_functions(sources)  # before any call, whose thread may import while a function is pickled
-        calls = self._calls(sources, rows, state, recorders or {})
-        started: dict[int, list[Callable[[], ChunkRewards]]] = {}
-        results: dict[int, list[ChunkRewards]] = {}
-        try:
-            for number, function in enumerate(sources.functions):
-                if isinstance(function, nn.Module):
-                    started[number] = [partial(self._run_model, sources, number, rows)]
-                elif self.workers is not None and not is_async(function):
-                    started[number] = [self.workers.submit(call).result for call in calls[number]]
-                elif not is_async(function):
-                    started[number] = [call.run for call in calls[number]]
-            for number, waiting in started.items():
-                with self.profile(sources.names[number]):
-                    results[number] = [result() for result in waiting]
-        except BaseException:
-            if self.workers is not None:  # the first chunk that fails for good ends the others
-                self.workers.kill()
-            raise
-        results |= self._run_async({number: calls[number] for number in calls if number not in started})
-        for number, chunks in results.items():
-            rewards = [torch.nan if reward is None else reward for part, _ in chunks for reward in part]
-            rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32)
-        _warn_of_unscored(rows, rewards_BF)
-        return rewards_BF, [record for chunks in results.values() for _, record in chunks]
+        records: list[RewardCall] = []
+        for asynchronous in (False, True):
+            named = enumerate(zip(sources.functions, sources.names, strict=True))
+            numbers = [number for number, (function, _) in named if is_async(function) is asynchronous]
+            try:
+                begun = [self._begin(sources, number, rows) for number in numbers]
+                for number, chunks in zip(numbers, begun):
+                    with self.profile(sources.names[number]):
+                        results = [result() for result in chunks]
+                    rewards = [torch.nan if reward is None else reward for part, _ in results for reward in part]
+                    rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32)
+                    records += [record for _, record in results]
+            except BaseException:
+                if self.workers is not None:  # the first chunk that fails for good ends the others
+                    self.workers.kill()
+                raise
+        for row in torch.isnan(rewards_BF).all(dim=1).nonzero().flatten().tolist()[:1]:  # the first, if there is one
+            shown = {name: values[row] for name, values in rows.columns().items()}
+            shown |= {"prompt": rows.prompts[row], "completion": rows.completions[row]}
+            logger.warning(
+                f"All reward functions returned None for the following kwargs:\n{shown}\n"
+                "Please ensure that at least one reward function returns a valid reward."
+            )
+        return rewards_BF, records
 
-    def _calls(
-        self, sources: RewardFunctions, rows: RewardRows, state: Any, recorders: Mapping[str, Callable[..., None]]
-    ) -> dict[int, list[GuardedCall]]:
-        """The calls of each function, by its number."""
+    def _begin(self, sources: RewardFunctions, number: int, rows: RewardRows) -> list[Callable[[], ChunkRewards]]:
+        """A function for each chunk, which returns its rewards. Asynchronous chunks and those of `workers` run by now.
+
+        Raises:
+            RewardError: there is no loop for an asynchronous function.
+            ConfigError: a function cannot be sent to the processes of `workers`.
+        """
+        function, name = sources.functions[number], sources.names[number]
+        if isinstance(function, nn.Module):
+            return [partial(self._run_model, sources, number, rows)]
+        keywords, calls = rows.keywords_of(function), []
         size = rows.chunk or len(rows.completions)
-        calls: dict[int, list[GuardedCall]] = {}
-        for number, (function, name) in enumerate(zip(sources.functions, sources.names, strict=True)):
-            keywords = rows.keywords_of(function)
-            calls[number] = []
-            for start in range(0, len(rows.completions), size):
-                chunk = {column: values[start : start + size] for column, values in keywords.items()}
-                record = RewardCall(name, number, rows.first + start, len(chunk["completions"]))
-                chunk["trainer_state"] = state
-                calls[number].append(GuardedCall(function, record, chunk, recorders, self.faults))
-        return calls
+        for first in range(0, len(rows.completions), size):
+            chunk = {column: values[first : first + size] for column, values in keywords.items()}
+            record = RewardCall(name, number, rows.first + first, len(chunk["completions"]))
+            chunk["trainer_state"] = rows.state
+            calls.append(GuardedCall(function, record, chunk, rows.recorders, self.faults))
+        if not is_async(function):
+            return [call.run if self.workers is None else self.workers.submit(call).result for call in calls]
+        if self.async_loop is None:
+            raise RewardError(
+                f"reward function '{name}' is asynchronous, and the trainer was built without an asynchronous function;"
+                " pass it as reward_funcs when the trainer is built."
+            )
+        return [start(partial(call.run, partial(execute_on, self.async_loop))).result for call in calls]
 
     def join_remaining_forwards(self, sources: RewardFunctions, rows: RewardRows) -> None:
         """Run only the reward models, on completions that do not count, where their forward is a collective."""
         for number, function in enumerate(sources.functions):
             if isinstance(function, nn.Module):
                 self._run_model(sources, number, rows)
-
-    def _run_async(self, calls: Mapping[int, list[GuardedCall]]) -> dict[int, list[ChunkRewards]]:
-        """The results of asynchronous functions, which all run concurrently.
-
-        Raises:
-            RewardError: a function failed, or there is no loop to run it on.
-        """
-        if not calls:
-            return {}
-        if self.async_loop is None:
-            name = next(iter(calls.values()))[0].record.function
-            raise RewardError(
-                f"reward function '{name}' is asynchronous, and the trainer was built without an asynchronous function;"
-                " pass it as reward_funcs when the trainer is built."
-            )
-
-        async def of_function(chunks: list[GuardedCall]) -> list[ChunkRewards]:
-            with self.profile(chunks[0].record.function):
-                return await asyncio.gather(*(chunk.run_async() for chunk in chunks))
-
-        async def of_all() -> list[list[ChunkRewards]]:
-            return await asyncio.gather(*map(of_function, calls.values()))
-
-        return dict(zip(calls, asyncio.run_coroutine_threadsafe(of_all(), self.async_loop).result()))
 
     def _run_model(self, sources: RewardFunctions, number: int, rows: RewardRows) -> ChunkRewards:
         """The first logit of a reward model for each completion; all completions are in one forward."""
@@ -234,17 +211,3 @@ class RewardRunner:
         with torch.inference_mode():
             logits = sources.functions[number](**send_to_device(inputs, self.device)).logits
         return logits[:, 0].tolist(), RewardCall(sources.names[number], number, rows.first, len(texts))
-
-
-def _warn_of_unscored(rows: RewardRows, rewards_BF: torch.Tensor) -> None:
-    """Name the first completion that every function left unscored."""
-    unscored_B = torch.isnan(rewards_BF).all(dim=1)
-    if not unscored_B.any():
-        return
-    row = int(unscored_B.nonzero()[0])
-    shown = {name: values[row] for name, values in rows.columns().items()}
-    shown |= {"prompt": rows.prompts[row], "completion": rows.completions[row]}
-    logger.warning(
-        f"All reward functions returned None for the following kwargs:\n{shown}\n"
-        "Please ensure that at least one reward function returns a valid reward."
-    )

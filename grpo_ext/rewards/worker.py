@@ -5,7 +5,6 @@ The process imports neither the training script nor, by itself, torch. rewards.w
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -19,7 +18,8 @@ from typing import Any
 import cloudpickle
 import numpy
 
-from .registry import FILE_MODULE_PREFIX, load_file
+from ..errors import ConfigError
+from ..loading import FILE_MODULE_PREFIX, load_file
 
 # a launcher's variables: a library that reads them would try to join the training processes
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -33,9 +33,9 @@ def pack(value: Any) -> bytes:
     Raises:
         Exception: something in it cannot be pickled.
     """
-    pickled = cloudpickle.dumps(value)
-    loaded = {name: module.__file__ for name, module in sys.modules.items() if name.startswith(FILE_MODULE_PREFIX)}
-    files = {name: file for name, file in loaded.items() if name.encode() in pickled}
+    pickled, modules = cloudpickle.dumps(value), sys.modules.copy()  # which another thread may add to
+    names = [name for name in modules if name.startswith(FILE_MODULE_PREFIX) and name.encode() in pickled]
+    files = {name: modules[name].__file__ for name in names}
     return pickle.dumps((sys.path, files, pickled))
 
 
@@ -71,14 +71,19 @@ def begin() -> None:
 _unpacked: Callable[[bytes], Callable[..., Any]] = functools.cache(unpack)  # loads once
 
 
-def load(packed: bytes) -> None:
+def load(packed: bytes, name: str) -> None:
     """Load a function, which imports the modules that it names.
 
     Raises:
-        RemoteError: it cannot be loaded.
+        ConfigError: the function of this name cannot be loaded.
     """
-    with _as_remote_error():
+    try:
         _unpacked(packed)
+    except BaseException as error:
+        raise ConfigError(
+            f"reward function '{name}' cannot be loaded in a process of reward_workers ({type(error).__name__}: "
+            f"{error}); define it in the script or in a module that can be imported, or set reward_workers=0."
+        ) from error
 
 
 def call(packed: bytes, seed: int, keywords: dict[str, Any]) -> tuple[Any, list[tuple[str, str, Any]]]:
@@ -95,16 +100,10 @@ def call(packed: bytes, seed: int, keywords: dict[str, Any]) -> tuple[Any, list[
     def log_extra(column: str, values: Sequence[Any]) -> None:
         logged.append(("log_extra", column, list(values)))
 
-    with _as_remote_error():
-        function = _unpacked(packed)
-        _seed(seed)
-        return as_list(function(**keywords, log_metric=log_metric, log_extra=log_extra)), logged
-
-
-@contextlib.contextmanager
-def _as_remote_error() -> Iterator[None]:
+    function = _unpacked(packed)
+    _seed(seed)
     try:
-        yield
+        return as_list(function(**keywords, log_metric=log_metric, log_extra=log_extra)), logged
     except BaseException as error:  # sys.exit() too: the call failed
         raise RemoteError(f"{type(error).__name__}: {error}") from error
 

@@ -19,9 +19,8 @@ from loky import ProcessPoolExecutor
 from loky.process_executor import BrokenProcessPool, ShutdownExecutorError
 
 from ..errors import ConfigError
-from .calls import RewardCall
-from .guard import CallTimeout, ChunkRewards, GuardedCall
-from .worker import RemoteError, begin, call, load, pack
+from .guard import CallTimeout, ChunkRewards, GuardedCall, RewardCall
+from .worker import begin, call, load, pack
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -48,11 +47,11 @@ class RewardWorker:
         self._executor: ProcessPoolExecutor | None = None
         self._loaded: set[bytes] = set()  # the functions that its process has loaded
 
-    def call(self, packed: bytes, *arguments: Any, seconds: float | None) -> Any:
+    def call(self, name: str, packed: bytes, seed: int, keywords: dict[str, Any], seconds: float | None) -> Any:
         """What `rewards.worker.call` returns, within `seconds`; None: no limit. Loading has no limit.
 
         Raises:
-            ConfigError: the function cannot be loaded.
+            ConfigError: the function, by its name, cannot be loaded.
             CallTimeout: it took longer; the process is killed.
             WorkerDied: the process ended.
             RemoteError: the function raised.
@@ -63,8 +62,9 @@ class RewardWorker:
             self._loaded = set()
         try:
             if packed not in self._loaded:
-                self._load(executor, packed)
-            return executor.submit(call, packed, *arguments).result(seconds)
+                executor.submit(load, packed, name).result()
+                self._loaded.add(packed)
+            return executor.submit(call, packed, seed, keywords).result(seconds)
         except (BrokenProcessPool, ShutdownExecutorError) as error:
             self.kill()
             exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]
@@ -72,16 +72,6 @@ class RewardWorker:
         except FutureTimeout:
             self.kill()
             raise CallTimeout(seconds, "reward_timeout") from None
-
-    def _load(self, executor: ProcessPoolExecutor, packed: bytes) -> None:
-        try:
-            executor.submit(load, packed).result()
-        except RemoteError as error:
-            raise ConfigError(
-                f"cannot be loaded in a process of reward_workers ({error}); define it in the script or in a module "
-                "that can be imported, or set reward_workers=0."
-            ) from error
-        self._loaded.add(packed)
 
     def kill(self) -> None:
         """End the process and those that it has started; from any thread."""
@@ -130,32 +120,31 @@ class RewardWorkers:
             ) from error
 
     def submit(self, guarded: GuardedCall) -> Future[ChunkRewards]:
-        """Make a call in the next process that is free."""
-        return self._threads.submit(self._run, guarded, self._ended)
+        """Make a call in the next process that is free.
 
-    def _run(self, guarded: GuardedCall, ended: threading.Event) -> ChunkRewards:
-        if ended.is_set():
-            raise WorkerDied("the reward workers have been ended")
-        return guarded.run(self._attempt, ended)
+        Raises:
+            ConfigError: the function cannot be sent to another process.
+        """
+        self.add(guarded.function, guarded.record.function)
+        return self._threads.submit(guarded.run, self._attempt, self._ended)
 
     def _attempt(self, guarded: GuardedCall, record: RewardCall) -> Any:
         """Call a function in the process of this thread, and log here what it logs there."""
-        keywords, seconds = dict(guarded.keywords), guarded.faults.timeout
-        state = keywords.get("trainer_state")
+        keywords, state = dict(guarded.keywords), guarded.keywords["trainer_state"]
         if (step := getattr(state, "global_step", None)) is not None:
             # its class would import transformers there, and its log grows with the run
             keywords["trainer_state"] = SimpleNamespace(**{**vars(state), "log_history": []})
         # random numbers of a call do not depend on the worker, the split or an attempt that failed
         seed = zlib.crc32(f"{self.seed} {step} {record.number} {record.first}".encode())
-        request = (self._packed[id(guarded.function)][1], seed, keywords)
-        worker: RewardWorker = self._thread.worker
+        packed, worker = self._packed[id(guarded.function)][1], self._thread.worker
+        request = (record.function, packed, seed, keywords, guarded.faults.timeout)
         try:
-            rewards, logged = worker.call(*request, seconds=seconds)
+            rewards, logged = worker.call(*request)
         except WorkerDied as died:
             if "SIGTERM" not in str(died):
                 raise
             # a cluster tells all processes that the run is to end, and the training process decides when
-            rewards, logged = worker.call(*request, seconds=seconds)
+            rewards, logged = worker.call(*request)
         recorders = guarded.recorders_of(record)
         for recorder, name, value in logged:
             recorders[recorder](name, value)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.importance import RatioRule
 from ..batching.prompt_order import RolloutRequest
-from ..rewards.calls import RewardCall
+from ..rewards.guard import RewardCall
 from ..rewards.runner import RewardFunctions
 from .tools import TurnLimits
 from .transcript import Transcript

@@ -13,7 +13,7 @@ import torch
 from ..algorithms.advantages import nan_std, weighted_sum
 from ..algorithms.exact import exact_mean
 from ..algorithms.importance import RatioRule
-from ..rewards.calls import add_columns, columns_of, metrics_of
+from ..rewards.guard import columns_of, metrics_of
 from .join import Round
 from .local import Terms
 
@@ -88,8 +88,10 @@ def add_to_table(part: Round, terms: Terms) -> None:
     for name, rewards in zip(terms.rewards.names, part.rewards_BF.unbind(1)):
         table["rewards"][name].extend(rewards.tolist())
     table["advantages"].extend(part.advantages_B.tolist())
-    columns = columns_of(part.reward_calls, len(part))
-    add_columns(table["extra"], columns, len(part), len(table["prompt"]))
+    extra, columns = table["extra"], columns_of(part.reward_calls, len(part))
+    for name in dict.fromkeys([*extra, *columns]):  # every column stays as long as that of the prompts
+        extra[name].extend(columns.get(name, [None] * len(part)))
+        extra[name].extendleft([None] * (len(table["prompt"]) - len(extra[name])))
     images = [entry.images for entry in part.entries]
     if any(images) or table["images"]:
         table["images"].extend(images)

@@ -21,7 +21,7 @@ import torch
 from ..batching.prompt_order import StepRows
 from ..errors import RolloutError
 from ..forward.rows import TokenRows, same_prompts
-from ..rewards.calls import RewardCall
+from ..rewards.guard import RewardCall
 from ..rewards.runner import RewardRows, RewardRunner
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process
@@ -223,9 +223,11 @@ class RolloutWorker:
             retired=self.environments.retired,
             first=local.first,
             chunk=self.settings.groups_of(local.request.num_generations),
+            state=terms.state,
+            recorders=terms.recorders,
         )
         with self.rewards.profile("_calculate_rewards"):
-            return self.rewards.compute(terms.rewards, reward_rows, terms.state, terms.recorders)
+            return self.rewards.compute(terms.rewards, reward_rows)
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:

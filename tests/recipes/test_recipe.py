@@ -197,7 +197,7 @@ def test_the_problems_of_the_real_model_train_another_chat_model_with_either_tra
     ("options", "sentence"),
     [
         (["--demo", "sum"], "--demo sum is unknown; use letters, or path/to/file.py:name of a Demo"),
-        (["--demo", f"{RECIPE.with_name('smollm2.py')}:WORDS"], "defines no such Demo; it defines sums, last_word"),
+        (["--demo", f"{RECIPE.with_name('smollm2.py')}:WORDS"], "defines no Demo WORDS; it defines sums, last_word"),
         (["--demo", "letters", "--dataset_name", "rows.jsonl"], "--demo letters brings its own data"),
         (["--demo_trainer", "TRL"], "--demo_trainer TRL is unknown; use grpo_ext or trl"),
         (["--demo", "letters", "--model_name_or_path", "m"], "--demo letters makes its own model"),

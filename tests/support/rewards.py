@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from grpo_ext.rewards.calls import RewardCall
-from grpo_ext.rewards.guard import STRICT, Faults
+from grpo_ext.rewards.guard import Faults, RewardCall
 from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
 from grpo_ext.rewards.workers import RewardWorkers
 
 COMPLETIONS = ["a", "bb", "ccc", "dddd", "eeeee"]
+STRICT = Faults()
 PATIENCE_S = 60.0  # waited for in full by a test that fails alone
 
 
@@ -34,11 +34,9 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
         thread.join()
 
 
-def functions_of(functions: Sequence[Any], names: Sequence[str] | None = None) -> RewardFunctions:
+def functions_of(functions: Sequence[Any]) -> RewardFunctions:
     """Functions by the names function_0, function_1 and so on."""
-    return RewardFunctions(
-        functions, names or [f"function_{n}" for n in range(len(functions))], [None] * len(functions)
-    )
+    return RewardFunctions(functions, [f"function_{n}" for n in range(len(functions))], [None] * len(functions))
 
 
 def score(
@@ -46,19 +44,17 @@ def score(
     workers: RewardWorkers | None = None,
     faults: Faults = STRICT,
     chunk: int | None = 2,
-    state: Any = None,
-    recorders: Any = None,
-    environments: Any = None,
     completions: Sequence[str] = COMPLETIONS,
-    **columns: list[Any],
+    **settings: Any,
 ) -> tuple[list[list[float | None]], list[RewardCall]]:
     """The rewards of each function, and the calls, in the order of the completions; the first is completion 20."""
-    inputs = [{"answer": "abcde"[row], **{name: column[row] for name, column in columns.items()}} for row in range(5)]
-    ids = [[1]] * 5
-    rows = RewardRows(inputs, list("pqrst"), list(completions), ids, environments, first=20, chunk=chunk)
+    size = len(completions)
+    inputs = [{"answer": answer, "level": level} for level, answer in enumerate("abcde"[:size], start=1)]
+    rows = RewardRows(inputs, list("pqrst"[:size]), [*completions], [[1]] * size, first=20, chunk=chunk, **settings)
     with running_loop() as loop:
-        runner = RewardRunner(torch.device("cpu"), faults, workers, loop)
-        rewards_BF, calls = runner.compute(functions_of(functions), rows, state, recorders)
+        rewards_BF, calls = RewardRunner(torch.device("cpu"), faults, workers, loop).compute(
+            functions_of(functions), rows
+        )
     rewards = [[None if math.isnan(value) else value for value in column] for column in rewards_BF.T.tolist()]
     return rewards, sorted(calls, key=lambda call: (call.first, call.number))
 

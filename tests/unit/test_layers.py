@@ -15,6 +15,7 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext")
 # rooms from the bottom to the top: each may import itself and those before it; "package" is grpo_ext/__init__.py
 ROOMS = (
     "errors",
+    "loading",
     "algorithms",
     "batching",
     "compat",
@@ -33,7 +34,7 @@ ROOMS = (
     "demo",
     "tools",
 )
-PURE = ("errors", "algorithms", "batching")  # torch and the standard library alone
+PURE = ("errors", "loading", "algorithms", "batching")  # torch and the standard library alone
 NAMES_COLLECTIVES = "grpo_ext/runtime/collectives.py"
 COLLECTIVES = {
     "gather",

@@ -1,6 +1,4 @@
-"""Rewards by name: what counts as the final number, and what is said when a name cannot be resolved.
-Right answers score 1 and wrong ones 0, in every spelling that models and data sets use.
-No model, no network."""
+"""Rewards by name: what counts as the final number, and what is said when a name cannot be resolved."""
 
 from __future__ import annotations
 
@@ -95,12 +93,11 @@ def test_math_reward_takes_plain_completions_and_the_gold_from_answer():
 def test_own_rewards_load_from_a_file_and_from_a_module(tmp_path, monkeypatch):
     (tmp_path / "mine_for_test.py").write_text("def half(completions, **_):\n    return [0.5] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
-    for name in (f"{tmp_path}/mine_for_test.py:half", "mine_for_test.half"):
-        (reward,) = resolve_rewards([name])
+    for name in (f"{tmp_path}/mine_for_test.py:", "mine_for_test."):
+        (reward,) = resolve_rewards([f"{name}half"])
         assert reward(completions=["a", "b"]) == [0.5, 0.5]
-    for name in (f"{tmp_path}/mine_for_test.py:third", "mine_for_test.third"):
-        with pytest.raises(ConfigError, match=r"third.*it has half"):
-            resolve_rewards([name])
+        with pytest.raises(ConfigError, match=r"third.*it defines half"):
+            resolve_rewards([f"{name}third"])
 
 
 @pytest.mark.parametrize(
@@ -130,33 +127,23 @@ def test_missing_math_verify_is_said_before_training(monkeypatch):
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
-    """Makes an installed distribution that offers reward functions: (its name, the lines of its entry points)."""
-
-    def make(name: str, *lines: str) -> None:
-        folder = tmp_path / name
-        info = folder / f"{name}-1.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[grpo_ext.rewards]\n" + "\n".join(lines))
-        code = "def half(completions, **_):\n    return [0.5] * len(completions)\nnone = 0\n"
-        (folder / f"{name}.py").write_text(code)
-        monkeypatch.syspath_prepend(str(folder))
-
-    return make
+    """An installed distribution that offers two reward functions, one by a name that is taken."""
+    info = tmp_path / "plug-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[grpo_ext.rewards]\nhalf_marks = plug:half\nexact_number = plug:half\n")
+    (tmp_path / "plug.py").write_text("def half(completions, **_):\n    return [0.5] * len(completions)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def test_a_plugin_adds_a_short_name(plugin):
-    before = reward_names()
-    plugin("plug_one", "half_marks = plug_one:half")
     (reward,) = resolve_rewards(["half_marks"])
     assert reward(completions=["a", "b"]) == [0.5, 0.5]
-    assert reward_names() == sorted([*before, "half_marks"])
     with pytest.raises(ConfigError, match=r"no reward 'half'; use one of accuracy, .*half_marks"):
         resolve_rewards(["half"])
 
 
 def test_a_plugin_with_a_built_in_name_is_refused_where_it_is_asked_for(plugin):
-    plugin("plug_clash", "exact_number = plug_clash:half")
-    with pytest.raises(ConfigError, match="'exact_number' is offered by plug_clash:half and grpo_ext"):
+    with pytest.raises(ConfigError, match="'exact_number' is offered by plug:half and grpo_ext"):
         resolve_rewards(["exact_number"])
     assert resolve_rewards(["length_penalty"], 10)

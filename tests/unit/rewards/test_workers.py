@@ -7,7 +7,9 @@ import importlib
 import multiprocessing
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -17,8 +19,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import TrainerState
@@ -31,9 +33,14 @@ from tests.support.rewards import PATIENCE_S, process_id, score, working
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def state():
-    accelerate.PartialState()  # the logger asks it which process this is
+def gone(pid: int) -> bool:
+    """Whether a process ends."""
+    until = time.monotonic() + PATIENCE_S
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 # ---- The same as in the training process ----------------------------------------------------------------------------
@@ -91,15 +98,11 @@ def test_chunks_of_all_functions_run_concurrently(tmp_path):
 
         return graded
 
-    def pair() -> list[Any]:
-        for path in tmp_path.iterdir():
-            path.unlink()
-        return [meets("a", "b"), meets("b", "a")]
-
-    with working(2) as workers:
-        assert score(pair(), workers, Faults(timeout=PATIENCE_S), chunk=None)[0] == [[1.0] * 5] * 2
     with working(1) as workers, pytest.raises(RewardError, match=r"no answer within reward_timeout=0\.3"):
-        score(pair(), workers, Faults(timeout=0.3), chunk=None)
+        score([meets("a", "b"), meets("b", "a")], workers, Faults(timeout=0.3), chunk=None)
+    with working(2) as workers:
+        pair = [meets("c", "d"), meets("d", "c")]
+        assert score(pair, workers, Faults(timeout=PATIENCE_S), chunk=None)[0] == [[1.0] * 5] * 2
 
 
 def test_asynchronous_functions_stay_in_the_training_process():
@@ -138,10 +141,10 @@ def test_random_numbers_of_a_call_depend_on_the_run_and_its_place_alone(tmp_path
 
 
 def test_a_worker_is_a_fresh_interpreter_of_one_thread_without_an_accelerator_and_no_part_of_a_launch(monkeypatch):
-    def found(completions, trainer_state, log_extra, **kwargs):
+    def looks(completions, trainer_state, log_extra, **kwargs):
         names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_USE_CPU", "OTHER")
         modules = [name in sys.modules for name in ("torch", "transformers", __name__)]
-        log_extra("found", [[os.environ.get(name) for name in names], modules, sys.stdin.read(), trainer_state])
+        log_extra("process", [[os.environ.get(name) for name in names], modules, sys.stdin.read(), trainer_state])
         return [0.0] * len(completions)
 
     for name in ("OMP_NUM_THREADS", "WORLD_SIZE", "ACCELERATE_USE_CPU", "OTHER"):
@@ -149,7 +152,7 @@ def test_a_worker_is_a_fresh_interpreter_of_one_thread_without_an_accelerator_an
     logged: list[Any] = []
     with working() as workers:
         recorders = {"log_extra": lambda _, values: logged.append(values)}  # the user's: called in this process
-        _, calls = score([found], workers, chunk=None, state=TrainerState(), recorders=recorders)
+        _, calls = score([looks], workers, chunk=None, state=TrainerState(), recorders=recorders)
     assert calls[0].columns == {}
     variables, modules, stdin, state = logged[0]
     assert variables == ["1", "", None, None, "4"]
@@ -169,23 +172,6 @@ def test_a_timed_call_runs_in_the_main_thread_and_what_it_forks_can_be_terminate
 
     with working() as workers:
         assert score([alarmed], workers, Faults(timeout=PATIENCE_S))[0][0] == [-signal.SIGTERM] * 5
-
-
-def test_a_worker_that_a_cluster_terminates_is_replaced_and_its_call_made_again_once(tmp_path):
-    def terminated(times: int) -> Callable[..., Any]:
-        def graded(completions, **kwargs):
-            tries = tmp_path / str(times)
-            tries.open("a").write(".")
-            if len(tries.read_text()) <= times:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return [1.0] * len(completions)
-
-        return graded
-
-    with working() as workers:
-        assert score([terminated(1)], workers, chunk=None)[0][0] == [1.0] * 5
-        with pytest.raises(RewardError, match=r"SIGTERM\(-15\); .*reward_on_failure='none' goes on without"):
-            score([terminated(2)], workers, chunk=None)
 
 
 def test_a_function_that_cannot_be_loaded_ends_the_run_at_once(monkeypatch, caplog):
@@ -210,3 +196,157 @@ def test_the_time_of_a_call_begins_once_its_function_is_loaded(monkeypatch, tmp_
     graded = importlib.import_module("slow_to_import").graded
     with working() as workers:
         assert score([graded], workers, Faults(timeout=2.0))[0] == [[1.0] * 5]
+
+
+def test_a_worker_keeps_what_its_function_loads_at_its_first_call():
+    loaded: list[bytes] = []
+
+    def loads(completions, log_extra, **kwargs):
+        if not loaded:
+            loaded.append(b"1" * 400_000_000)
+            time.sleep(1.2)  # loky looks at the memory of a process once a second
+        return [float(os.getpid()) for _ in completions]
+
+    with working() as workers:
+        rewards, _ = score([loads], workers, chunk=1, recorders={"log_extra": lambda *_: None})
+    assert len(set(rewards[0])) == 1
+
+
+# ---- What fails there -----------------------------------------------------------------------------------------------
+
+
+def unscorable(completions, **kwargs):
+    class Unscorable(ValueError):
+        def __init__(self, first: int, second: int) -> None:  # so that pickle cannot make it again
+            super().__init__(f"{first} and {second}")
+
+    raise Unscorable(1, 2)
+
+
+@pytest.mark.parametrize(
+    "raises", [lambda completions, **kwargs: {}["answer"], lambda completions: [0.0], functools.partial(unscorable)]
+)
+def test_an_error_reads_as_in_the_training_process_and_shows_where_it_was_raised(raises):
+    with pytest.raises(RewardError) as here:
+        score([raises])
+    with working() as workers, pytest.raises(RewardError) as there:
+        score([raises], workers)
+    assert str(there.value) == str(here.value)
+    assert 'worker.py", line' in str(there.value.__cause__.__cause__)
+
+
+def test_a_call_that_hangs_is_killed_with_what_it_started_and_the_others_go_on(tmp_path, caplog):
+    def hangs(completions, **kwargs):  # with the interpreter's lock, and a process that it has started
+        if "ccc" in completions:
+            other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            (tmp_path / "pids").write_text(f"{os.getpid()} {other.pid}")
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        return [1.0] * len(completions)
+
+    faults = Faults(timeout=2.0, on_failure="none")
+    with working(2) as workers:
+        rewards, _ = score([hangs, process_id], workers, faults)
+        assert rewards[0] == [1.0, 1.0, None, None, 1.0]
+        assert None not in rewards[1]
+        assert "no answer within reward_timeout=2.0 seconds" in caplog.text
+        assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+        assert None not in score([process_id], workers, faults)[0][0]
+
+
+ENDINGS = {
+    "os._exit(7)": "its process has ended: EXIT(7)",
+    "os.kill(os.getpid(), signal.SIGKILL)": "its process has ended: SIGKILL(-9)",
+    "sys.exit(3)": "SystemExit: 3",
+}
+
+
+def ending(code: str, times: int, folder: Path) -> Callable[..., Any]:
+    """A function that runs a line of code the first times that it scores the completion "ccc"."""
+
+    def graded(completions, **kwargs):
+        if "ccc" in completions and len(list(folder.iterdir())) < times:
+            (folder / f"{time.monotonic_ns()}").touch()
+            exec(code, {"os": os, "signal": signal, "sys": sys})
+        return [1.0] * len(completions)
+
+    return graded
+
+
+@pytest.mark.parametrize("code", ENDINGS)
+def test_a_worker_that_ends_is_a_call_that_failed(code, tmp_path, caplog):
+    with working() as workers:
+        graded = ending(code, 2, tmp_path)
+        with pytest.raises(RewardError, match=re.escape(ENDINGS[code])):
+            score([graded], workers)
+        assert score([graded], workers, Faults(retries=1))[0] == [[1.0] * 5]
+        assert "try 2 of 2 follows" in caplog.text
+
+
+def test_a_worker_that_a_cluster_terminates_is_replaced_and_its_call_made_again_once(tmp_path):
+    graded = ending("os.kill(os.getpid(), signal.SIGTERM)", 3, tmp_path)
+    with working() as workers:
+        with pytest.raises(RewardError, match=r"SIGTERM\(-15\); .*reward_on_failure='none' goes on without"):
+            score([graded], workers)
+        assert score([graded], workers)[0] == [[1.0] * 5]
+
+
+# ---- The end --------------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_is_final_for_the_calls_of_that_time(tmp_path, caplog):
+    def slow(completions, **kwargs):
+        with (tmp_path / "starts").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(60)
+
+    def bad(completions, **kwargs):
+        while not (tmp_path / "starts").exists():
+            time.sleep(0.01)
+        raise ValueError("scored")
+
+    with working(2) as workers:
+        with pytest.raises(RewardError, match="'function_0' raised ValueError: scored;"):
+            score([bad, slow], workers, Faults(retries=1), chunk=None)
+        assert score([process_id], workers)[0] != [[]]  # goes on afterwards
+    (pid,) = (tmp_path / "starts").read_text().split()
+    assert gone(int(pid))
+    assert "'function_1' failed" not in caplog.text
+
+
+SCRIPT = """
+    import os, re, signal, sys, threading, time
+    import accelerate
+    from grpo_ext.rewards.workers import RewardWorkers
+    from tests.support.rewards import score
+
+    print("imported", flush=True)
+    accelerate.PartialState()
+    LENGTHS = {"a": 1.5}
+    pids = sys.argv[1]
+
+    def graded(completions, **kwargs):
+        return [LENGTHS[c] for c in completions]
+
+    def hangs(completions, **kwargs):
+        open(pids, "w").write(f"{os.getpid()} ")
+        re.match(r"(a+)+$", "a" * 60 + "b")
+
+    workers = RewardWorkers(1, 0)
+    print(score([graded], workers, completions=["a"] * 5)[0], flush=True)
+    threading.Thread(target=score, args=([hangs], workers), daemon=True).start()
+    while not os.path.exists(pids) or " " not in open(pids).read():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_functions_of_a_script_without_a_guard_run_and_no_worker_outlives_it(tmp_path):
+    script, pids = tmp_path / "script.py", tmp_path / "pids"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script, pids], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.splitlines() == ["imported", "[[1.5, 1.5, 1.5, 1.5, 1.5]]"], done.stderr  # it was run once
+    assert done.returncode == -signal.SIGKILL
+    assert all(gone(int(pid)) for pid in pids.read_text().split())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 
 from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.algorithms.importance import RatioRule
-from grpo_ext.rewards.calls import RewardCall
+from grpo_ext.rewards.guard import RewardCall
 from grpo_ext.rollouts.batch import RolloutBatch
 from grpo_ext.rollouts.join import Entry, Round
 from grpo_ext.rollouts.ragged import Ragged
-from grpo_ext.rollouts.records import rollout_metrics
+from grpo_ext.rollouts.records import add_to_table, rollout_metrics
 from tests.support.batches import batch_of_rows
 
 
@@ -57,6 +58,22 @@ def test_rounds_count_by_their_completions():
     assert values["frac_reward_zero_std"] == pytest.approx(4 / 6)  # two groups of three
     assert values["share"] == 0.75  # a mean of the calls
     assert logged([first])["reward"] == 0.75
+
+
+def test_columns_that_are_not_logged_in_every_rollout_stay_as_long_as_the_prompts():
+    column = functools.partial(deque, maxlen=6)  # as in TRL's record
+    table: Any = {name: column() for name in ("prompt", "completion", "advantages", "images")}
+    table |= {name: defaultdict(column) for name in ("rewards", "extra")}
+    for columns in ({}, {"a": [1, 2, 3, 4]}, {"b": [5, 6, 7, 8]}):
+        part = a_round([1.0, 0.0, 1.0, 1.0], [3, 9, 4, 6], [False] * 4, calls=0, failures=0)
+        part.reward_calls[0].columns.update(columns)
+        terms: Any = SimpleNamespace(table=table, rewards=SimpleNamespace(names=["f"]))
+        add_to_table(part, terms)
+    assert {name: list(column) for name, column in table["extra"].items()} == {
+        "a": [3, 4, None, None, None, None],
+        "b": [None, None, 5, 6, 7, 8],
+    }
+    assert len(table["rewards"]["f"]) == len(table["prompt"]) == 6
 
 
 def by_vllm(old: list[float], sampled: list[float], ratios: list[float], mask: list[int]) -> Round:

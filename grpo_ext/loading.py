@@ -1,0 +1,50 @@
+"""Functions, and other objects, by name: `package.module.name`, or `path/to/file.py:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .errors import ConfigError
+
+FILE_MODULE_PREFIX = "grpo_ext_file_"  # names of modules that are loaded from a file
+
+
+def load_file(path: str) -> ModuleType:
+    """Import a Python file under a name of its own, so that what it defines can be pickled."""
+    name = f"{FILE_MODULE_PREFIX}{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, Path(path).expanduser())
+    assert spec is not None  # a file with this suffix always has a loader
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_named(name: str, asked: str, kind: Any) -> Any:
+    """What a name stands for.
+
+    Args:
+        asked: begins an error, as the user knows it: the setting and its value.
+        kind: the class of what is wanted; `Callable` for functions.
+
+    Raises:
+        ConfigError: there is no such module or file, or it defines nothing of that name and kind.
+    """
+    is_file = ".py:" in name
+    source, _, attribute = name.rpartition(":" if is_file else ".")
+    try:
+        module = load_file(source) if is_file else importlib.import_module(source)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise ConfigError(f"{asked} cannot be loaded ({error}); check the path, or the name of the module.") from error
+    value = getattr(module, attribute, None)
+    if not isinstance(value, kind):
+        names = [key for key, value in vars(module).items() if isinstance(value, kind) and not key.startswith("_")]
+        raise ConfigError(
+            f"{asked}: {source} defines no {kind.__name__} {attribute}; it defines {', '.join(names) or 'none'}."
+        )
+    return value
