@@ -20,6 +20,15 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    sleep_using_event,
+    stop_after_attempt,
+    stop_when_event_set,
+    wait_exponential,
+)
 
 from ..errors import ConfigError, RewardError, shortened
 from .worker import RemoteError, as_list
@@ -172,50 +181,60 @@ class GuardedCall:
             RewardError: the last attempt failed, or it returned something that is not a reward.
             ConfigError: the function cannot be loaded in the other process.
         """
-        ended, attempt = ended or threading.Event(), 1
-        while not ended.is_set():
-            record = dataclasses.replace(self.record, metrics=[], columns={})
-            try:
-                rewards = execute(self, record)
-            except ConfigError:  # no attempt would succeed
-                raise
-            except Exception as error:
-                if ended.is_set():
-                    break
-                if (pause := self._pause(error, attempt)) is None:
-                    return [None] * self.record.rows, self.record
-                ended.wait(pause)
-                attempt += 1
-            else:
-                return self._checked(rewards), record
-        raise CancelledError("the processes of reward_workers were ended")
+        ended = ended or threading.Event()
+        retrying = Retrying(
+            sleep=sleep_using_event(ended),
+            stop=stop_after_attempt(self.faults.retries + 1) | stop_when_event_set(ended),
+            wait=wait_exponential(multiplier=0.5, max=30),
+            retry=retry_if_exception(lambda e: isinstance(e, Exception) and not isinstance(e, ConfigError)),
+            before_sleep=self._warn,
+            reraise=True,
+        )
+        try:
+            if ended.is_set():  # before the first attempt
+                raise CancelledError
+            rewards, record = retrying(self._attempt, execute)
+        except ConfigError:  # no attempt would succeed
+            raise
+        except Exception as error:
+            if ended.is_set():
+                raise CancelledError("the processes of reward_workers were ended") from error
+            return self._failed(error)
+        return self._checked(rewards), record
+
+    def _attempt(self, execute: Execute) -> tuple[Any, RewardCall]:
+        record = dataclasses.replace(self.record, metrics=[], columns={})
+        return execute(self, record), record
 
     def recorders_of(self, record: RewardCall) -> dict[str, Callable[..., None]]:
         """The `log_metric` and `log_extra` of an attempt."""
         return {"log_metric": record.log_metric, "log_extra": record.log_extra, **self.recorders}
 
-    def _pause(self, error: Exception, attempt: int) -> float | None:
-        """Seconds until the next attempt; None after the last one, where its completions get `None`.
+    def _failure(self, error: BaseException | None) -> str:
+        return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
+
+    def _warn(self, state: RetryCallState) -> None:
+        failure = self._failure(None if state.outcome is None else state.outcome.exception())
+        tries = f"try {state.attempt_number + 1} of {self.faults.retries + 1} follows"
+        logger.warning(f"reward function '{self.record.function}' failed ({failure}); {tries}.")
+
+    def _failed(self, error: Exception) -> ChunkRewards:
+        """No rewards after the last attempt.
 
         Raises:
-            RewardError: after the last one, where a failure is an error.
+            RewardError: a failure is an error.
         """
-        attempts, name = self.faults.retries + 1, f"reward function '{self.record.function}'"
-        described = str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
-        if attempt < attempts:
-            logger.warning(f"{name} failed ({described}); try {attempt + 1} of {attempts} follows.")
-            return min(2.0 ** min(attempt - 2, 5), 30.0)  # 0.5, 1, 2, ... 30
+        failure, name, rows = self._failure(error), f"reward function '{self.record.function}'", self.record.rows
         if self.faults.on_failure == "none":
-            rows = self.record.rows
-            logger.warning(f"{name} failed ({described}); its {rows} completions get None (reward_on_failure='none').")
-            return None
+            logger.warning(f"{name} failed ({failure}); its {rows} completions get None (reward_on_failure='none').")
+            return [None] * rows, self.record
         remedy = "make it return None for completions it cannot score, and see the traceback above for where it failed."
-        if described.startswith("TypeError") and "argument" in described:
+        if failure.startswith("TypeError") and "argument" in failure:
             remedy = (
                 "it is called with prompts, completions, completion_ids and every column of the data by name: let it "
                 "take **kwargs, and ask only for columns the data has."
             )
-        raise RewardError(f"{name} raised {described}; {getattr(error, 'remedy', remedy)}") from error
+        raise RewardError(f"{name} raised {failure}; {getattr(error, 'remedy', remedy)}") from error
 
     def _checked(self, rewards: Any) -> list[float | None]:
         """The rewards as floats or `None`.

@@ -169,11 +169,6 @@ def test_a_call_that_hangs_or_fails_is_made_again_and_at_last_an_error_or_none(k
     assert "its 3 completions get None" in caplog.text
 
 
-def test_pauses_between_tries_double_up_to_half_a_minute():
-    guarded = GuardedCall(print, RewardCall("graded", 0, 0, 1), {}, {}, Faults(retries=10**6))
-    pauses = [guarded._pause(ConnectionError(), attempt) for attempt in (1, 2, 3, 6, 7, 10**6)]
-    assert pauses == [0.5, 1.0, 2.0, 16.0, 30.0, 30.0]
-
 
 def test_a_function_that_raises_is_named_with_its_error_and_the_remedy():
     with pytest.raises(RewardError, match="'function_0' raised KeyError: 'answers'; make it return None for") as caught:
