@@ -77,7 +77,7 @@ def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
 
     file = [] if config is None else ["--config", str(config)]
     options = [option.replace("-", "_").replace("__", "--", 1) for p in context.command.params for option in p.opts]
-    return read_settings([*file, *context.args], options)
+    return read_settings([*file, *context.args], more_options=options)
 
 
 @app.command(**OF_A_RUN)
