@@ -73,7 +73,7 @@ def test_a_full_model_is_the_trained_one(full, tmp_path):
     assert kind == "full"
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([5, 6]) != ""
     card = (tmp_path / "out" / "README.md").read_text()
-    for words in ("exported after step 3", "library_name: transformers", "| learning_rate | 0.001 |", "letter_reward"):
+    for words in ("checkpoint-3, full", "library_name: transformers", '"learning_rate": 0.001,', "letter_reward"):
         assert words in card
 
 
