@@ -130,7 +130,6 @@ def built_once(name: str, build: Callable[[], tuple[Any, Any]]) -> Path:
         if not (cache / name).is_dir():
             with tempfile.TemporaryDirectory(prefix=".building-", dir=cache) as temporary:
                 folder = Path(temporary) / name
-                folder.mkdir()
                 for part in build():
                     part.save_pretrained(folder)
                 folder.rename(cache / name)

@@ -73,12 +73,12 @@ def test_exact_match_is_the_share_of_right_samples_and_changes_no_state(short_re
     dataset = demo.eval_dataset.select(range(10))
     demo = replace(demo, eval_dataset=dataset)
     state = torch.get_rng_state()
-    accuracy, samples = exact_match(model, tokenizer, demo, batch_size=4)
+    accuracy, samples = exact_match(model, tokenizer, demo)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
-    assert [sample.prompt for sample in samples] == list(dataset["prompt"])
+    assert [prompt for prompt, *_ in samples] == list(dataset["prompt"])
     # the measurement must be able to reach both ends: gold answers that the model does give, and ones it cannot
-    for answers, share in (([sample.completion for sample in samples], 1.0), (["?"] * 10, 0.0)):
+    for answers, share in (([completion for _, completion, *_ in samples], 1.0), (["?"] * 10, 0.0)):
         changed = dataset.remove_columns("answer").add_column("answer", answers)
-        assert exact_match(model, tokenizer, replace(demo, eval_dataset=changed), batch_size=4)[0] == share
+        assert exact_match(model, tokenizer, replace(demo, eval_dataset=changed))[0] == share
     assert 0.0 <= accuracy <= 1.0

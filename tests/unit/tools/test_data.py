@@ -104,11 +104,7 @@ QUESTION = {"prompt_column": "question"}
     ("rows", "options", "message"),
     [
         (ROWS, {}, r"no column 'prompt' \(prompt_column\); its columns are question, solution, level"),
-        (
-            ROWS,
-            {"prompt_template": "{problem}"},
-            r"KeyError\('problem'\).*write a column \(question, ,
-        ),
+        (ROWS, {"prompt_template": "{problem}"}, r"KeyError\('problem'\).* a column \(question, solution, level\)"),
         (ROWS, {"prompt_template": "{question"}, r"cannot be filled"),
         (ROWS, {**QUESTION, "answer_column": "solution", "answer_after": "@"}, r"row 0: nothing follows '@'"),
         (ROWS, {**QUESTION, "eval_fraction": 1.0}, r"eval_fraction=1.0 of 10 rows: test_size=10 should be"),
