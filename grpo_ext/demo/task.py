@@ -12,9 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from transformers import GenerationConfig
 
 from ..errors import ConfigError
 from ..rewards.registry import load_file
@@ -135,49 +133,15 @@ def demo_named(name: str) -> Demo:
     """
     if name == EMBEDDED:
         reward = f"{__name__}.{sorted_letters_reward.__name__}"
-        return Demo(lambda model: load_demo(), {**demo_config_defaults(), "rewards": [reward]})
+        return Demo(lambda model: load_demo(), {**demo_config_defaults(), "rewards": [reward], "demo": EMBEDDED})
     file, _, variable = name.rpartition(":")
-    if not file.endswith(".py"):
+    try:
+        demo = getattr(load_file(Path(file).expanduser()), variable) if file.endswith(".py") else None
+    except Exception as error:
+        raise ConfigError(f"--demo {name} cannot be imported: {error}.") from error
+    if not isinstance(demo, Demo):
         raise ConfigError(
-            f"--demo {name} is unknown; use {EMBEDDED}, or path/to/file.py:name of a Demo. recipes/grpo.py also takes "
+            f"--demo {name} is no demo; use {EMBEDDED}, or path/to/file.py:name of a Demo. recipes/grpo.py also takes "
             "sums and last_word."
         )
-    try:
-        module = load_file(Path(file).expanduser())
-    except Exception as error:
-        raise ConfigError(f"--demo {name}: {file} cannot be imported ({error}).") from error
-    demos = {key: value for key, value in vars(module).items() if isinstance(value, Demo)}
-    if variable not in demos:
-        raise ConfigError(f"--demo {name}: {file} defines no such Demo; it defines {', '.join(demos) or 'none'}.")
-    return demos[variable]
-
-
-@torch.no_grad()
-def exact_match(
-    model: Any, tokenizer: Any, task: DemoTask, max_new_tokens: int = MAX_COMPLETION_LENGTH
-) -> tuple[float, list[tuple[Any, str, str, bool]]]:
-    """(share of right greedy completions of held-out prompts, all of them: prompt, completion, answer, right or not).
-
-    Draws no random number and leaves the model in the mode it was in, so a run may measure itself midway.
-    """
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    was_training = model.training
-    model.eval()
-    samples: list[tuple[Any, str, str, bool]] = []
-    for rows in task.eval_dataset.iter(batch_size=256):
-        prompts, answers = rows["prompt"], rows["answer"]
-        texts = prompts
-        if not isinstance(prompts[0], str):
-            texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
-        output = model.generate(**inputs.to(model.device), generation_config=settings)
-        completions = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        rewards = task.reward_funcs[0](prompts=prompts, completions=completions, answer=answers)
-        samples += zip(prompts, completions, answers, [reward == 1.0 for reward in rewards])
-    model.train(was_training)
-    return sum(right for *_, right in samples) / len(samples), samples
+    return demo

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -79,7 +78,7 @@ def export(
             folder.rename(target)
     except GrpoExtError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise CheckpointError(f"{source} could not be exported: {type(error).__name__}: {error}") from error
     return kind
 
@@ -136,12 +135,8 @@ def _join_shards(source: Path, joined: Path) -> str:
 
         merge_fsdp_weights(str(shards), str(joined), safe_serialization=True)
         return "FSDP shards"
-    try:
-        from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-    except ImportError:
-        raise ConfigError(
-            f"{source} holds weights in DeepSpeed's shards; `pip install deepspeed` to put them together."
-        ) from None
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
     convert_zero_checkpoint_to_fp32_state_dict(str(source), str(joined), safe_serialization=True)
     return "ZeRO shards"
 
@@ -218,11 +213,11 @@ def _copy_beside(source: Path, folder: Path) -> None:
 
 
 def _write_card(source: Path, folder: Path, title: str, kind: str) -> None:
-    path, library = source / FINGERPRINT, "peft" if (folder / _ADAPTER_CONFIG).is_file() else "transformers"
-    run = json.loads(path.read_text()) if path.is_file() else {}
+    library = "peft" if (folder / _ADAPTER_CONFIG).is_file() else "transformers"
+    run = json.loads(path.read_text()) if (path := source / FINGERPRINT).is_file() else {}
     plain = {n: v for n, v in run.get("settings", {}).items() if v is not None and not isinstance(v, (dict, list))}
     settings = json.dumps({"rewards": run.get("rewards"), **plain}, indent=1)
-    ModelCard(
-        f"---\n{ModelCardData(library_name=library, tags=['grpo', 'trl', 'grpo_ext']).to_yaml()}\n---\n\n# {title}\n\n"
+    (folder / "README.md").write_text(
+        f"---\nlibrary_name: {library}\ntags: [grpo, trl, grpo_ext]\n---\n\n# {title}\n\n"
         f"Trained with GRPO (TRL, grpo_ext): {source.name}, {kind}.\n\n```json\n{settings}\n```\n"
-    ).save(folder / "README.md")
+    )

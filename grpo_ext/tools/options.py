@@ -13,17 +13,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import trl
 import yaml
 from transformers import HfArgumentParser
 from trl import ModelConfig
 
 from ..config import REMOVED_SETTINGS, GRPOConfig
-from ..demo.task import EMBEDDED, DemoTask, demo_named
+from ..demo.task import EMBEDDED, Demo, demo_named
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
 from .data import DataArguments
-from .stock import OURS, STOCK, stock_config
+from .stock import OURS, STOCK
 
 # prefixes of settings of a run's output, evaluation and resume
 _WRITTEN = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
@@ -56,8 +55,8 @@ OPTIONS: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)
 
 def parse(
     argv: list[str], demos: Mapping[str, str] | None = None
-) -> tuple[bool, ScriptArguments, GRPOConfig, ModelConfig]:
-    """(demo or not, script arguments, GRPOConfig, ModelConfig); demo settings are defaults that options override.
+) -> tuple[Demo | None, ScriptArguments, GRPOConfig, ModelConfig]:
+    """(demo, script arguments, GRPOConfig, ModelConfig); a demo's settings are defaults that options override.
 
     Args:
         demos: short names of demos in files, `path/to/file.py:name`.
@@ -65,8 +64,8 @@ def parse(
     settings = read_settings(argv)
     if demos and settings.get("demo") in demos:
         settings["demo"] = demos[settings["demo"]]
-    demo = is_demo(settings)
-    return demo, *as_dataclasses({**(demo_defaults(settings) if demo else {}), **settings})
+    demo = demo_of(settings)
+    return demo, *as_dataclasses({**(demo.settings if demo else {}), **settings})
 
 
 def read_settings(
@@ -116,35 +115,23 @@ def _settings_in(path: str) -> dict[str, Any]:
     return settings
 
 
-def is_demo(settings: Mapping[str, Any]) -> bool:
-    """Whether the settings name a demo, or neither a model nor data.
+def demo_of(settings: Mapping[str, Any]) -> Demo | None:
+    """The demo that settings name, or the embedded one where they name neither a model nor data.
 
     Raises:
-        ConfigError: only one of model and data is named, or a demo with data or a model it does not take.
+        ConfigError: it is unknown, or does not take that model or data; only one of model and data is named.
     """
-    if (name := settings.get("demo")) is not None:
-        if settings.get("dataset_name") is not None:
-            raise ConfigError(f"--demo {name} brings its own data; leave --dataset_name out, or --demo.")
-        if name == EMBEDDED and settings.get("model_name_or_path") is not None:
-            raise ConfigError(f"--demo {name} makes its own model; leave --model_name_or_path out.")
-        return True
-    named = [name for name in ("model_name_or_path", "dataset_name") if settings.get(name) is not None]
-    if len(named) == 1:
+    name, model, dataset = (settings.get(option) for option in ("demo", "model_name_or_path", "dataset_name"))
+    if name is not None and dataset is not None:
+        raise ConfigError(f"--demo {name} brings its own data; leave --dataset_name out, or --demo.")
+    if name == EMBEDDED and model is not None:
+        raise ConfigError(f"--demo {name} makes its own model; leave --model_name_or_path out.")
+    if name is None and (model is None) != (dataset is None):
+        given = "dataset_name" if model is None else "model_name_or_path"
         raise ConfigError(
-            f"Only --{named[0]} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
+            f"Only --{given} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
         )
-    return not named
-
-
-def demo_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The demo's own settings, which the run's override."""
-    name = settings.get("demo") or EMBEDDED
-    return {**demo_named(name).settings, "demo": name}
-
-
-def load_demo_named(script: ScriptArguments, model: ModelConfig) -> DemoTask:
-    """The demo of these options, with its model."""
-    return demo_named(script.demo or EMBEDDED).load(model.model_name_or_path)
+    return None if name is None and model is not None else demo_named(name or EMBEDDED)
 
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
@@ -162,18 +149,6 @@ def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOCo
     if script.demo_trainer not in (OURS, STOCK):
         raise ConfigError(f"--demo_trainer {script.demo_trainer} is unknown; use {OURS} or {STOCK}.")
     return script, training, model
-
-
-def stock_arguments(training: GRPOConfig, processes: int) -> trl.GRPOConfig:
-    """The same run for `trl.GRPOTrainer`.
-
-    Raises:
-        GrpoExtError: stock TRL cannot express it; see `stock_config`.
-    """
-    geometry = training.resolve_geometry(processes)
-    settings = {**vars(training), "generation_batch_size": None, "steps_per_generation": None}
-    settings |= {name: getattr(geometry, name) for name in ("global_batch_size", "rollout_batch_size")}
-    return trl.GRPOConfig(**stock_config(settings, processes))
 
 
 def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from grpo_ext.demo.task import exact_match, load_demo
+from grpo_ext.demo.task import load_demo
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.options import parse
 from tests.support import forks
@@ -90,8 +90,7 @@ def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["exact_match_after"] == pytest.approx(after, abs=0.005)
     assert not list(folder.glob("checkpoint-*"))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    saved, _ = exact_match(model, tokenizer, load_demo())
+    saved, _ = load_recipe().HeldOut(load_demo(), 8).answers(AutoModelForCausalLM.from_pretrained(folder))
     assert saved == pytest.approx(metrics["exact_match_after"], abs=0.01), "the saved model is not the trained one"
 
 
@@ -196,8 +195,11 @@ def test_the_problems_of_the_real_model_train_another_chat_model_with_either_tra
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--demo", "sum"], "--demo sum is unknown; use letters, or path/to/file.py:name of a Demo"),
-        (["--demo", f"{RECIPE.with_name('smollm2.py')}:WORDS"], "defines no such Demo; it defines sums, last_word"),
+        (["--demo", "sum"], "--demo sum is no demo; use letters, or path/to/file.py:name of a Demo"),
+        (
+            ["--demo", f"{RECIPE.with_name('smollm2.py')}:WORDS"],
+            ":WORDS is no demo; use letters, or path/to/file.py:name",
+        ),
         (["--demo", "letters", "--dataset_name", "rows.jsonl"], "--demo letters brings its own data"),
         (["--demo_trainer", "TRL"], "--demo_trainer TRL is unknown; use grpo_ext or trl"),
         (["--demo", "letters", "--model_name_or_path", "m"], "--demo letters makes its own model"),

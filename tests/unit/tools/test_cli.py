@@ -176,10 +176,10 @@ def test_a_check_keeps_the_step_of_trl_s_names_on_one_process(checked, tmp_path)
 def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     _, result = checked({"model_name_or_path": "some/model", "rewards": ["exact_number"]})
     assert "Only --model_name_or_path is given" in str(result.exception)
-    demo = SimpleNamespace(
+    task = SimpleNamespace(
         model_path="demo/model", train_dataset=Dataset.from_dict({"prompt": ["ba>"]}), about="letters"
     )
-    monkeypatch.setattr("grpo_ext.tools.check.task.load_demo_named", lambda script, model: demo)
+    monkeypatch.setattr("grpo_ext.demo.task.load_demo", lambda: task)
     load = {"dtype": "bfloat16", "attn_implementation": "eager"}
     seen, result = checked({"learning_rate": 0.5, **load, "output_dir": "out"})
     assert "Checking the demo: letters; all weights; float32; without dtype, output_dir" in result.output
