@@ -206,12 +206,10 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
     assert planned({"gradient_checkpointing": False}) != full
 
 
-@pytest.mark.parametrize("command", ["plan", "check"])
-def test_a_model_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch, command):
+def test_a_model_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(cli, "load_libraries", lambda: None)  # it would last beyond this test
     (tmp_path / "data.jsonl").write_text('{"prompt": "ab>", "answer": "ab"}\n')
     options = ["--model_name_or_path", "runs/nope", "--dataset_name", str(tmp_path / "data.jsonl")]
-    done = runner.invoke(app, [command, *options])
-    assert isinstance(done.exception, (ModelError, ConfigError))  # a plan says how to do without the Hub
-    assert "model 'runs/nope' cannot be loaded" in str(done.exception)
+    with pytest.raises(ModelError, match="model 'runs/nope' cannot be loaded"):
+        runner.invoke(app, ["check", *options], catch_exceptions=False)
