@@ -28,26 +28,20 @@ import torch
 import trl
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.demo.task import EMBEDDED, DemoTask, exact_match
+from grpo_ext.demo.task import EMBEDDED, Demo, DemoTask
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console
 from grpo_ext.tools.data import load_prompts
-from grpo_ext.tools.options import (
-    ScriptArguments,
-    load_arguments,
-    load_demo_named,
-    parse,
-    stock_arguments,
-)
+from grpo_ext.tools.options import ScriptArguments, load_arguments, parse
 from grpo_ext.tools.report import report_or_reason
-from grpo_ext.tools.stock import STOCK
+from grpo_ext.tools.stock import STOCK, stock_config
 
 REAL_DEMOS = ("sums", "last_word")  # in smollm2.py
 DEMO_FOLDER = Path("runs")
@@ -112,12 +106,20 @@ def naming(model: Any) -> Iterator[None]:
         raise ConfigError(f"--model_name_or_path {model} could not be loaded: {error}") from error
 
 
+def stock_arguments(training: GRPOConfig) -> trl.GRPOConfig:
+    """The same run for stock TRL, where it can express it."""
+    processes = PartialState().num_processes
+    geometry = training.resolve_geometry(processes)
+    settings = {**vars(training), "generation_batch_size": None, "steps_per_generation": None}
+    settings |= {name: getattr(geometry, name) for name in ("global_batch_size", "rollout_batch_size")}
+    return trl.GRPOConfig(**stock_config(settings, processes))
+
+
 def make_trainer(training: GRPOConfig, console: Console, stock: bool = False, **arguments: Any) -> Any:
     """The trainer; TRL's own with `stock`, for a comparison."""
     training.disable_tqdm = True
     if stock:
-        args = stock_arguments(training, PartialState().num_processes)
-        return console.install(trl.GRPOTrainer(args=args, **arguments))
+        return console.install(trl.GRPOTrainer(args=stock_arguments(training), **arguments))
     return console.install(GRPOTrainer(args=training, **arguments))
 
 
@@ -171,15 +173,43 @@ class HeldOut:
         """For the console, on the main process alone."""
         now = time.perf_counter()
         self.seconds.append(now - self.began - self.measuring)
-        score, _ = exact_match(model, self.tokenizer, self.task, self.length)
+        score, _ = self.answers(model)
         self.measuring += time.perf_counter() - now
         return {HELD_OUT: score}
+
+    @torch.no_grad()
+    def answers(self, model: Any) -> tuple[float, list[tuple[Any, str, str, bool]]]:
+        """(share of right greedy completions, all of them: prompt, completion, answer, right or not).
+
+        Draws no random number and leaves the model in the mode it was in, so a run may measure itself midway.
+        """
+        settings = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=self.length,
+            pad_token_id=self.tokenizer.pad_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
+        )
+        was_training = model.training
+        model.eval()
+        samples: list[tuple[Any, str, str, bool]] = []
+        for rows in self.task.eval_dataset.iter(batch_size=256):
+            texts = prompts = rows["prompt"]
+            if not isinstance(prompts[0], str):
+                texts = self.tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
+            options = {"padding": True, "padding_side": "left", "add_special_tokens": False, "return_tensors": "pt"}
+            inputs = self.tokenizer(texts, **options).to(model.device)
+            output = model.generate(**inputs, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
+            completions = self.tokenizer.batch_decode(output, skip_special_tokens=True)
+            rewards = self.task.reward_funcs[0](prompts=prompts, completions=completions, answer=rows["answer"])
+            samples += zip(prompts, completions, rows["answer"], [reward == 1.0 for reward in rewards])
+        model.train(was_training)
+        return sum(right for *_, right in samples) / len(samples), samples
 
     def show(self, when: str, model: Any) -> float:
         """Five answers to held-out prompts, and how many of all are right; on the main process alone."""
         if not PartialState().is_main_process:
             return 0.0
-        score, samples = exact_match(model, self.tokenizer, self.task, self.length)
+        score, samples = self.answers(model)
         say(f"{when}, held-out exact match {score:.2f}:")
         for prompt, completion, answer, right in samples[:5]:
             text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -188,7 +218,7 @@ class HeldOut:
         return score
 
 
-def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv: list[str]) -> None:
+def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv: list[str]) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
     if script.demo == EMBEDDED and PartialState().device.type == "cpu":
         # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
@@ -198,7 +228,7 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
     else:
         say("Getting the model (a download the first time, then cached) ...")
     with PartialState().main_process_first():  # which makes the model; the others find it in the cache
-        task = load_demo_named(script, model)
+        task = demo.load(model.model_name_or_path)
     say(f"Demo: {task.about}")
     training.model_init_kwargs = load_arguments(training, model)
     with naming(task.model_path):
@@ -274,7 +304,7 @@ def main(argv: list[str]) -> None:
         if unnamed:
             training.output_dir = fresh_demo_folder()
         if demo:
-            run_demo(script, training, model, argv)
+            run_demo(demo, script, training, model, argv)
         else:
             run(script, training, model)
     except GrpoExtError as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import re
 import sys
-from dataclasses import fields
 from typing import Any
 
 from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
@@ -22,7 +21,7 @@ from grpo_ext.demo.task import demo_config_defaults
 from grpo_ext.demo.warm_start import EOS, build_model, build_tokenizer, built_once, fit
 from grpo_ext.errors import GrpoExtError
 from grpo_ext.runtime.quiet import quiet_libraries
-from grpo_ext.tools.options import refuse_option, refuse_unknown
+from grpo_ext.tools.options import read_settings
 from grpo_ext.tools.report import report_or_reason
 
 MODEL, CALL, ANSWER = "<model>", "<call>", "<answer>"
@@ -133,21 +132,18 @@ def warm_start() -> tuple[Any, PreTrainedTokenizerFast]:
 
 
 def main(argv: list[str]) -> None:
-    from trl import TrlParser
-
-    parser: Any = TrlParser((GRPOConfig,))
-    parser.error = refuse_option
-    settings = {
-        "output_dir": "runs/tools",
-        "max_steps": 60,
-        "max_completion_length": 64,
-        "max_tool_calling_iterations": 2,
-        "tool_timeout": 5.0,
-        "learning_rate": 2e-4,
-    }
-    parser.set_defaults_with_config(**{**demo_config_defaults(), **settings})
-    training, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
-    refuse_unknown(unknown, argv, [f"--{spec.name}" for spec in fields(GRPOConfig)])
+    training = GRPOConfig(
+        **{
+            **demo_config_defaults(),
+            "output_dir": "runs/tools",
+            "max_steps": 60,
+            "max_completion_length": 64,
+            "max_tool_calling_iterations": 2,
+            "tool_timeout": 5.0,
+            "learning_rate": 2e-4,
+            **read_settings(argv, (GRPOConfig,)),
+        }
+    )
     if PartialState().device.type == "cpu":
         torch.set_num_threads(1)
     if PartialState().is_main_process:

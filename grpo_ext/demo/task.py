@@ -6,14 +6,13 @@ The reward is a program's verdict (reinforcement learning with verifiable reward
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from datasets import Dataset
-from transformers import GenerationConfig
 
 from ..errors import ConfigError
 from ..loading import load_named
@@ -58,43 +57,26 @@ class Demo:
     settings: Mapping[str, Any]
 
 
-class Sample(NamedTuple):
-    """A held-out prompt (a string, or messages), what the model says, the answer, and whether it was right."""
-
-    prompt: Any
-    completion: str
-    answer: str
-    right: bool
-
-
 def sorted_letters_reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """1.0 where the completion is the answer, letter for letter, else 0.0; a part earns nothing."""
     return [float(completion == gold) for completion, gold in zip(completions, answer)]
 
 
-def _draw_word(rng: random.Random) -> str:
-    length = rng.choices(list(LENGTH_SHARE), list(LENGTH_SHARE.values()))[0]
-    return "".join(rng.sample(LETTERS, length))
-
-
-def _draw_words(count: int, rng: random.Random, held_out: set[str]) -> list[str]:
-    """`count` words, none of them held out; short words repeat, since there are only a few hundred of them."""
-    words: list[str] = []
-    while len(words) < count:
-        word = _draw_word(rng)
-        if word not in held_out:
-            words.append(word)
-    return words
+def _words(rng: random.Random) -> Iterator[str]:
+    """Words without end; short ones repeat, since there are only a few hundred of them."""
+    while True:
+        length = rng.choices(list(LENGTH_SHARE), list(LENGTH_SHARE.values()))[0]
+        yield "".join(rng.sample(LETTERS, length))
 
 
 def demo_words() -> tuple[list[str], list[str], list[str]]:
     """(warm start, train, held out) words, the same on every machine; no held-out word is in the other two."""
-    rng = random.Random(DATA_SEED)
+    words = _words(random.Random(DATA_SEED))
     held_out: dict[str, None] = {}
     while len(held_out) < EVAL_PROMPTS:
-        held_out[_draw_word(rng)] = None
-    warm_start = _draw_words(WARM_START_WORDS, rng, set(held_out))
-    train = _draw_words(TRAIN_PROMPTS, rng, set(held_out))
+        held_out[next(words)] = None
+    others = (word for word in words if word not in held_out)
+    warm_start, train = (list(islice(others, count)) for count in (WARM_START_WORDS, TRAIN_PROMPTS))
     return warm_start, train, list(held_out)
 
 
@@ -151,42 +133,10 @@ def demo_named(name: str) -> Demo:
     """
     if name == EMBEDDED:
         reward = f"{__name__}.{sorted_letters_reward.__name__}"
-        return Demo(lambda model: load_demo(), {**demo_config_defaults(), "rewards": [reward]})
+        return Demo(lambda model: load_demo(), {**demo_config_defaults(), "rewards": [reward], "demo": EMBEDDED})
     if ".py:" not in name:
         raise ConfigError(
-            f"--demo {name} is unknown; use {EMBEDDED}, or path/to/file.py:name of a Demo. recipes/grpo.py also takes "
+            f"--demo {name} is no demo; use {EMBEDDED}, or path/to/file.py:name of a Demo. recipes/grpo.py also takes "
             "sums and last_word."
         )
     return load_named(name, f"--demo {name}", Demo)
-
-
-@torch.no_grad()
-def exact_match(
-    model: Any, tokenizer: Any, task: DemoTask, max_new_tokens: int = MAX_COMPLETION_LENGTH, batch_size: int = 256
-) -> tuple[float, list[Sample]]:
-    """(share of greedy completions of held-out prompts that are right, all of them).
-
-    Draws no random number and leaves the model in the mode it was in, so a run may measure itself midway.
-    """
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    was_training = model.training
-    model.eval()
-    samples: list[Sample] = []
-    for start in range(0, len(task.eval_dataset), batch_size):
-        rows = task.eval_dataset[start : start + batch_size]
-        texts = rows["prompt"]
-        if not isinstance(texts[0], str):
-            texts = tokenizer.apply_chat_template(texts, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
-        output = model.generate(**inputs.to(model.device), generation_config=settings)
-        completions = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        rewards = task.reward_funcs[0](prompts=rows["prompt"], completions=completions, answer=rows["answer"])
-        right = [reward == 1.0 for reward in rewards]
-        samples.extend(map(Sample, rows["prompt"], completions, rows["answer"], right))
-    model.train(was_training)
-    return sum(sample.right for sample in samples) / len(samples), samples

@@ -58,10 +58,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, positions: int = 
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
-        num_key_value_heads=4,
         max_position_embeddings=positions,
-        attention_dropout=0.0,
-        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -130,7 +127,6 @@ def built_once(name: str, build: Callable[[], tuple[Any, Any]]) -> Path:
         if not (cache / name).is_dir():
             with tempfile.TemporaryDirectory(prefix=".building-", dir=cache) as temporary:
                 folder = Path(temporary) / name
-                folder.mkdir()
                 for part in build():
                     part.save_pretrained(folder)
                 folder.rename(cache / name)

@@ -19,21 +19,14 @@ from ..errors import ConfigError, GrpoExtError
 
 # --global_batch_size is --global-batch-size: the names of the settings are spelt with underscores everywhere else
 NAMES: dict[str, Any] = {"token_normalize_func": lambda token: token.replace("_", "-")}
+PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "context_settings": NAMES}
 
-
-def command_line(name: str, help_text: str | None = None) -> typer.Typer:
-    """A command line without commands yet."""
-    return typer.Typer(
-        name=name,
-        help=help_text,
-        no_args_is_help=help_text is not None,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings=NAMES,
-    )
-
-
-app = command_line("grpo-ext", "Tools beside grpo_ext: the hardware split is not a hyperparameter, and this shows it.")
+app = typer.Typer(
+    name="grpo-ext",
+    help="Tools beside grpo_ext: the hardware split is not a hyperparameter, and this shows it.",
+    no_args_is_help=True,
+    **PLAIN,
+)
 
 OF_A_RUN: dict[str, Any] = {
     "context_settings": {**NAMES, "ignore_unknown_options": True, "allow_extra_args": True},
@@ -77,7 +70,7 @@ def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
 
     file = [] if config is None else ["--config", str(config)]
     options = [option.replace("-", "_").replace("__", "--", 1) for p in context.command.params for option in p.opts]
-    return read_settings([*file, *context.args], options)
+    return read_settings([*file, *context.args], more_options=options)
 
 
 @app.command(**OF_A_RUN)
@@ -99,12 +92,11 @@ def plan(
     from ..batching.plan_text import describe_plan
     from ..batching.sizes import geometry_of
 
-    settings = settings_of(context, config)
-    if settings.get("demo") is not None:
-        from .options import demo_defaults
+    settings = {name: value for name, value in settings_of(context, config).items() if value is not None}
+    if "demo" in settings:
+        from ..demo.task import demo_named
 
-        settings = {**demo_defaults(settings), **settings}
-    settings = {name: value for name, value in settings.items() if value is not None}
+        settings = {**demo_named(settings["demo"]).settings, **settings}
     geometry = geometry_of(settings, processes)
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     drop_last = bool(settings.get("dataloader_drop_last", False))

@@ -10,23 +10,20 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import ModelCard, ModelCardData
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError, ConfigError, GrpoExtError
-from ..run.checkpoint import checkpoints, why_broken
+from ..run.checkpoint import why_broken
 from ..run.fingerprint import FINGERPRINT
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WEIGHTS = "model*.safetensors*"  # one file, or several with their index
 # beginnings of the names of the files that go with the weights
@@ -68,26 +65,28 @@ def export(
     if not adapter and (merge_adapter or base is not None):
         raise ConfigError(f"merge_adapter and base are for adapters, and {source} holds a whole model; leave them out.")
     try:
-        with _beside(target) as folder:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="_exporting-", dir=target.parent) as temporary:
+            folder = Path(temporary) / "export"  # a name of its own: other temporary folders lie beside it
+            folder.mkdir()
             if adapter:
                 kind = _write_adapter(source, folder, merge_adapter, base, dtype)
             else:
                 kind = _write_model(source, folder, dtype)
             _copy_beside(source, folder)
             _write_card(source, folder, target.name, kind)
+            folder.rename(target)
     except GrpoExtError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise CheckpointError(f"{source} could not be exported: {type(error).__name__}: {error}") from error
     return kind
 
 
 def _holds_adapter(source: Path, trust_shards: bool) -> bool:
     """Whether a checkpoint holds an adapter, or a whole model; refuses what is neither, or cannot be read."""
-    if inside := checkpoints(source):
-        raise CheckpointError(f"{source} is a run; name one of its checkpoints, for example {inside[-1]}.")
     if (reason := why_broken(source)) is not None:
-        raise CheckpointError(f"{reason}; export another checkpoint of the run.")
+        raise CheckpointError(f"{reason}; name another checkpoint.")
     adapter = (source / _ADAPTER_CONFIG).is_file()
     if not adapter and not (source / "config.json").is_file():
         raise CheckpointError(f"{source} has neither config.json nor {_ADAPTER_CONFIG}, so what it holds is unknown.")
@@ -103,17 +102,6 @@ def _holds_adapter(source: Path, trust_shards: bool) -> bool:
     return adapter
 
 
-@contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """A folder that becomes `target` if all went well, and is gone otherwise; temporary files may lie beside it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="_exporting-", dir=target.parent) as name:
-        folder = Path(name) / "export"  # a name of its own: temporary folders lie beside it
-        folder.mkdir()
-        yield folder
-        folder.rename(target)
-
-
 # ---- Weights --------------------------------------------------------------------------------------------------------
 
 
@@ -126,12 +114,16 @@ def _write_model(source: Path, folder: Path, dtype: str | None) -> str:
     if not files:
         kind = _join_shards(source, plain)
     config = json.loads((source / "config.json").read_text())
-    config["dtype"] = _main_dtype(plain)
-    config.pop("torch_dtype", None)
+    if "auto_map" not in config:  # code of the model's own is not run here
+        config = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+        (plain / "config.json").write_text(json.dumps(config))
+        # names and shapes alone: transformers would only warn, and initialise what is missing
+        model, info = _class_of(config).from_pretrained(plain, device_map="meta", output_loading_info=True)
+        _check_names(info["missing_keys"])
+        config["dtype"] = str(model.dtype).removeprefix("torch.")  # as stored, which an engine's shards decide
     (plain / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _check_complete(plain, config)
     if dtype is not None:
-        _class_of(config).from_pretrained(plain, dtype=DTYPES[dtype]).save_pretrained(folder)
+        _class_of(config).from_pretrained(plain, dtype=dtype).save_pretrained(folder)
     return kind
 
 
@@ -143,31 +135,10 @@ def _join_shards(source: Path, joined: Path) -> str:
 
         merge_fsdp_weights(str(shards), str(joined), safe_serialization=True)
         return "FSDP shards"
-    try:
-        from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-    except ImportError:
-        raise ConfigError(
-            f"{source} holds weights in DeepSpeed's shards; `pip install deepspeed` to put them together."
-        ) from None
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
     convert_zero_checkpoint_to_fp32_state_dict(str(source), str(joined), safe_serialization=True)
     return "ZeRO shards"
-
-
-def _main_dtype(folder: Path) -> str:
-    """The type that most weights have."""
-    counts: Counter[str] = Counter()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            counts.update(file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
-    return {"BF16": "bfloat16", "F16": "float16"}.get(counts.most_common(1)[0][0], "float32")
-
-
-def _check_complete(folder: Path, config: dict[str, Any]) -> None:
-    """Compare names and shapes with the model's; transformers would only warn, and initialise what is missing."""
-    if "auto_map" in config:
-        return  # a model with code of its own, which is not run here
-    options: dict[str, Any] = {"device_map": "meta", "output_loading_info": True}  # holds no values
-    _check_names(_class_of(config).from_pretrained(folder, **options)[1]["missing_keys"])
 
 
 def _check_names(missing: Iterable[str], unexpected: Iterable[str] = ()) -> None:
@@ -187,7 +158,7 @@ def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dt
     settings["base_model_name_or_path"] = base or settings.get("base_model_name_or_path")
     tensors = _adapter_tensors(source, folder.with_name("joined"))
     if dtype is not None and not merge:
-        tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     alone = folder.with_name("adapter") if merge else folder
     alone.mkdir(exist_ok=True)
     save_file(tensors, alone / _ADAPTER, metadata={"format": "pt"})
@@ -197,13 +168,12 @@ def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dt
     from peft import PeftModel, get_peft_model_state_dict
 
     model = _load_base(settings["base_model_name_or_path"])
-    stored = model.dtype
+    stored = str(model.dtype).removeprefix("torch.")
     # in float32: small updates vanish in a half precision
     with_adapter = PeftModel.from_pretrained(model.float(), str(alone))
     names, all_names = (get_peft_model_state_dict(with_adapter, save_embedding_layers=b).keys() for b in (False, True))
     _check_names(names - tensors.keys(), tensors.keys() - all_names)
-    merged = with_adapter.merge_and_unload()
-    merged.to(stored if dtype is None else DTYPES[dtype]).save_pretrained(folder)
+    with_adapter.merge_and_unload().to(getattr(torch, dtype or stored)).save_pretrained(folder)
     return "merged adapter"
 
 
@@ -218,11 +188,7 @@ def _adapter_tensors(source: Path, joined: Path) -> dict[str, torch.Tensor]:
 
 
 def _load_base(name: str | None) -> Any:
-    """The base model of an adapter, in the type in which it is stored.
-
-    Raises:
-        ConfigError: it is unknown or quantised.
-    """
+    """The base model of an adapter, in the type in which it is stored."""
     if not name:
         raise ConfigError("the adapter names no base model (it was in memory); give it with --base.")
     config = transformers.AutoConfig.from_pretrained(name).to_dict()
@@ -247,19 +213,11 @@ def _copy_beside(source: Path, folder: Path) -> None:
 
 
 def _write_card(source: Path, folder: Path, title: str, kind: str) -> None:
-    fingerprint = json.loads(path.read_text()) if (path := source / FINGERPRINT).is_file() else {}
-    state = source / "trainer_state.json"
-    step = json.loads(state.read_text()).get("global_step") if state.is_file() else "?"
     library = "peft" if (folder / _ADAPTER_CONFIG).is_file() else "transformers"
-    data = ModelCardData(library_name=library, tags=["grpo", "trl", "grpo_ext"])
-    settings = sorted(fingerprint.get("settings", {}).items())
-    rows = [f"| {n} | {v} |" for n, v in settings if v is not None and not isinstance(v, (dict, list))]
-    text = [
-        f"---\n{data.to_yaml()}\n---",
-        f"# {title}",
-        f"Trained with GRPO (TRL, grpo_ext), exported after step {step} ({kind}).",
-        "Rewards: " + (", ".join(fingerprint.get("rewards", [])) or "unknown"),
-        "## Settings\n",
-        "| setting | value |\n|---|---|\n" + "\n".join(rows),
-    ]
-    ModelCard("\n\n".join(text) + "\n").save(folder / "README.md")
+    run = json.loads(path.read_text()) if (path := source / FINGERPRINT).is_file() else {}
+    plain = {n: v for n, v in run.get("settings", {}).items() if v is not None and not isinstance(v, (dict, list))}
+    settings = json.dumps({"rewards": run.get("rewards"), **plain}, indent=1)
+    (folder / "README.md").write_text(
+        f"---\nlibrary_name: {library}\ntags: [grpo, trl, grpo_ext]\n---\n\n# {title}\n\n"
+        f"Trained with GRPO (TRL, grpo_ext): {source.name}, {kind}.\n\n```json\n{settings}\n```\n"
+    )

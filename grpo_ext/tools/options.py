@@ -7,21 +7,22 @@ Unlike in TRL's script, a run that names neither model nor data is the embedded 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import trl
 import yaml
-from trl import ModelConfig, TrlParser
+from transformers import HfArgumentParser
+from trl import ModelConfig
 
 from ..config import REMOVED_SETTINGS, GRPOConfig
-from ..demo.task import EMBEDDED, DemoTask, demo_named
+from ..demo.task import EMBEDDED, Demo, demo_named
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
 from .data import DataArguments
-from .stock import OURS, STOCK, stock_config
+from .stock import OURS, STOCK
 
 # prefixes of settings of a run's output, evaluation and resume
 _WRITTEN = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
@@ -49,10 +50,13 @@ class ScriptArguments(DataArguments):
     demo_eval_every: int = field(default=15, metadata={"help": "Demo: optimizer steps between held-out measurements."})
 
 
+OPTIONS: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)
+
+
 def parse(
     argv: list[str], demos: Mapping[str, str] | None = None
-) -> tuple[bool, ScriptArguments, GRPOConfig, ModelConfig]:
-    """(demo or not, script arguments, GRPOConfig, ModelConfig); demo settings are defaults that options override.
+) -> tuple[Demo | None, ScriptArguments, GRPOConfig, ModelConfig]:
+    """(demo, script arguments, GRPOConfig, ModelConfig); a demo's settings are defaults that options override.
 
     Args:
         demos: short names of demos in files, `path/to/file.py:name`.
@@ -60,72 +64,74 @@ def parse(
     settings = read_settings(argv)
     if demos and settings.get("demo") in demos:
         settings["demo"] = demos[settings["demo"]]
-    demo = is_demo(settings)
-    return demo, *as_dataclasses({**(demo_defaults(settings) if demo else {}), **settings})
+    demo = demo_of(settings)
+    return demo, *as_dataclasses({**(demo.settings if demo else {}), **settings})
 
 
-def read_settings(argv: list[str], more_options: Iterable[str] = ()) -> dict[str, Any]:
+def read_settings(
+    argv: list[str], kinds: tuple[Any, ...] = OPTIONS, more_options: Iterable[str] = ()
+) -> dict[str, Any]:
     """What the command line and its `--config FILE` set, by name and in its type; the command line wins.
 
     Args:
+        kinds: the dataclasses whose fields are options.
         more_options: options of the calling command, for the hint where a name is unknown.
 
     Raises:
         ConfigError: an unknown name or a value of another type; a file that is missing or holds no settings.
     """
-    argv = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig), allow_abbrev=False)  # type: ignore[arg-type]
-    parser.error = refuse_option  # type: ignore[method-assign]
-    if argv[-1:] == ["--config"]:
-        refuse_option("--config wants a file")
-    if "--config" in argv and not (path := Path(argv[argv.index("--config") + 1])).is_file():
-        raise ConfigError(f"--config {path} does not exist (looked in {Path.cwd()}); check the path.")
-    # ModelConfig's 0.05 is noise drawn per micro-batch, which the trainer refuses
-    parser.set_defaults_with_config(lora_dropout=0.0)
-    # help lists the defaults; otherwise only what is given is parsed, into a namespace
-    if not {"--help", "-h"} & set(argv):
-        parser.set_defaults_with_config(**dict.fromkeys((a.dest for a in parser._actions), argparse.SUPPRESS))
-        parser.dataclass_types = ()
+    parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", type=_settings_in, help="YAML file of settings; options win over it.")
+    parser.set_defaults(lora_dropout=0.0)
+    names = [spec.name for kind in kinds for spec in fields(kind) if spec.init]
+    unset = object()
     try:
-        *parsed, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
-    except GrpoExtError:
-        raise
-    except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise ConfigError(str(error)) from error
-    known = [option for action in parser._actions for option in action.option_strings]
-    refuse_unknown(unknown, argv, [*more_options, *known])
-    return dict(vars(parsed[0])) if parsed else {}
+        file = parser.parse_known_args(argv)[0].config or {}
+        # only now, since `--help` lists the defaults
+        parser.set_defaults(**{**dict.fromkeys(names, unset), **file})
+        namespace, words = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; `--help` lists the options.") from error
+    if unknown := [*(f"--{name}" for name in file if name not in names), *words]:
+        name = next((word for word in unknown if word.startswith("--")), unknown[0]).split("=")[0]
+        known = [*more_options, *(f"--{setting}" for setting in names)]
+        hint = did_you_mean(name, known, "`--help` lists the options.", show=str)
+        if (removed := REMOVED_SETTINGS.get(name[2:].replace("-", "_"))) is not None:
+            hint = f"{removed}."
+        raise ConfigError(f"{name} is no option{' (in the file of --config)' if name[2:] in file else ''}; {hint}")
+    return {name: value for name, value in vars(namespace).items() if name in names and value is not unset}
 
 
-def is_demo(settings: Mapping[str, Any]) -> bool:
-    """Whether the settings name a demo, or neither a model nor data.
+def _settings_in(path: str) -> dict[str, Any]:
+    """The settings in a file of `--config`; as in TRL, the variables under `env` go to the environment."""
+    try:
+        with Path(path).open() as file:
+            settings = {str(name): value for name, value in yaml.safe_load(file).items()}
+        os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
+    except (OSError, yaml.YAMLError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    except AttributeError:
+        raise argparse.ArgumentTypeError(f"{path} must contain a YAML mapping, and so must its `env`") from None
+    return settings
+
+
+def demo_of(settings: Mapping[str, Any]) -> Demo | None:
+    """The demo that settings name, or the embedded one where they name neither a model nor data.
 
     Raises:
-        ConfigError: only one of model and data is named, or a demo with data or a model it does not take.
+        ConfigError: it is unknown, or does not take that model or data; only one of model and data is named.
     """
-    if (name := settings.get("demo")) is not None:
-        if settings.get("dataset_name") is not None:
-            raise ConfigError(f"--demo {name} brings its own data; leave --dataset_name out, or --demo.")
-        if name == EMBEDDED and settings.get("model_name_or_path") is not None:
-            raise ConfigError(f"--demo {name} makes its own model; leave --model_name_or_path out.")
-        return True
-    named = [name for name in ("model_name_or_path", "dataset_name") if settings.get(name) is not None]
-    if len(named) == 1:
+    name, model, dataset = (settings.get(option) for option in ("demo", "model_name_or_path", "dataset_name"))
+    if name is not None and dataset is not None:
+        raise ConfigError(f"--demo {name} brings its own data; leave --dataset_name out, or --demo.")
+    if name == EMBEDDED and model is not None:
+        raise ConfigError(f"--demo {name} makes its own model; leave --model_name_or_path out.")
+    if name is None and (model is None) != (dataset is None):
+        given = "dataset_name" if model is None else "model_name_or_path"
         raise ConfigError(
-            f"Only --{named[0]} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
+            f"Only --{given} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
         )
-    return not named
-
-
-def demo_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The demo's own settings, which the run's override."""
-    name = settings.get("demo") or EMBEDDED
-    return {**demo_named(name).settings, "demo": name}
-
-
-def load_demo_named(script: ScriptArguments, model: ModelConfig) -> DemoTask:
-    """The demo of these options, with its model."""
-    return demo_named(script.demo or EMBEDDED).load(model.model_name_or_path)
+    return None if name is None and model is not None else demo_named(name or EMBEDDED)
 
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
@@ -134,28 +140,15 @@ def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOCo
     Raises:
         ConfigError: a setting is refused, by this package, TRL or transformers.
     """
-    script, model = ScriptArguments(**fields_of(settings, ScriptArguments)), fields_of(settings, ModelConfig)
-    if script.demo_trainer not in (OURS, STOCK):
-        raise ConfigError(f"--demo_trainer {script.demo_trainer} is unknown; use {OURS} or {STOCK}.")
     try:
-        return script, GRPOConfig(**fields_of(settings, GRPOConfig)), ModelConfig(**{"lora_dropout": 0.0, **model})
+        script, training, model = (kind(**fields_of({"lora_dropout": 0.0, **settings}, kind)) for kind in OPTIONS)
     except GrpoExtError:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
-
-
-def stock_arguments(training: GRPOConfig, processes: int) -> trl.GRPOConfig:
-    """The same run for `trl.GRPOTrainer`.
-
-    Raises:
-        GrpoExtError: stock TRL cannot express it; see `stock_config`.
-    """
-    settings = {spec.name: getattr(training, spec.name) for spec in fields(GRPOConfig) if spec.init}
-    geometry = training.resolve_geometry(processes)
-    settings |= {"generation_batch_size": None, "steps_per_generation": None}
-    settings |= {name: getattr(geometry, name) for name in ("global_batch_size", "rollout_batch_size")}
-    return trl.GRPOConfig(**stock_config(settings, processes))
+    if script.demo_trainer not in (OURS, STOCK):
+        raise ConfigError(f"--demo_trainer {script.demo_trainer} is unknown; use {OURS} or {STOCK}.")
+    return script, training, model
 
 
 def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
@@ -167,26 +160,6 @@ def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 def written(settings: Mapping[str, Any]) -> set[str]:
     """The settings of a run's output, evaluation and resume, which a check leaves out."""
     return {name for name in fields_of(settings, GRPOConfig) if name.startswith(_WRITTEN)}
-
-
-def refuse_option(message: str) -> NoReturn:
-    """Raise the parser's message as an error, without its usage."""
-    raise ConfigError(f"{message}; `--help` lists the options.")
-
-
-def refuse_unknown(unknown: list[str], argv: list[str], known: list[str]) -> None:
-    """Refuse the words that the parser did not take: options, and names in the file of `--config`."""
-    if not unknown:
-        return
-    names = [word.split("=")[0] for word in unknown]  # without values, as in --option=value
-    name = next((name for name in names if name.startswith("--")), names[0])
-    hint = did_you_mean(name, known, "`--help` lists the options.", show=str)
-    if (removed := REMOVED_SETTINGS.get(name.lstrip("-").replace("-", "_"))) is not None:
-        hint = f"{removed}."
-    if any(word.split("=")[0] == name for word in argv):
-        raise ConfigError(f"{name} is no option; {hint}")
-    file = argv[argv.index("--config") + 1]
-    raise ConfigError(f"{file}: {name[2:]!r} is no setting; {hint.replace('you mean --', 'you mean ')}")
 
 
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_ext.tools.cli import CONFIG, OF_A_RUN, command_line, integers, load_libraries, run_app, settings_of
+from grpo_ext.tools.cli import CONFIG, OF_A_RUN, PLAIN, integers, load_libraries, run_app, settings_of
 from grpo_ext.tools.stock import OURS, STOCK
 
-app = command_line("bench")
+app = typer.Typer(name="bench", **PLAIN)
 SHAPE_HELP = (
     "A shape, instead of the reference shapes: their names, or text like "
     "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample,whole'."

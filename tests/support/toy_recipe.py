@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
-from trl import ModelConfig
 
-from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
@@ -34,21 +31,9 @@ def load_recipe(name: str = "grpo") -> Any:
     return module
 
 
-def unknown_names(recipe: Any, path: Path) -> set[str]:
-    """Names of a configuration that no option of the recipe has."""
-    kinds = (recipe.ScriptArguments, recipe.GRPOConfig, ModelConfig)
-    return set(settings(path)) - {field.name for kind in kinds for field in dataclasses.fields(kind)}
-
-
 def settings(path: Path) -> dict[str, Any]:
     """What a YAML file sets."""
     return yaml.safe_load(path.read_text())
-
-
-def lines_without_a_reason(path: Path) -> list[str]:
-    """The lines of a YAML file that set something and do not say why."""
-    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
-    return [line for line in lines if not re.search(r"\s{2}# \S", line)]
 
 
 def as_options(overrides: Overrides) -> list[str]:
@@ -70,11 +55,6 @@ def toy_model(folder: Path) -> Path:
     tiny_model(**TOY, vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def toy_config(vocabulary: int) -> Any:
-    """The architecture of Qwen2.5 at toy size."""
-    return tiny_config("qwen2", **TOY, vocab_size=vocabulary)
 
 
 def question_rows(path: Path, count: int = 32) -> Path:

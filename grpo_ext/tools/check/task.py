@@ -15,7 +15,7 @@ from ...checks.model import find_model
 from ...config import GRPOConfig
 from ...rewards.registry import resolve_rewards
 from ..data import load_prompts
-from ..options import as_dataclasses, demo_defaults, fields_of, is_demo, load_arguments, load_demo_named, written
+from ..options import as_dataclasses, demo_of, fields_of, load_arguments, written
 from .runs import Run
 
 # settings of a split, and other names of the two global sizes
@@ -32,17 +32,17 @@ def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
         ConfigError: a setting is refused, or only one of model and data is named. DataError: rows that cannot be
             trained on.
     """
-    demo = is_demo(run_settings)
+    demo = demo_of(run_settings)
     defaults: dict[str, Any] = {"bf16": False}
     if demo:
-        defaults = {**demo_defaults(run_settings), "global_batch_size": 32, "rollout_chunk_size": 8}
+        defaults = {**demo.settings, "global_batch_size": 32, "rollout_chunk_size": 8}
     ignored = written(run_settings)
     settings = {**defaults, **{name: value for name, value in run_settings.items() if name not in ignored}}
     script, training, model = as_dataclasses(settings)
     rewards = tuple(resolve_rewards(script.rewards, training.max_completion_length))
     load = load_arguments(training, model)
     if demo:
-        task = load_demo_named(script, model)
+        task = demo.load(model.model_name_or_path)
         source, dataset, about = str(task.model_path), task.train_dataset, f"the demo: {task.about}"
     else:
         source = str(model.model_name_or_path)

@@ -17,7 +17,7 @@ import torch
 
 from grpo_ext.algorithms.exact import exact_mean
 from grpo_ext.errors import RewardError, shortened
-from grpo_ext.rewards.guard import Faults, GuardedCall, RewardCall, columns_of, metrics_of
+from grpo_ext.rewards.guard import Faults, RewardCall, columns_of, metrics_of
 from tests.support.rewards import STRICT, score
 
 
@@ -167,7 +167,6 @@ def test_a_call_that_hangs_or_fails_is_made_again_and_at_last_an_error_or_none(k
     assert len([thread for thread in calls if thread]) == 1
     assert call(unreliable(9, kind, [], hang), Faults(timeout=0.2, on_failure="none")) == [None] * 3
     assert "its 3 completions get None" in caplog.text
-
 
 
 def test_a_function_that_raises_is_named_with_its_error_and_the_remedy():

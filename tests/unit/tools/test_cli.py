@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -46,20 +47,25 @@ def test_lists_and_files_are_checked(tmp_path):
     for text in ("16,x", "0", ""):
         with pytest.raises(ConfigError, match="is not a list of positive integers"):
             integers(text, "sizes")
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match=r"No such file or directory: .*none.yaml"):
         read_settings(["--config", str(tmp_path / "none.yaml")])
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(ConfigError, match="must contain a YAML mapping"):
-        read_settings(["--config", str(tmp_path / "list.yaml")])
-    with pytest.raises(ConfigError, match="--config wants a file"):
-        read_settings(["--config"])
+    for text, said in (
+        ("- 1\n", "must contain a YAML mapping"),
+        ("env: 1\n", "must contain"),
+        ("a: [\n", "while parsing"),
+    ):
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            read_settings(["--config", str(tmp_path / "bad.yaml")])
 
 
-def test_settings_are_what_is_given_in_their_types_and_options_win(tmp_path):
+def test_settings_are_what_is_given_in_their_types_and_options_win(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "another")
     file = tmp_path / "run.yaml"
-    file.write_text("learning_rate: 1e-5\nlora_r: 4\nrewards: [a, b]\nuse_peft: true\n")
+    file.write_text("learning_rate: 1e-5\nlora_r: 4\nrewards: [a, b]\nuse_peft: true\nenv: {WANDB_PROJECT: mine}\n")
     given = read_settings(["--rewards", "c", "--conversational", "True", f"--config={file}", "--lora-r", "8"])
     assert given == {"learning_rate": 1e-5, "lora_r": 8, "rewards": ["c"], "use_peft": True, "conversational": True}
+    assert os.environ["WANDB_PROJECT"] == "mine"
     assert read_settings([]) == {}
 
 
@@ -69,7 +75,8 @@ def test_a_misspelt_setting_is_refused(tmp_path, command):
     file.write_text("global_batchsize: 32\nrewards: [exact_number]\n")
     result = runner.invoke(app, [command, "--config", str(file)])
     assert isinstance(result.exception, ConfigError)
-    assert "'global_batchsize' is no setting; did you mean global_batch_size?" in str(result.exception)
+    said = "--global_batchsize is no option (in the file of --config); did you mean --global_batch_size?"
+    assert str(result.exception) == said
     result = runner.invoke(app, [command, "--conversationl", "True"])
     assert str(result.exception) == "--conversationl is no option; did you mean --conversational?"
     if command != "plan":
@@ -169,10 +176,10 @@ def test_a_check_keeps_the_step_of_trl_s_names_on_one_process(checked, tmp_path)
 def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     _, result = checked({"model_name_or_path": "some/model", "rewards": ["exact_number"]})
     assert "Only --model_name_or_path is given" in str(result.exception)
-    demo = SimpleNamespace(
+    task = SimpleNamespace(
         model_path="demo/model", train_dataset=Dataset.from_dict({"prompt": ["ba>"]}), about="letters"
     )
-    monkeypatch.setattr("grpo_ext.tools.check.task.load_demo_named", lambda script, model: demo)
+    monkeypatch.setattr("grpo_ext.demo.task.load_demo", lambda: task)
     load = {"dtype": "bfloat16", "attn_implementation": "eager"}
     seen, result = checked({"learning_rate": 0.5, **load, "output_dir": "out"})
     assert "Checking the demo: letters; all weights; float32; without dtype, output_dir" in result.output
@@ -199,12 +206,10 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
     assert planned({"gradient_checkpointing": False}) != full
 
 
-@pytest.mark.parametrize("command", ["plan", "check"])
-def test_a_model_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch, command):
+def test_a_model_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(cli, "load_libraries", lambda: None)  # it would last beyond this test
     (tmp_path / "data.jsonl").write_text('{"prompt": "ab>", "answer": "ab"}\n')
     options = ["--model_name_or_path", "runs/nope", "--dataset_name", str(tmp_path / "data.jsonl")]
-    done = runner.invoke(app, [command, *options])
-    assert isinstance(done.exception, (ModelError, ConfigError))  # a plan says how to do without the Hub
-    assert "model 'runs/nope' cannot be loaded" in str(done.exception)
+    with pytest.raises(ModelError, match="model 'runs/nope' cannot be loaded"):
+        runner.invoke(app, ["check", *options], catch_exceptions=False)

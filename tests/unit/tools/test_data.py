@@ -9,7 +9,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.errors import DataError
 from grpo_ext.tools import data
 from grpo_ext.tools.data import DataArguments, load_prompts
 
@@ -50,38 +50,28 @@ def test_every_kind_of_file_and_folder_gives_the_same_rows(tmp_path, jsonl):
         assert held_out is None
 
 
-def test_answers_are_renamed_and_cut_at_the_marker_and_other_columns_stay(jsonl):
-    train, _ = prompts_of(jsonl, prompt_column="question", answer_column="solution", answer_after="####")
-    assert train["answer"][:2] == ["1", "2"]
+def test_answers_are_renamed_and_cut_after_the_last_marker_and_other_columns_stay(tmp_path):
+    rows = [*ROWS, {"question": "?", "solution": "#### 1 #### -2,000 \n", "level": 3}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    train, _ = prompts_of(path, prompt_column="question", answer_column="solution", answer_after="####")
+    assert train["answer"][:2] + train["answer"][-1:] == ["1", "2", "-2,000"]
     assert set(train.column_names) == {"prompt", "answer", "level"}
 
 
-def test_the_answer_is_what_follows_the_last_marker(tmp_path):
-    rows = [{"prompt": "a", "answer": "#### 1 #### -2,000 \n"}]
-    train, _ = prompts_of(write_jsonl(tmp_path / "rows.jsonl", rows), answer_after="####")
-    assert train["answer"][:] == ["-2,000"]
+def test_a_template_fills_columns_and_keeps_them(jsonl):
+    train, _ = prompts_of(jsonl, prompt_template="{{Q}} {solution} ({level})", answer_column="solution")
+    assert train["prompt"][1] == "{Q} 1 + 1\n#### 2 (1)"
+    assert set(train.column_names) == {"prompt", "question", "answer", "level"}
 
 
-def test_template_fills_columns_and_keeps_them(jsonl):
-    train, _ = prompts_of(jsonl, prompt_template="{{Q}} {question} ({level})", answer_column="solution")
-    assert train["prompt"][1] == "{Q} 1 + 1? (1)"
-    assert "question" in train.column_names
-
-
-def test_prompts_become_messages_with_the_system_prompt_first(jsonl):
-    train, _ = prompts_of(jsonl, prompt_column="question", conversational=True, system_prompt="Be brief.")
-    assert train["prompt"][0] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "0 + 1?"},
-    ]
-    plain, _ = prompts_of(jsonl, prompt_column="question", system_prompt="Be brief.")
-    assert plain["prompt"][0] == "Be brief.\n\n0 + 1?"
-
-
-def test_prompts_that_are_messages_stay_messages(tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": "hi"}]}]
-    train, _ = prompts_of(write_jsonl(tmp_path / "chat.jsonl", rows), system_prompt="S")
-    assert [m["content"] for m in train["prompt"][0]] == ["S", "hi"]
+def test_prompts_become_messages_with_the_system_prompt_first_and_messages_stay(jsonl, tmp_path):
+    system = {"role": "system", "content": "Be brief."}
+    options = {"prompt_column": "question", "system_prompt": "Be brief."}
+    train, _ = prompts_of(jsonl, **options, conversational=True)
+    assert train["prompt"][0] == [system, {"role": "user", "content": "0 + 1?"}]
+    assert prompts_of(jsonl, **options)[0]["prompt"][0] == "Be brief.\n\n0 + 1?"
+    chat = write_jsonl(tmp_path / "chat.jsonl", [{"question": [{"role": "user", "content": "hi"}]}])
+    assert prompts_of(chat, **options)[0]["prompt"][0] == [system, {"role": "user", "content": "hi"}]
 
 
 def test_held_out_rows_are_a_partition_chosen_by_the_seed(jsonl):
@@ -107,50 +97,41 @@ def test_hub_set_is_asked_for_by_configuration_and_split(monkeypatch):
     assert len(train) == 10
 
 
+QUESTION = {"prompt_column": "question"}
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("rows", "options", "message"),
     [
-        ({}, DataError, r"no column 'prompt' \(prompt_column\); its columns are question, solution, level"),
-        ({"prompt_template": "{problem}"}, DataError, r"no column 'problem' \(prompt_template '\{problem\}'\)"),
-        ({"prompt_template": "{question"}, DataError, r"cannot be read"),
-        ({"prompt_column": "question", "answer_column": "solution", "answer_after": "@"}, DataError, r"row 0: nothing"),
-        ({"prompt_column": "question", "eval_fraction": 1.0}, ConfigError, r"eval_fraction=1.0"),
-        ({"prompt_column": "question", "eval_fraction": 0.01}, DataError, r"leaves 0 to evaluate on and 10"),
-        ({"prompt_column": "question", "max_samples": 0}, ConfigError, r"max_samples=0"),
+        (ROWS, {}, r"prompt_column='prompt': .*'prompt'\] not in the dataset.*\['question', 'solution', 'level'\]"),
+        (ROWS, {"prompt_template": "{problem}"}, "asks for 'problem', and the columns are question, solution, level"),
+        (ROWS, {"prompt_template": "{question"}, r"prompt_template='\{question': expected '\}'"),
+        (ROWS, {**QUESTION, "answer_column": "solution", "answer_after": "@"}, "nothing follows '@' in row 0"),
+        (ROWS, {**QUESTION, "eval_fraction": 1.0}, r"eval_fraction=1.0: test_size=10 should be"),
+        (ROWS, {**QUESTION, "eval_fraction": 0.01}, r"eval_fraction=0.01: test_size=0 should be"),
+        ([{"prompt": "a"}, {"prompt": "  "}], {}, r"rows.jsonl'.*the prompt in row 1 is empty \('  '\)"),
+        ([{"prompt": "a"}, {"prompt": None}], {"conversational": True}, r"row 1 is empty \(None\)"),
+        ([{"prompt": "a", "answer": "b", "gold": "c"}], {"answer_column": "gold"}, "answer already in the dataset"),
     ],
 )
-def test_refusals_show_the_values_and_what_there_is(jsonl, options, error, message):
-    with pytest.raises(error, match=message):
-        prompts_of(jsonl, **options)
-
-
-def test_empty_prompts_are_refused_by_row_number(tmp_path):
-    rows = [{"prompt": "a"}, {"prompt": "  "}, {"prompt": None}]
-    with pytest.raises(DataError, match=r"row 1, column 'prompt': the prompt is empty"):
-        prompts_of(write_jsonl(tmp_path / "rows.jsonl", rows))
-
-
-def test_a_name_taken_by_another_column_is_refused(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "gold": "c"}])
-    with pytest.raises(DataError, match="column 'answer' beside 'gold'"):
-        prompts_of(path, answer_column="gold")
+def test_refusals_show_the_values_and_what_there_is(tmp_path, rows, options, message):
+    with pytest.raises(DataError, match=message):
+        prompts_of(write_jsonl(tmp_path / "rows.jsonl", rows), **options)
 
 
 def test_files_that_are_missing_unknown_empty_or_broken_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"missing.jsonl does not exist"):
-        prompts_of(tmp_path / "missing.jsonl")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"extension '.txt'.*\.jsonl"):
-        prompts_of(tmp_path / "notes.txt")
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(DataError, match="has no rows"):
-        prompts_of(tmp_path / "empty.jsonl")
     (tmp_path / "broken.jsonl").write_text("{not json")
-    with pytest.raises(DataError, match=r"broken.jsonl could not be read"):
-        prompts_of(tmp_path / "broken.jsonl")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"folder could not be read .*neither a `Dataset`"):
-        prompts_of(tmp_path / "folder")
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match="no split 'train'; it has test"):
-        prompts_of(tmp_path / "saved")
+    for name, message in {
+        "missing.jsonl": "Unable to find '.*missing.jsonl'",
+        "notes.txt": r"'.txt' names no known kind.*\.jsonl",
+        "empty.jsonl": "the file is empty",
+        "broken.jsonl": "broken.jsonl.*JSON parse error",
+        "folder": "folder is neither a `Dataset`",
+        "saved": "no split 'train', only test",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            prompts_of(tmp_path / name)

@@ -62,28 +62,19 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_full_model_is_the_trained_one(full, tmp_path):
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_full_model_is_the_trained_one_as_stored_or_converted(full, tmp_path, dtype):
     checkpoint, trained = full
-    kind = export(checkpoint, tmp_path / "out")
+    assert export(checkpoint, tmp_path / "out", dtype=dtype) == "full"
     assert names(tmp_path / "out") == PLAIN | {"model.safetensors"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == (dtype or "float32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert model.dtype == torch.float32
     for (name, value), (_, expected) in zip(model.named_parameters(), trained.named_parameters()):
-        assert torch.equal(value, expected), name
-    assert kind == "full"
+        assert torch.equal(value, expected.to(getattr(torch, dtype or "float32"))), name
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([5, 6]) != ""
     card = (tmp_path / "out" / "README.md").read_text()
-    for words in ("exported after step 3", "library_name: transformers", "| learning_rate | 0.001 |", "letter_reward"):
+    for words in ("checkpoint-3, full", "library_name: transformers", '"learning_rate": 0.001,', "letter_reward"):
         assert words in card
-
-
-def test_weights_are_converted(full, tmp_path):
-    checkpoint, trained = full
-    export(checkpoint, tmp_path / "out", dtype="bfloat16")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    for (name, value), (_, expected) in zip(model.named_parameters(), trained.named_parameters()):
-        assert torch.equal(value, expected.bfloat16()), name
 
 
 def test_an_adapter_alone_and_merged(adapter, base, tmp_path):
@@ -139,17 +130,32 @@ def nothing_left(folder: Path) -> bool:
     return not [path for path in folder.iterdir() if path.name.startswith(("out", "_"))]
 
 
-def relist(folder: Path) -> None:
-    (folder / "checkpoint.json").unlink()
-    write_listing(folder, {"step": 3})
+def without_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_partial_checkpoint_is_refused(copy, tmp_path):
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="is missing"):
+@pytest.mark.parametrize(
+    ("damage", "by_checksum", "says"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "is missing", "no weights that are known"),
+        (lambda folder: (folder / "config.json").unlink(), "is missing", r"neither config\.json nor"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors"), "bytes", "SafetensorError"),
+        (
+            without_a_weight,
+            "bytes",
+            r"lacks 1 weights of the model, for example model.layers.0.self_attn.q_proj.weight",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused_with_checksums_or_without(copy, tmp_path, damage, by_checksum, says):
+    damage(copy)
+    with pytest.raises(CheckpointError, match=by_checksum):
         export(copy, tmp_path / "out")
-    relist(copy)
-    with pytest.raises(CheckpointError, match="no weights that are known"):
+    (copy / "checkpoint.json").unlink()
+    write_listing(copy, {"step": 3})
+    with pytest.raises(CheckpointError, match=says):
         export(copy, tmp_path / "out")
     assert nothing_left(tmp_path)
 
@@ -164,26 +170,21 @@ def test_a_full_disk_is_named_and_nothing_is_left(copy, tmp_path, monkeypatch):
     assert nothing_left(tmp_path)
 
 
-def test_a_folder_that_exists_is_left_alone(copy, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    with pytest.raises(ConfigError, match="exists already"):
-        export(copy, tmp_path / "out")
-    assert names(tmp_path / "out") == {"mine"}
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"out": "checkpoint-3"}, "exists already"),
         ({"dtype": "int8"}, "use one of float32, bfloat16, float16"),
         ({"merge_adapter": True}, "holds a whole model"),
         ({"base": "x"}, "holds a whole model"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(copy, tmp_path, options, says):
+def test_options_that_make_no_sense_are_refused_and_what_is_there_stays(copy, tmp_path, options, says):
+    before = names(copy)
     with pytest.raises(ConfigError, match=says):
-        export(copy, tmp_path / "out", **options)
+        export(copy, tmp_path / options.pop("out", "out"), **options)
     assert nothing_left(tmp_path)
+    assert names(copy) == before
 
 
 def test_a_base_without_a_name_or_quantised_is_refused(root, base, tmp_path):
@@ -212,19 +213,6 @@ def test_the_command_says_what_it_did(copy, tmp_path):
     assert "has no checksums" in done.output
 
 
-def test_what_cannot_be_read_is_one_error(copy, tmp_path):
-    (copy / "model.safetensors").write_bytes(b"no tensors")
-    relist(copy)
-    with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be exported: SafetensorError"):
-        export(copy, tmp_path / "out")
-    save_file({}, copy / "model.safetensors")
-    (copy / "config.json").unlink()
-    relist(copy)
-    with pytest.raises(CheckpointError, match=r"neither config\.json nor"):
-        export(copy, tmp_path / "out")
-    assert nothing_left(tmp_path)
-
-
 def test_an_adapter_is_merged_in_float32_into_a_base_in_half_precision(root, tmp_path):
     tiny_model().bfloat16().save_pretrained(root / "half")
     model = AutoModelForCausalLM.from_pretrained(root / "half", dtype="float32")
@@ -237,17 +225,6 @@ def test_an_adapter_is_merged_in_float32_into_a_base_in_half_precision(root, tmp
     assert all(torch.allclose(merged[name], value, atol=1e-6) for name, value in expected.items())
     export(checkpoint, tmp_path / "stored", merge_adapter=True)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype="auto").dtype == torch.bfloat16
-
-
-def test_a_weight_that_is_missing_is_named(copy, tmp_path):
-    weights = load_file(copy / "model.safetensors")
-    name = next(n for n in weights if "q_proj.weight" in n)
-    del weights[name]
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    relist(copy)
-    with pytest.raises(CheckpointError, match=rf"lacks 1 weights of the model, for example {name}"):
-        export(copy, tmp_path / "out")
-    assert nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize(("rename", "says"), [(None, "lacks 1 weights of the model"), ("lora_Z", "the model lacks 1")])
