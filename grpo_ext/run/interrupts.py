@@ -26,13 +26,6 @@ class TrainingInterrupted(SystemExit):
         self.checkpoint = checkpoint
 
 
-class RunCallback(TrainerCallback):
-    """A callback with an event for the end of `train()`, also where training fails; the Trainer has none."""
-
-    def on_run_end(self) -> None:
-        """Called by `GRPOTrainer.train`, last of all."""
-
-
 class InterruptWatch(TrainerCallback):
     """Listens for signals, and lets all processes stop together at the end of a step.
 
