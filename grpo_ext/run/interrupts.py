@@ -62,7 +62,8 @@ class InterruptWatch(TrainerCallback):
         first, self.requested = not self.requested, True
         if first:
             with suppress(OSError, RuntimeError):  # the console may be gone, or in the middle of a line
-                self.say("Stopping after this step, with a checkpoint. Ctrl-C again stops at once.")
+                # a line of its own, below the terminal's ^C or a bar
+                self.say("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
