@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
 import sys
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,6 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console
 from tests.support.tiny import prompts
 from tests.support.trainers import make
@@ -188,19 +185,3 @@ def test_the_bars_make_room_for_trls_table_which_would_be_torn_otherwise(tmp_pat
     assert [line[:9] for line in lines] == ["step    1", "step    2", "eval    2"]
     assert sum(line.startswith("╭─") and line.endswith("─╮") for line in shown) == 4  # TRL prints the last one twice
     assert [line[:5] for line in shown if re.search(r"/s[\],]", line)] == ["100%|"], "bars, or what is left of them"
-
-
-def test_quiet_libraries_leaves_the_warnings_of_this_project():
-    names = ("trl", "datasets", "accelerate", "peft", "torch.distributed", "huggingface_hub")
-    levels = {name: logging.getLogger(name).level for name in names}
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            quiet_libraries()
-            warnings.warn_explicit("theirs", UserWarning, "trl.py", 1, module="trl.trainer")
-            warnings.warn_explicit("ours", UserWarning, "window.py", 1, module="grpo_ext.step.loss")
-        assert [str(warning.message) for warning in seen] == ["ours"]
-        assert logging.getLogger("grpo_ext.trainer").isEnabledFor(logging.WARNING)
-        assert not logging.getLogger("trl").isEnabledFor(logging.WARNING)
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
