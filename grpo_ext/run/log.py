@@ -124,28 +124,27 @@ def read_log(path: str | Path) -> LoggedRun:
         OSError: the file cannot be read.
     """
     run, seconds = LoggedRun(), 0.0  # of the training call so far
-    with open(path, "rb") as file:
-        for raw in file:
-            try:
-                line = json.loads(raw)
-                step = int(line["step"])
-            except (ValueError, TypeError, KeyError):
-                run.unreadable += bool(raw.strip())
-                continue
-            if "values" in line:
-                run.entries.append(line)
-                run.seconds += line["time"] - seconds
-                seconds = line["time"]
-            elif "start" in line:
-                seconds = 0.0
-                if step == 0:  # a new run in the same folder
-                    run = LoggedRun()
-                else:
-                    run.entries = [entry for entry in run.entries if entry["step"] <= step]
-                    run.resumed_from.append(step)
-                run.starts.append(line["start"])
-            elif "end" in line and run.starts:
-                run.starts[-1] |= {"step": step, **line["end"]}
+    for raw in Path(path).read_bytes().splitlines():
+        try:
+            line = json.loads(raw)
+            step = int(line["step"])
+        except (ValueError, TypeError, KeyError):
+            run.unreadable += bool(raw.strip())
+            continue
+        if "values" in line:
+            run.entries.append(line)
+            run.seconds += line["time"] - seconds
+            seconds = line["time"]
+        elif "start" in line:
+            seconds = 0.0
+            if step == 0:  # a new run in the same folder
+                run = LoggedRun()
+            else:
+                run.entries = [entry for entry in run.entries if entry["step"] <= step]
+                run.resumed_from.append(step)
+            run.starts.append(line["start"])
+        elif "end" in line and run.starts:
+            run.starts[-1] |= {"step": step, **line["end"]}
     return run
 
 

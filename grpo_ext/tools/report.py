@@ -70,12 +70,6 @@ class Run:
         return "finished" if finished else "not finished: it goes on, or was killed"
 
     @property
-    def scores(self) -> dict[str, Series]:
-        """What is read first, by name."""
-        names = ("reward", *first_and_last(self.series), HELD_OUT, "eval_reward")
-        return {name: self.series[name] for name in names if name in self.series}
-
-    @property
     def changes(self) -> list[tuple[str, Any, Any]]:
         """What differs between a start and the one before it: name, both values."""
         return [
@@ -102,8 +96,9 @@ def report(run: str | Path) -> Path:
     environment.filters["number"] = _number
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     pictures = {title: _picture(unit, curves) for title, (unit, curves) in plots_of(loaded.series).items()}
+    scores = ("reward", *first_and_last(loaded.series), HELD_OUT, "eval_reward")
     time = timedelta(seconds=round(loaded.log.seconds))
-    text = template.render(mark=_MARK, run=loaded, time=time, pictures=pictures)
+    text = template.render(mark=_MARK, run=loaded, scores=scores, time=time, pictures=pictures)
     page = Path(run).resolve() / "report" / "index.html"
     if page.exists() and f'content="{_MARK}"' not in page.read_text(errors="replace")[:2000]:
         raise ConfigError(f"{page} would replace what is no report; move that elsewhere.")
@@ -131,8 +126,7 @@ def load_run(path: str | Path) -> Run:
                 values.append(float(value))
     with contextlib.suppress(OSError, ValueError, KeyError):  # no demo, or one that has not ended
         scores: Mapping[str, float] = json.loads((folder / "metrics.json").read_text())["exact_match_by_step"]
-        points = sorted((int(step), value) for step, value in scores.items())
-        series[HELD_OUT] = [step for step, _ in points], [value for _, value in points]
+        series[HELD_OUT] = [*map(int, scores)], [*scores.values()]
     return Run(str(path), log, series)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from html.parser import HTMLParser
 
@@ -41,9 +40,7 @@ def line(step, **values):
 def entry(**changes):
     settings = {"loss_type": "dapo", "learning_rate": 1e-3, "max_steps": 4} | changes
     model = {"class": "Tiny", "parameters": 12345, "sha256": "ab"}
-    return {"started": "2030-01-01", "data": {"rows": 22}, "plan": "16 completions", "model": model} | {
-        "settings": settings
-    }
+    return {"started": "2030-01-01", "plan": "16 completions", "model": model, "settings": settings}
 
 
 def make_run(folder, lines, **changes):
@@ -102,22 +99,20 @@ def test_settings_and_names_of_rewards_stay_text(tmp_path):
     assert "rewards/_a$b{/mean 2 2 2 2" in page.text
 
 
-def test_an_unfinished_run_and_one_killed_in_a_line_are_reported(tmp_path):
+def test_a_run_killed_in_a_line_is_shown_up_to_that_line(tmp_path):
     run = make_run(tmp_path / "run", [line(1, reward=0.25), line(2, reward=0.5), line(3, reward=0.75)])
-    text = (run / "log.jsonl").read_text()
-    (run / "log.jsonl").write_text(text[:-30])
-    page = Page(report(run))
-    assert "0.25 -> 0.5" in page.text
-    assert "steps 2 of 4" in page.text
-    assert "not finished: it goes on, or was killed" in page.text
-    assert "1 line(s) of log.jsonl that were not finished" in page.text
+    (run / "log.jsonl").write_text((run / "log.jsonl").read_text()[:-30])
+    text = Page(report(run)).text
+    assert "steps 2 of 4 state not finished: it goes on, or was killed reward, first -> last 0.25 -> 0.5" in text
+    assert "1 line(s) of log.jsonl that were not finished" in text
 
 
-def test_a_run_that_goes_on_after_an_interrupt_is_not_finished(tmp_path):
-    lines = [line(1), line(1, train_runtime=2.0)]
-    assert "state finished" in Page(report(make_run(tmp_path / "ended", lines))).text
+def test_a_log_without_starts_has_curves_and_one_that_began_again_is_not_finished(tmp_path):
+    run = make_run(tmp_path / "run", lines := [line(1), line(1, train_runtime=2.0)])
+    (run / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert "steps 1 state finished reward, first" in Page(report(run)).text
     again = [*lines, {"step": 1, "start": entry()}, line(2)]
-    assert "state not finished" in Page(report(make_run(tmp_path / "killed", again))).text
+    assert "state not finished" in Page(report(make_run(tmp_path / "again", again))).text
 
 
 def test_steps_that_were_done_again_are_shown_once(tmp_path):
@@ -132,7 +127,7 @@ def test_steps_that_were_done_again_are_shown_once(tmp_path):
 
 def test_the_held_out_scores_of_a_demo_are_a_curve(tmp_path):
     run = make_run(tmp_path / "run", [line(6), line(12)])
-    (run / "metrics.json").write_text(json.dumps({"exact_match_by_step": {"12": 0.75, "6": 0.5}}))
+    (run / "metrics.json").write_text(json.dumps({"exact_match_by_step": {"6": 0.5, "12": 0.75}}))
     assert plots_of(load_run(run).series)["Evaluation"][1] == {"held_out_exact_match": ([6, 12], [0.5, 0.75])}
 
 
@@ -145,23 +140,19 @@ def test_a_folder_without_a_run_is_a_clear_error(tmp_path):
 
 def test_a_failed_report_is_a_sentence(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", [line(1)])
-    for name, package in (("matplotlib.figure", "matplotlib.figure"), ("jinja2", "jinja2")):
+    for name in ("matplotlib.figure", "jinja2"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, name, None)
-            assert re.match(rf"No report was written: .* needs {package}; install it with", report_or_reason(run))
+            assert f"No report was written: the report needs {name}; install it with" in report_or_reason(run)
     monkeypatch.setattr(module, "plots_of", lambda series: 1 / 0)
     assert "ZeroDivisionError" in report_or_reason(run)
 
 
-def test_the_command_writes_it_and_refuses_in_one_message(tmp_path):
+def test_the_command_writes_it(tmp_path):
     run = make_run(tmp_path / "run", [line(1)])
     done = forks.python("-m", "grpo_ext.tools.cli", "report", run)
     assert done.returncode == 0, done.stderr
     assert f"{run / 'report' / 'index.html'}" in done.stdout
-    refused = forks.python("-m", "grpo_ext.tools.cli", "report", tmp_path)
-    assert refused.returncode == 2
-    assert "is missing or empty" in " ".join(refused.stderr.split())
-    assert "Traceback" not in refused.stderr
 
 
 def test_a_page_that_is_no_report_is_left_alone(tmp_path):
