@@ -27,11 +27,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that exists
         if name in _HOME:
             import importlib
 
-            from .runtime.quiet import quiet
-
-            with quiet():
-                module = importlib.import_module(f".{_HOME[name]}", __name__)
-            return getattr(module, name)
+            return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

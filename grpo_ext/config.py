@@ -22,7 +22,6 @@ from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
 from .runtime.determinism import choose_cublas_workspace
-from .runtime.quiet import quiet
 from .setting_rules import (
     asks_for_deepspeed,
     check_ahead,
@@ -239,8 +238,7 @@ class GRPOConfig(trl.GRPOConfig):
         self.generation_batch_size = self.steps_per_generation = None
         self.auto_find_batch_size = False  # TRL's and Accelerate's would start the run again; here a step is repeated
         try:
-            with quiet():
-                super().__post_init__()
+            super().__post_init__()
         finally:
             for name, value in user_sizes.items():
                 setattr(self, name, value)

@@ -46,7 +46,6 @@ from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
-from .runtime.quiet import quiet
 from .step.evaluation import PassAtK
 from .step.gradients import clear_cache_every
 from .step.loss import assemble_loss
@@ -118,23 +117,22 @@ class GRPOTrainer(trl.GRPOTrainer):
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
-        with quiet():
-            super().__init__(
-                model=model,
-                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
-                args=loop_args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
+        super().__init__(
+            model=model,
+            reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
+            args=loop_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
         train_in_float32(self.model, adapters)
         if reference is not None:
             use_reference(reference, self, config)
@@ -262,7 +260,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads), quiet():
+        with torch.no_grad(), pinned(self.args.pinned_threads):
             completions = self._prepare_inputs(inputs)
             evaluation = self._step_planner.evaluation(self.model, completions, self._step_settings())
             evaluation.measure(self.model)
@@ -439,7 +437,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             warn_before_training(self, self._uncovered)
             with (
-                quiet(),
                 pinned(self.args.pinned_threads),
                 computing_with(self._rollouts.divide_threads()),
                 self._keeper.running(checkpoint),

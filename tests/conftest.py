@@ -49,7 +49,6 @@ LONG = (
     "packaging/test_wheel",
     "packaging/test_side_effects",
     "trainer/test_rewards",
-    "unit/tools/test_console",
     "unit/tools/test_check",
     "unit/tools/test_forks",
 )

@@ -26,13 +26,6 @@ class TrainingInterrupted(SystemExit):
         self.checkpoint = checkpoint
 
 
-class RunCallback(TrainerCallback):
-    """A callback with an event for the end of `train()`, also where training fails; the Trainer has none."""
-
-    def on_run_end(self) -> None:
-        """Called by `GRPOTrainer.train`, last of all."""
-
-
 class InterruptWatch(TrainerCallback):
     """Listens for signals, and lets all processes stop together at the end of a step.
 
@@ -69,7 +62,8 @@ class InterruptWatch(TrainerCallback):
         first, self.requested = not self.requested, True
         if first:
             with suppress(OSError, RuntimeError):  # the console may be gone, or in the middle of a line
-                self.say("Stopping after this step, with a checkpoint. Ctrl-C again stops at once.")
+                # a line of its own, below the terminal's ^C or a bar
+                self.say("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.")
 
     @contextmanager
     def listening(self) -> Iterator[None]:

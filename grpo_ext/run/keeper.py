@@ -44,7 +44,7 @@ from .checkpoint import (
     writing_folder,
 )
 from .fingerprint import FINGERPRINT, KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, state_hashes
-from .interrupts import InterruptWatch, RunCallback, TrainingInterrupted
+from .interrupts import InterruptWatch, TrainingInterrupted
 from .log import RunLog
 from .output_folder import take_folder
 from .state import RunState, load_reference, save_reference
@@ -201,8 +201,7 @@ class RunKeeper(TrainerCallback):
         """Inside, a run: signals stop it after a step. Its plan is printed; its start and end are logged."""
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
-        with contextlib.ExitStack() as ending, self.watch.listening():
-            ending.callback(self._tell_callbacks)
+        with self.watch.listening():
             if self.args.should_save:
                 self._log_start(checkpoint, plan)
             try:
@@ -226,11 +225,6 @@ class RunKeeper(TrainerCallback):
             **self.fingerprint,
         }
         self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)
-
-    def _tell_callbacks(self) -> None:
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, RunCallback):
-                callback.on_run_end()
 
     def interrupted(self, path: Path, step: int) -> TrainingInterrupted:
         """The exception that ends the program after an interrupt.

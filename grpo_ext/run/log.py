@@ -7,7 +7,7 @@ process; read by `grpo-ext report`.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import math
 import platform
@@ -29,15 +29,12 @@ _PACKAGES = ("grpo_ext", "trl", "transformers", "accelerate", "torch", "peft", "
 logger = get_logger(__name__)
 
 
-@functools.cache
 def versions() -> dict[str, str | None]:
     """Installed versions of what a run depends on."""
-    installed: dict[str, str | None] = {"python": platform.python_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            installed[name] = None
     return installed
 
 
@@ -55,22 +52,19 @@ class RunLog:
         of another folder first appends the log of that folder.
 
         Args:
+            folder: of the run; it exists.
             checkpoint: the checkpoint that the run resumes from, or None.
             step: optimizer steps done before.
             about: what is trained, with which settings.
         """
-        root = Path(folder)
-        self.path, self._start = root / LOG, time.perf_counter()
-        earlier = None if checkpoint is None else Path(checkpoint).resolve().parent / LOG
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab") as file:
-                file.write(b"\n" if file.tell() else b"")  # a kill may have cut the last line
-                if earlier is not None and earlier.is_file() and earlier != self.path.resolve():
-                    file.write(earlier.read_bytes() + b"\n")
-        except OSError as error:
-            self._give_up(error)
-        self._append(step, start={"started": _now(), "resumed_from": checkpoint, "versions": versions(), **about})
+        self.path, self._start = Path(folder) / LOG, time.perf_counter()
+        before = b"\n" if self.path.is_file() else b""  # a kill may have cut the last line
+        if checkpoint is not None:
+            earlier = Path(checkpoint).resolve().parent / LOG
+            if earlier.is_file() and earlier != self.path.resolve():
+                before += earlier.read_bytes() + b"\n"
+        start = {"started": _now(), "resumed_from": checkpoint, "versions": versions(), **about}
+        self._append(step, before, start=start)
 
     def write(self, step: int, epoch: float | None, values: Mapping[str, Any], device: torch.device) -> None:
         """Append one line.
@@ -86,7 +80,6 @@ class RunLog:
             epoch=epoch,
             time=round(time.perf_counter() - self._start, 3),
             peak_memory_mib=peak_memory_mib(device),
-            memory_of="process" if device.type == "cpu" else "accelerator",
             values={name: _plain(value) for name, value in values.items() if name != "epoch"},
         )
 
@@ -94,18 +87,15 @@ class RunLog:
         """Append how the training call ended."""
         self._append(step, end={"finished": _now(), **about})
 
-    def _append(self, step: int, **line: Any) -> None:
+    def _append(self, step: int, before: bytes = b"", **line: Any) -> None:
         if self.path is None:
             return
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **line}, default=str) + "\n")
+            with open(self.path, "ab") as file:
+                file.write(before + json.dumps({"step": step, **line}, default=str).encode() + b"\n")
         except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        logger.warning(f"{self.path} cannot be written ({error}); the training continues without a run log.")
-        self.path = None
+            logger.warning(f"{self.path} cannot be written ({error}); the training continues without a run log.")
+            self.path = None
 
 
 @dataclass
@@ -133,29 +123,28 @@ def read_log(path: str | Path) -> LoggedRun:
     Raises:
         OSError: the file cannot be read.
     """
-    run, last_time = LoggedRun(), 0.0
-    with open(path, "rb") as file:
-        for raw in file:
-            try:
-                line = json.loads(raw)
-                step = int(line["step"])
-            except (ValueError, TypeError, KeyError):
-                run.unreadable += bool(raw.strip())
-                continue
-            if "values" in line:
-                run.entries.append(line)
-                last_time = float(line.get("time") or 0.0)
-            elif "start" in line:
-                if step == 0:  # a new run in the same folder
-                    run, last_time = LoggedRun(), 0.0
-                else:
-                    run.resumed_from.append(step)
+    run, seconds = LoggedRun(), 0.0  # of the training call so far
+    for raw in Path(path).read_bytes().splitlines():
+        try:
+            line = json.loads(raw)
+            step = int(line["step"])
+        except (ValueError, TypeError, KeyError):
+            run.unreadable += bool(raw.strip())
+            continue
+        if "values" in line:
+            run.entries.append(line)
+            run.seconds += line["time"] - seconds
+            seconds = line["time"]
+        elif "start" in line:
+            seconds = 0.0
+            if step == 0:  # a new run in the same folder
+                run = LoggedRun()
+            else:
                 run.entries = [entry for entry in run.entries if entry["step"] <= step]
-                run.seconds, last_time = run.seconds + last_time, 0.0
-                run.starts.append(line["start"])
-            elif "end" in line and run.starts:
-                run.starts[-1] |= {"step": step, **line["end"]}
-    run.seconds += last_time
+                run.resumed_from.append(step)
+            run.starts.append(line["start"])
+        elif "end" in line and run.starts:
+            run.starts[-1] |= {"step": step, **line["end"]}
     return run
 
 

@@ -183,12 +183,13 @@ def export(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.")],
+    run: Annotated[Path, typer.Argument(help="Folder of the run: its output_dir.")],
 ) -> None:
-    """Write what a run did, or how several differ, as one page with plots; also of a run that goes on or was killed."""
+    """Write what a run did as one page with plots; also of a run that goes on or was killed."""
+    load_libraries()
     from .report import report as write
 
-    page = write(runs)
+    page = write(run)
     say(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
 
 

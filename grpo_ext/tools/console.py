@@ -1,23 +1,20 @@
 """The console of a run: a bar with the time left and one line per log on a terminal, plain lines everywhere else.
 
-Unlike the Trainer's dictionaries, a line holds what matters and is cropped where it does not fit. A callback:
+Differs from transformers' ProgressCallback, which moves the bars, in its lines: what matters, not a dictionary.
 `Console().install(trainer)` before `train()`; the main process alone prints. recipes/grpo.py uses it.
 """
 
 from __future__ import annotations
 
-import atexit
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rich import console as rich_console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
+from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 
 from ..algorithms.pass_at_k import first_and_last
-from ..run.interrupts import RunCallback
 from ..runtime.quiet import quiet_libraries
 
 __all__ = ["Console", "quiet_libraries"]
@@ -44,14 +41,13 @@ _FIELDS = (
 )
 
 
-class Console(RunCallback):
-    """Shows a run as it goes: a bar and coloured lines on a terminal, plain lines in a file, a pipe or a notebook.
+class Console(ProgressCallback):
+    """Shows a run as it goes: a bar and one line per log on a terminal, plain lines in a file, a pipe or a notebook.
 
     Args:
         measure: from the model to named figures of your own, such as a held-out score. It is called on the main process
             alone, so not for sharded models (FSDP, ZeRO-3), whose forwards every process has to join.
         every: optimizer steps between two measurements; those steps are logged, and lines printed for them alone.
-        out: where to write, a `rich.console.Console`; default: standard output.
 
     Example:
 
@@ -63,130 +59,92 @@ class Console(RunCallback):
     ```
     """
 
-    def __init__(self, measure: Measure | None = None, every: int = 0, out: rich_console.Console | None = None) -> None:
+    def __init__(self, measure: Measure | None = None, every: int = 0) -> None:
+        super().__init__()
         self.measure, self.every = measure, every
         self.measured: dict[int, dict[str, float]] = {}  # by step
-        self._is_file = out is None and not sys.stdout.isatty()  # rich takes one for a terminal under FORCE_COLOR
-        self._out = rich_console.Console() if out is None else out
-        self._bar: Progress | None = None
-        self._task: Any = None
 
     def install(self, trainer: Trainer) -> Trainer:
-        """Add this to a trainer in place of transformers' own progress callbacks; returns the trainer.
-
-        The bar is removed too when `train()` ends with an error; with another trainer than ours, at the program's end.
-        """
+        """Add this to a trainer in place of transformers' own progress callbacks; returns the trainer."""
         from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # in notebooks transformers sets another callback
 
         changed: Any = trainer
         for other in (*changed.callback_handler.callbacks,):
             if isinstance(other, (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)):
                 changed.remove_callback(other)
-        if self not in changed.callback_handler.callbacks:
-            changed.add_callback(self)
+        changed.add_callback(self)
         return trainer
 
-    # ---- Events of the Trainer ------------------------------------------------------------------------------------
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the bar, where there is a terminal."""
-        self.close()
-        if not (state.is_world_process_zero and self._is_terminal()):
-            return
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("[dim]left"),
-            TimeRemainingColumn(),
-            TextColumn("[green]{task.fields[status]}"),
-            console=self._out,
-            expand=True,
-            refresh_per_second=2,
-            speed_estimate_period=3600,
-        )
-        self._bar.live.transient = True  # leaves no line behind when it is hidden for other output
-        self._task = self._bar.add_task("GRPO", total=state.max_steps, completed=state.global_step, status="")
-        atexit.register(self.close)
-        self._bar.start()
+        """Show the bar, where there is a terminal; a resumed run begins at its step."""
+        self.current_step = state.global_step
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                unit="step",
+                dynamic_ncols=True,
+                disable=not _on_terminal(),
+            )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the bar again after a table of samples."""
-        if self._bar is not None:
-            self._bar.start()
+        """Show the bar again after a table of completions."""
+        if self.training_bar is not None:
+            self.training_bar.refresh()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Move the bar, and measure if it is time."""
+        super().on_step_end(args, state, control)
         measures = self.measure is not None and self.every > 0 and state.global_step % self.every == 0
         control.should_log |= measures  # on every process: logging is a collective
-        if not state.is_world_process_zero:
-            return
-        if self._bar is not None:
-            self._bar.update(self._task, completed=state.global_step)
-        if measures and self.measure is not None:
+        if measures and self.measure is not None and state.is_world_process_zero:
             self.measured[state.global_step] = dict(self.measure(model))
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Move the bar of an evaluation."""
+        if _on_terminal():
+            super().on_prediction_step(args, state, control, eval_dataloader)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """A line for a step or an evaluation."""
         if not state.is_world_process_zero or not logs:
             return
         if "reward" in logs:
-            if self._bar is not None and logs["reward"] is not None:
-                self._bar.update(self._task, status=f"reward {logs['reward']:.2f}")
+            if self.training_bar is not None and logs["reward"] is not None:
+                self.training_bar.set_postfix_str(f"reward {logs['reward']:.2f}", refresh=False)
             measured = self.measured.get(state.global_step, {})
             if measured or not self.every or state.global_step == state.max_steps:
-                self._line("step", state, logs, measured)
+                _print(_line("step", state, logs, measured))
         elif any(key.startswith("eval_") for key in logs):
             values = {key.removeprefix("eval_"): value for key, value in logs.items()}
-            self._line("eval", state, values, {name: values[name] for name in first_and_last(values)})
-        if getattr(args, "log_completions", False) and self._bar is not None:
-            self._bar.stop()  # TRL prints its table next, straight to the terminal
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the bar as it is, finished."""
-        if self._bar is not None:
-            self._bar.start()
-            self._bar.live.transient = False
-        self.close()
-
-    def on_run_end(self) -> None:
-        """Training has ended, perhaps with an error."""
-        self.close()
-
-    def close(self) -> None:
-        """Take the bar away; may be called again."""
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = None
-        atexit.unregister(self.close)
-
-    # ---- Drawing --------------------------------------------------------------------------------------------------
-
-    def _is_terminal(self) -> bool:
-        return not self._is_file and self._out.is_interactive and not self._out.is_jupyter
-
-    def _line(self, kind: str, state: Any, logs: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-        """Print a line: figures of this kind of line, then what was logged."""
-        text = Text()
-        text.append(f"{kind} {state.global_step:>4}/{state.max_steps}", style="bold" if kind == "step" else "bold cyan")
-        for name, value in [*((name, f"{value:.2f}") for name, value in figures.items()), *_fields(logs)]:
-            text.append(f"  {name} ", style="dim")
-            text.append(value, style="green" if name == "reward" else "none")
-        if self._is_terminal():
-            self._out.print(text, highlight=False, no_wrap=True, overflow="ellipsis")
-        else:
-            print(text.plain, file=self._out.file, flush=True)
+            _print(_line("eval", state, values, {name: values[name] for name in first_and_last(values)}))
+        if getattr(args, "log_completions", False):
+            for bar in (self.prediction_bar, self.training_bar):
+                if bar is not None:
+                    bar.clear()  # TRL prints its table next, past tqdm
 
 
-def _fields(logs: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and value of what was logged."""
-    fields = []
+def _on_terminal() -> bool:
+    """Whether a bar is shown: lines go to standard output, bars to standard error."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def _print(line: str) -> None:
+    """Print a line above the bar; cropped on a terminal that is too narrow."""
+    if _on_terminal() and len(line) > (columns := shutil.get_terminal_size().columns):
+        line = f"{line[: columns - 1]}…"
+    tqdm.write(line)
+    sys.stdout.flush()
+
+
+def _line(kind: str, state: Any, logs: Mapping[str, Any], figures: Mapping[str, float]) -> str:
+    """Figures of this kind of line, then what was logged."""
+    parts = [f"{kind} {state.global_step:>4}/{state.max_steps}", *(f"{name} {x:.2f}" for name, x in figures.items())]
     for key, name, form in _FIELDS:
-        if logs.get(key) is None:
-            continue
-        value = form.format(float(logs[key]))
-        if key == "reward" and logs.get("reward_std") is not None:
-            value += f" +- {float(logs['reward_std']):.2f}"
-        fields.append((name, value))
-    return fields
+        if logs.get(key) is not None:
+            parts.append(f"{name} {form.format(float(logs[key]))}")
+            if key == "reward" and logs.get("reward_std") is not None:
+                parts[-1] += f" +- {float(logs['reward_std']):.2f}"
+    return "  ".join(parts)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.tools.plots import figure_class
+from matplotlib.figure import Figure
+
 from grpo_ext.tools.stock import OURS, STOCK
 
 _COLOURS = {STOCK: "tab:orange", OURS: "tab:blue"}
@@ -27,7 +28,7 @@ def _save(figure: Any, axis: Any, path: Path) -> None:
 
 def write_held_out_plot(runs: Sequence[Path], path: Path) -> None:
     """The held-out score of demo runs over their seconds of training, without those of measuring."""
-    figure = figure_class(path)(figsize=(5.0, 3.0))
+    figure = Figure(figsize=(5.0, 3.0))
     axis = figure.subplots()
     for run in runs:
         metrics = json.loads((run / "metrics.json").read_text())
@@ -49,7 +50,7 @@ def write_check_plot(report: dict[str, Any], path: Path, tolerance: float = 1e-5
 
     results = report["results"]
     splits = list(dict.fromkeys(split_of(r) for r in results if r["verdict"] != "reference"))
-    figure = figure_class(path)(figsize=(max(5.0, 0.55 * len(splits) + 1.5), 3.6))
+    figure = Figure(figsize=(max(5.0, 0.55 * len(splits) + 1.5), 3.6))
     axis = figure.subplots()
     for trainer in (STOCK, OURS):
         label = "stock TRL" if trainer == STOCK else trainer

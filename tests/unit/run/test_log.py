@@ -15,6 +15,7 @@ CPU = torch.device("cpu")
 def begun(folder, step=0, source=None):
     """The log of a run in `folder`, resumed from a checkpoint in `source` if `step` is not 0."""
     log = RunLog()
+    folder.mkdir(exist_ok=True)
     log.begin(folder, str((source or folder) / f"checkpoint-{step}") if step else None, step, {"seed": step})
     return log
 
@@ -38,7 +39,6 @@ def test_lines_are_strict_json_with_step_time_and_memory(tmp_path):
     assert (line["step"], line["epoch"]) == (3, 0.3)
     assert 0 <= line["time"] < 60
     assert line["peak_memory_mib"] > 50
-    assert line["memory_of"] == "process"
 
 
 def test_an_unfinished_last_line_is_left_out_and_the_next_one_is_whole(tmp_path):

@@ -1,27 +1,22 @@
-"""The console: what it says, how it fits, that nothing tears the bar, and that it is quiet where it should be.
-Two runs are real, on a pseudo terminal and into a pipe; the others call the events themselves."""
+"""The console: what its lines say, how they fit, and that the bar and TRL's table stand whole beside each other."""
 
 from __future__ import annotations
 
 import io
-import logging
+import os
 import re
 import sys
-import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console as RichConsole
+from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console
-from tests.support import forks
-from tests.support.terminal import screen
+from tests.support.tiny import prompts
+from tests.support.trainers import make
 
-ROOT = Path(__file__).parents[3]
 LOGS = {
     "loss": 0.1,
     "grad_norm": 0.5312,
@@ -42,159 +37,151 @@ WHOLE = (
 )
 
 
-def on_stream(width: int | None = None, main: bool = True, samples: bool = False, **console):
-    """(console, its stream, state, a way to call an event): a terminal of `width` columns, or a file."""
-    stream = io.StringIO()
-    out = RichConsole(file=stream, force_terminal=width is not None, width=width or 80, _environ={"TERM": "xterm"})
-    watched = Console(out=out, **console)
+_TOKEN = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)")
+
+
+class Terminal(io.StringIO):
+    """A terminal of 80 columns, in place of standard output and standard error until the test ends."""
+
+    def __init__(self, monkeypatch) -> None:
+        super().__init__()
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(os, "get_terminal_size", lambda *fd: os.terminal_size((80, 24)))
+        monkeypatch.setattr(sys, "stdout", self)
+        monkeypatch.setattr(sys, "stderr", self)
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+    def screen(self) -> list[str]:
+        """The lines that stand on it at the end; no line may be wider than it."""
+        lines, row, column = [""], 0, 0
+        for number, letter, back, feed, text in _TOKEN.findall(self.getvalue()):
+            if letter == "A":
+                row = max(row - int(number or 1), 0)
+            elif back:
+                column = 0
+            elif feed:
+                row, column = row + 1, 0
+                lines += [""] * (row + 1 - len(lines))
+            elif text:
+                old = lines[row].ljust(column)
+                lines[row] = old[:column] + text + old[column + len(text) :]
+                column += len(text)
+                assert column <= 80, f"a terminal of 80 columns would wrap {lines[row]!r}"
+        return [line.rstrip() for line in lines]
+
+
+def watched(main: bool = True, **console):
+    """(console, the loop's state after step 12, a way to call an event, which returns the loop's control)."""
+    callback = Console(**console)
     state = SimpleNamespace(is_world_process_zero=main, global_step=12, max_steps=150)
-    args, control = SimpleNamespace(log_completions=samples), SimpleNamespace(should_log=True)
 
     def event(name, **kwargs):
-        getattr(watched, f"on_{name}")(args, state, control, **kwargs)
+        control = SimpleNamespace(should_log=False)
+        getattr(callback, f"on_{name}")(SimpleNamespace(log_completions=True), state, control, **kwargs)
+        return control
 
-    return watched, stream, state, event
+    return callback, state, event
 
 
-# ---- Lines ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [None, 80])
-def test_a_file_gets_the_whole_line_and_a_narrow_terminal_a_cropped_one(width):
-    _, stream, _, event = on_stream(width)
+def test_a_file_gets_the_whole_line_and_no_bar(capsys):
+    _, state, event = watched()
     event("train_begin")
-    event("log", logs=dict(LOGS))
+    state.global_step = 13
+    event("step_begin")
+    event("step_end")
+    event("prediction_step", eval_dataloader=[1])
+    event("log", logs=LOGS)
     event("train_end")
-    if width is None:
-        assert stream.getvalue() == WHOLE + "\n"  # no control characters
-        return
-    shown = screen(stream.getvalue().replace("\n", "\r\n"), width)
-    assert [text for text in shown if text.startswith("step")] == [WHOLE[:79] + "…"]
-    assert sum(text.startswith("GRPO") for text in shown) == 1
+    assert capsys.readouterr() == (WHOLE.replace("12/", "13/") + "\n", "")
 
 
-def test_what_is_not_logged_is_not_shown():
-    _, stream, _, event = on_stream()
+def test_a_narrow_terminal_gets_a_cropped_line_above_a_bar_that_begins_where_the_run_resumes(monkeypatch):
+    terminal, (_, state, event) = Terminal(monkeypatch), watched()
+    event("train_begin")
+    assert "| 12/150 [" in terminal.screen()[0]
+    event("log", logs=LOGS)
+    assert terminal.screen()[1] == "", "TRL prints its table next"
+    event("step_begin")
+    assert "| 12/150 [" in terminal.screen()[1]
+    state.global_step = 13
+    event("step_end")
+    event("train_end")
+    line, bar, _ = terminal.screen()
+    assert line == WHOLE[:79] + "…"
+    assert re.fullmatch(r"  9%\|.+\| 13/150 \[.+step/s, reward 0\.62\]", bar)
+
+
+def test_what_is_not_logged_is_not_shown(capsys):
+    _, _, event = watched()
     event("log", logs={"reward": None, "entropy": 0.5, "grad_norm": float("nan")})
     event("log", logs={"train_runtime": 3.0})
-    assert stream.getvalue() == "step   12/150  entropy 0.50  grad nan\n"
+    assert capsys.readouterr().out == "step   12/150  entropy 0.50  grad nan\n"
 
 
-def test_an_evaluation_says_pass_at_1_and_at_the_last_k_of_every_set():
-    _, stream, _, event = on_stream()
+def test_an_evaluation_says_pass_at_1_and_at_the_last_k_of_every_set(capsys):
+    _, _, event = watched()
     event("log", logs={"eval_reward": 0.5, "eval_pass@1": 0.5, "eval_pass@4": 0.75, "eval_pass@8": 0.875})
     event("log", logs={"eval_math_pass@1": 0.25, "eval_math_pass@2": 0.5, "eval_math_mean@2": 0.25})
-    assert stream.getvalue() == (
+    assert capsys.readouterr().out == (
         "eval   12/150  pass@1 0.50  pass@8 0.88  reward  0.50\neval   12/150  math_pass@1 0.25  math_pass@2 0.50\n"
     )
 
 
-def test_own_figures_stand_first_in_the_line_of_their_step_which_is_logged():
-    watched, stream, state, event = on_stream(60, measure=lambda model: {"held out": model}, every=6)
+def test_measured_steps_are_logged_and_they_and_the_last_one_have_a_line(capsys):
+    console, state, event = watched(measure=lambda model: {"held out": model}, every=6)
     event("train_begin")
-    control = SimpleNamespace(should_log=False)
-    watched.on_step_end(None, state, control, model=0.875)
-    assert control.should_log
-    event("log", logs=dict(LOGS))
-    state.global_step, control.should_log = 13, False
-    watched.on_step_end(None, state, control, model=1.0)
-    assert not control.should_log
-    event("log", logs=dict(LOGS))
-    event("train_end")
-    lines = [text for text in screen(stream.getvalue().replace("\n", "\r\n"), 60) if text.startswith("step")]
-    assert lines == ["step   12/150  held out 0.88  reward  0.62 +- 0.41  length …"]
-    assert watched.measured == {12: {"held out": 0.875}}
-
-
-def test_the_last_step_has_a_line_whether_it_is_measured_or_not():
-    _, stream, state, event = on_stream(measure=lambda model: {"held out": model}, every=100)
-    event("log", logs={"reward": 0.5})
-    assert stream.getvalue() == ""
-    state.global_step = state.max_steps
+    for step, model in ((12, 0.875), (13, 1.0), (150, 0.5)):
+        state.global_step = step
+        assert event("step_end", model=model).should_log == (step % 6 == 0)
+        event("log", logs={"reward": 0.25})
+    state.global_step = state.max_steps = 151
     event("log", logs={"reward": 0.75})
-    assert stream.getvalue() == "step  150/150  reward  0.75\n"
+    assert capsys.readouterr().out == (
+        "step   12/150  held out 0.88  reward  0.25\nstep  150/150  held out 0.50  reward  0.25\n"
+        "step  151/151  reward  0.75\n"
+    )
+    assert console.measured == {12: {"held out": 0.875}, 150: {"held out": 0.5}}
 
 
-def test_only_the_main_process_speaks_and_measures():
-    measured = []
-    _, stream, _, event = on_stream(100, main=False, measure=measured.append, every=1)
-    for name in ("train_begin", "step_begin", "step_end", "train_end"):
+def test_only_the_main_process_speaks_and_measures(monkeypatch):
+    terminal, measured = Terminal(monkeypatch), []
+    _, _, event = watched(main=False, measure=measured.append, every=1)
+    for name in ("train_begin", "step_begin", "step_end", "prediction_step", "train_end"):
         event(name)
-    event("log", logs=dict(LOGS))
-    assert stream.getvalue() == ""
+    event("log", logs=LOGS)
+    assert terminal.getvalue() == ""
     assert measured == []
 
 
-# ---- Beside others --------------------------------------------------------------------------------------------------
-
-
-class FakeTrainer:
-    def __init__(self) -> None:
-        noisy = [ProgressCallback(), PrinterCallback(), TrainerCallback()]
-        self.callback_handler = CallbackHandler(noisy, None, None, None, None)
-        self.add_callback = self.callback_handler.add_callback
-        self.remove_callback = self.callback_handler.remove_callback
-
-
 def test_install_takes_the_place_of_the_other_progress_callbacks():
-    trainer, watched = FakeTrainer(), Console()
-    assert watched.install(trainer) is trainer
-    assert [type(c) for c in trainer.callback_handler.callbacks] == [TrainerCallback, Console]
+    handler = CallbackHandler([ProgressCallback(), PrinterCallback(), TrainerCallback()], None, None, None, None)
+    trainer = SimpleNamespace(callback_handler=handler)
+    trainer.add_callback, trainer.remove_callback = handler.add_callback, handler.remove_callback
+    console = Console()
+    assert console.install(trainer) is trainer
+    assert console.install(trainer) is trainer
+    assert [type(callback) for callback in handler.callbacks] == [TrainerCallback, Console]
 
 
-def test_the_terminal_is_given_back_when_training_ends_with_an_error():
-    watched, stream, _, event = on_stream(100)
-    watched.install(FakeTrainer())
-    before = sys.stdout, sys.stderr
-    event("train_begin")
-    assert sys.stdout is not before[0]
-    watched.on_run_end()  # GRPOTrainer.train calls it, also after an error
-    assert (sys.stdout, sys.stderr) == before
-    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
-
-
-@pytest.mark.parametrize("samples", [True, False])
-def test_the_bar_makes_room_for_a_table_that_is_written_past_it_and_would_be_torn_otherwise(samples):
-    _, stream, _, event = on_stream(100, samples=samples)
-    event("train_begin")
-    event("log", logs=dict(LOGS))
-    stream.write("a row of a table\n")
-    event("step_begin")
-    event("train_end")
-    written = stream.getvalue().replace("\n", "\r\n")
-    if samples:
-        shown = screen(written, 100)
-        assert "a row of a table" in shown
-        assert sum("GRPO" in line for line in shown) == 1
-    else:
-        with pytest.raises(AssertionError, match=r"would wrap 'GRPO .*a row of a table'"):
-            screen(written, 100)
-
-
-def test_quiet_libraries_leaves_the_warnings_of_this_project():
-    names = ("trl", "datasets", "accelerate", "peft", "torch.distributed", "huggingface_hub")
-    levels = {name: logging.getLogger(name).level for name in names}
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            quiet_libraries()
-            warnings.warn_explicit("theirs", UserWarning, "trl.py", 1, module="trl.trainer")
-            warnings.warn_explicit("ours", UserWarning, "window.py", 1, module="grpo_ext.step.loss")
-        assert [str(warning.message) for warning in seen] == ["ours"]
-        assert logging.getLogger("grpo_ext.trainer").isEnabledFor(logging.WARNING)
-        assert not logging.getLogger("trl").isEnabledFor(logging.WARNING)
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-
-
-# ---- Real runs ------------------------------------------------------------------------------------------------------
-
-
-def test_a_pipe_gets_plain_lines_also_where_colour_is_forced():
-    done = forks.python("-m", "tests.unit.tools.console_run", FORCE_COLOR="1")
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "/3  reward" in line]
-    assert [line[:9] for line in lines] == ["step    1", "step    2", "eval    2", "step    3", "eval    3"]
-    assert all(re.fullmatch(r"[\x20-\x7e]+", line) for line in lines), lines
-    assert "GRPO " not in done.stdout
-    assert "a warning of the project" in done.stderr
+@pytest.mark.parametrize("makes_room", [True, False])
+def test_the_bars_make_room_for_trls_table_which_would_be_torn_otherwise(tmp_path, monkeypatch, makes_room):
+    settings = {"log_completions": True, "num_completions_to_print": 1, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = Console().install(make(tmp_path, eval_dataset=prompts(4, seed=1), **settings, max_steps=2))
+    terminal = Terminal(monkeypatch)
+    if not makes_room:
+        monkeypatch.setattr(tqdm, "clear", lambda self, nolock=False: None)
+        trainer.train()
+        with pytest.raises(AssertionError, match="a terminal of 80 columns would wrap"):
+            terminal.screen()
+        return
+    trainer.train()
+    shown = terminal.screen()
+    lines = [line for line in shown if re.match(r"(step|eval) +\d/2  ", line)]
+    assert [line[:9] for line in lines] == ["step    1", "step    2", "eval    2"]
+    assert sum(line.startswith("╭─") and line.endswith("─╮") for line in shown) == 4  # TRL prints the last one twice
+    assert [line[:5] for line in shown if re.search(r"/s[\],]", line)] == ["100%|"], "bars, or what is left of them"
