@@ -1,7 +1,7 @@
 """Packs: several groups in one row without padding, each prompt once and its completions after it.
 
-Differs from a padded batch: a prompt that G completions share is one segment, not G copies. Pure index arithmetic; the
-packed forward (forward.forms) runs it. Shapes: B completions, N tokens of the pack, S tokens of completions.
+Differs from a padded batch: a prompt that G completions share is one segment, not G copies. Pure index arithmetic on
+the CPU; the packed forward (forward.forms) runs it. Shapes: B completions, N tokens of the pack, S of completions.
 """
 
 from __future__ import annotations
@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+import torch
+
+# first token among those of all rows, number of tokens, position of the first, and how often each token counts
+_Segment = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -36,32 +41,33 @@ class PackLayout:
     Attributes:
         groups: one for each prompt.
         tokens: length N of the pack.
-        counts_N: how often the padded batch would have computed each token.
         readers: the attention layers that have read this layout; none after a forward means the model ignores it.
         calls: what the flash kernel on CUDA is told of this layout, for each device.
     """
 
-    def __init__(self, groups: tuple[PackedGroup, ...], tokens: int, counts_N: tuple[int, ...] = ()) -> None:
-        self.groups, self.tokens, self.counts_N = groups, tokens, counts_N
+    def __init__(self, groups: tuple[PackedGroup, ...], tokens: int) -> None:
+        self.groups, self.tokens = groups, tokens
         self.readers: set[object] = set()
         self.calls: dict[object, object] = {}
 
 
 @dataclass(frozen=True)
 class Pack:
-    """What the packed forward needs to know about a batch of B completions.
+    """What the packed forward needs to know about a batch of B completions; tensors are int64, on the CPU.
 
     Attributes:
         layout: where the segments lie.
         source_N: for each token of the pack, its place among the tokens of all rows, each a prompt and its completion.
         positions_N: position of each token in its own sequence.
+        counts_N: how often the padded batch would have computed each token.
         predictor_S: for each completion token, in row order, the token of the pack that predicts it.
     """
 
     layout: PackLayout
-    source_N: list[int]
-    positions_N: list[int]
-    predictor_S: list[int]
+    source_N: torch.Tensor
+    positions_N: torch.Tensor
+    counts_N: torch.Tensor
+    predictor_S: torch.Tensor
 
 
 def group_runs(same_as_previous: Sequence[bool]) -> list[tuple[int, int]]:
@@ -91,34 +97,43 @@ def build_pack(
         multiple: the pack is filled up to a multiple of this many tokens, with a prompt that nothing sees.
     """
     starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths)))]
-    source: list[int] = []
-    positions: list[int] = []
-    counts: list[int] = []
-    predictors: list[int] = []
+    segments: list[_Segment] = []
+    predictors: list[tuple[int, int]] = []  # first token and number of tokens
     packed: list[PackedGroup] = []
+    end = 0
     for first, stop in groups:
-        prompt = prompt_lengths[first]
-        begin = len(source)
-        source.extend(range(starts[first], starts[first] + prompt))
-        positions.extend(range(prompt))
-        counts.extend([stop - first] * prompt)
-        last_of_prompt, completions = len(source) - 1, []
+        prompt, begin = prompt_lengths[first], end
+        segments.append((starts[first], prompt, 0, stop - first))
+        end += prompt
+        last_of_prompt, completions = end - 1, []
         for row in range(first, stop):
             length = completion_lengths[row]
             run = length if keep_last else max(length - 1, 0)
-            start, first_token = starts[row] + prompt_lengths[row], len(source)
-            source.extend(range(start, start + run))
-            positions.extend(range(prompt, prompt + run))
-            counts.extend([1] * run)
-            completions.append((first_token, first_token + run))
-            if length:
-                predictors.extend([last_of_prompt, *range(first_token, first_token + length - 1)])
+            segments.append((starts[row] + prompt_lengths[row], run, prompt, 1))
+            predictors += [(last_of_prompt, min(length, 1)), (end, max(length - 1, 0))]
+            completions.append((end, end + run))
+            end += run
         packed.append(PackedGroup((begin, begin + prompt), tuple(completions)))
-    fill, end = -len(source) % multiple, len(source)
-    if fill:
-        source.extend([0] * fill)
-        positions.extend(range(fill))
-        counts.extend([0] * fill)
+    if fill := -end % multiple:
+        segments.append((0, fill, 0, 0))
         packed.append(PackedGroup((end, end + fill), ()))
-    layout = PackLayout(tuple(packed), len(source), tuple(counts))
-    return Pack(layout, source, positions, predictors)
+    source, length, position, count = torch.tensor(segments).T
+    within_N, segment_N = _ranges(length)
+    # the filling repeats the first token
+    source_N = source[segment_N] + within_N * (count[segment_N] > 0)
+    first_token, tokens = torch.tensor(predictors).T
+    within_S, run_S = _ranges(tokens)
+    return Pack(
+        layout=PackLayout(tuple(packed), end + fill),
+        source_N=source_N,
+        positions_N=position[segment_N] + within_N,
+        counts_N=count[segment_N],
+        predictor_S=first_token[run_S] + within_S,
+    )
+
+
+def _ranges(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For ranges of these lengths, one after the other: each element's place in its range, and the range's number."""
+    number_N = torch.repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(len(number_N)) - starts[number_N], number_N

@@ -166,7 +166,7 @@ class ForwardChoice:
 
         def work(piece: Sequence[int]) -> Trial:
             part = some.part(slice(piece[0], piece[-1] + 1))
-            trial = try_form(form, model, part, self.checkpointing_kwargs)
+            trial = try_form(form, model, part, self.device, self.checkpointing_kwargs)
             return trial if chosen is not None and len(piece) > 1 else replace(trial, tokens=0)
 
         try:

@@ -72,7 +72,11 @@ def discriminating_rows(completions_B: Sequence[int], same: Sequence[bool]) -> s
 
 
 def try_form(
-    form: Form, model: Callable[..., Any], rows: TokenRows, checkpointing_kwargs: dict[str, Any] | None = None
+    form: Form,
+    model: Callable[..., Any],
+    rows: TokenRows,
+    device: torch.device | str = "cpu",
+    checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> Trial:
     """Run some completions in a form and padded, and compare the outputs of modules.
 
@@ -80,17 +84,18 @@ def try_form(
 
     Args:
         model: as the loop calls it, without gradient checkpointing.
+        device: of the model's inputs.
         checkpointing_kwargs: of gradient checkpointing, under which layers may drop a cache; None without.
     """
     policy = base_model_of(model)
-    name, padded_batch = type(policy).__name__, lay_out("padded", policy, rows)
+    name, padded_batch = type(policy).__name__, lay_out("padded", policy, rows, device)
     # the first token of a completion is predicted from the prompt, which no form disturbs
-    later_S = torch.cat([torch.arange(length) > 0 for length in rows.completions_B]).to(rows.ids_N.device)
+    later_S = torch.cat([torch.arange(length) > 0 for length in rows.completions_B]).to(device)
     run = functools.partial(_outputs, model, policy, later_S=later_S)
     with torch.no_grad():
         padded, padded_logps = run(padded_batch)  # a model that fails here has a fault of its own
         try:
-            batch = lay_out(form, policy, rows)
+            batch = lay_out(form, policy, rows, device)
             outputs, logps = run(batch)
             if form == "prefix" and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
                 return Trial(refused=f"{name} loses the cache under gradient checkpointing")
@@ -102,7 +107,7 @@ def try_form(
             what = "completions after a cached prompt" if form == "prefix" else "a pack"
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             return Trial(refused=f"{name} fails on {what} ({reason})")
-        unit, perturbed = rounding_unit(policy, rows.ids_N.device), []
+        unit, perturbed = rounding_unit(policy, device), []
         for seed in range(_DRAWS):
             with _perturbed(policy, unit, seed):
                 perturbed.append(run(padded_batch)[0])
@@ -185,12 +190,13 @@ def _unit(kind: torch.dtype) -> float:
     return eps / 2 if kind.itemsize <= 2 else eps * 8
 
 
-def rounding_unit(policy: Any, device: torch.device) -> float:
+def rounding_unit(policy: Any, device: torch.device | str) -> float:
     """Relative rounding of the coarsest arithmetic that a model's settings name."""
     kinds = {p.dtype for p in policy.parameters() if p.is_floating_point()}
     kinds |= {kind for m in policy.modules() if isinstance(kind := getattr(m, "compute_dtype", None), torch.dtype)}
-    if torch.is_autocast_enabled(device.type):
-        kinds.add(torch.get_autocast_dtype(device.type))
+    kind = torch.device(device).type
+    if torch.is_autocast_enabled(kind):
+        kinds.add(torch.get_autocast_dtype(kind))
     backends: tuple[Any, ...] = (torch.backends, torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn).matmul)
     products = {backend.fp32_precision for backend in backends}
     shortcuts = [size for name, size in (("tf32", 2.0**-11), ("bf16", 2.0**-9)) if name in products]

@@ -19,6 +19,7 @@ import torch
 
 from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
+from ..runtime.transfer import to_device
 from .architecture import layer_kinds
 from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, packed_attention, plain_attention
 from .images import TOKEN_TYPES
@@ -28,7 +29,7 @@ from .reference import base_model_of
 from .rows import TokenRows
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-# arguments of a model, positions that predict the completion tokens (S,), and how often each token counts
+# arguments of a model, positions that predict the completion tokens (S,), and how often each token counts; on the CPU
 _Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
 
 
@@ -84,18 +85,26 @@ class FormBatch:
         targets: the completion tokens, and the positions in the flattened batch that predict them. In the prefix form
             that is the batch of the prompts, and after it that of the completions.
         counts_BL: how often the padded batch would have computed each token.
+        places_2S: of `TokenRows.places`.
     """
 
     form: Form
     inputs: dict[str, Any]
     targets: Targets
     counts_BL: torch.Tensor
+    places_2S: torch.Tensor
 
 
 def lay_out(
-    form: Form, policy: Any, rows: TokenRows, with_router: bool = False, with_entropy: bool = True, multiple: int = 1
+    form: Form,
+    policy: Any,
+    rows: TokenRows,
+    device: torch.device | str = "cpu",
+    with_router: bool = False,
+    with_entropy: bool = True,
+    multiple: int = 1,
 ) -> FormBatch:
-    """Lay completions out in a form.
+    """Lay completions out in a form, and move them to `device` in one copy.
 
     Args:
         policy: the causal language model, without wrappers.
@@ -104,12 +113,15 @@ def lay_out(
         multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
     """
     if form == "packed":
-        inputs, predictor_S, counts_BL = _packed(rows, with_router, multiple)
+        layout = _packed(rows, with_router, multiple)
     elif form == "prefix":
-        inputs, predictor_S, counts_BL = _prefix(policy, rows, with_router, multiple)
+        layout = _prefix(policy, rows, with_router, multiple)
     else:
-        inputs, predictor_S, counts_BL = _padded(policy, rows, multiple)
-    return FormBatch(form, inputs, Targets(predictor_S, rows.targets(), with_entropy, with_router), counts_BL)
+        layout = _padded(policy, rows, multiple)
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S = to_device((layout, rows.targets(), rows.places()), device)
+    if form == "prefix":
+        inputs[PREFIX] = Continuation(**inputs[PREFIX])
+    return FormBatch(form, inputs, Targets(predictor_S, tokens_S, with_entropy, with_router), counts_BL, places_2S)
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
@@ -127,12 +139,14 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
     if batch.form == "packed" and not batch.inputs[LAYOUT].readers:
         raise TakesNoPacks(f"{type(policy).__name__} does not attend through transformers' attention interface")
     router = RouterOutput(output.router_logits, batch.counts_BL) if output.router_logits else None
-    return LogProbs(output.log_probs, output.entropy if batch.targets.entropy else None, router)
+    return LogProbs(output.log_probs, output.entropy if batch.targets.entropy else None, router, batch.places_2S)
 
 
-def run_rows(form: Form, model: Callable[..., Any], rows: TokenRows, **options: Any) -> LogProbs:
+def run_rows(
+    form: Form, model: Callable[..., Any], rows: TokenRows, device: torch.device | str = "cpu", **options: Any
+) -> LogProbs:
     """Run a model on completions in a form; `options` as of `lay_out`."""
-    return run_batch(model, lay_out(form, base_model_of(model), rows, **options))
+    return run_batch(model, lay_out(form, base_model_of(model), rows, device, **options))
 
 
 def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
@@ -146,24 +160,22 @@ def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
 
 def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
     pack = build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), with_router, multiple)
-    device = rows.ids_N.device
-    ids = rows.ids_N[torch.tensor(pack.source_N, device=device)].unsqueeze(0)
+    ids = rows.ids_N[pack.source_N].unsqueeze(0)
     inputs: dict[str, Any] = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "position_ids": torch.tensor(pack.positions_N, device=device).unsqueeze(0),
+        "position_ids": pack.positions_N.unsqueeze(0),
         LAYOUT: pack.layout,
     }
-    predictor_S = torch.tensor(pack.predictor_S, dtype=torch.long, device=device)
-    return inputs, predictor_S, torch.tensor(pack.layout.counts_N, device=device).unsqueeze(0)
+    return inputs, pack.predictor_S, pack.counts_N.unsqueeze(0)
 
 
 def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
     ids, mask, width = rows.padded(multiple)
-    prompt, device = ids.size(1) - width, ids.device
+    prompt = ids.size(1) - width
     runs = [range(first, min(stop, len(rows))) for first, stop in group_runs(rows.same_prompt)]
-    first_G = torch.tensor([run.start for run in runs], device=device)
-    prompt_B = torch.repeat_interleave(torch.tensor([len(run) for run in runs], device=device))
+    first_G = torch.tensor([run.start for run in runs])
+    prompt_B = torch.repeat_interleave(torch.tensor([len(run) for run in runs]))
     # a completion's last token predicts nothing, but a router's statistics count it. Some layers take one column alone
     # for a step of decoding, in which they change their cache
     columns = max(width if with_router else width - 1, 2)
@@ -179,9 +191,15 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
         position = position[..., prompt : prompt + columns]
     after = ids[:, prompt : prompt + columns]
     types = {name: torch.zeros_like(after) for name in TOKEN_TYPES if name in images}
-    inputs[PREFIX] = Continuation(after, attended, position, prompt_B, dict.fromkeys(images) | types)
+    inputs[PREFIX] = {
+        "input_ids": after,
+        "attention_mask": attended,
+        "position_ids": position,
+        "prompt_B": prompt_B,
+        "instead": dict.fromkeys(images) | types,
+    }
     # the last token of the prompt predicts the first of a completion; each other token is predicted by the one before
-    before_BT = torch.arange(-1, width - 1, device=device) + torch.arange(len(rows), device=device)[:, None] * columns
+    before_BT = torch.arange(-1, width - 1) + torch.arange(len(rows))[:, None] * columns
     before_BT += len(runs) * prompt
     before_BT[:, 0] = prompt_B * prompt + prompt - 1
     targets = mask[:, prompt : prompt + width].bool()

@@ -105,11 +105,13 @@ class LogProbs:
     Attributes:
         logps_S, entropies_S: of the completion tokens, row by row, in nats; entropies only where requested.
         router: of a MoE model, where requested.
+        places_2S: of `TokenRows.places`, on the device.
     """
 
     logps_S: torch.Tensor
-    entropies_S: torch.Tensor | None = None
-    router: RouterOutput | None = None
+    entropies_S: torch.Tensor | None
+    router: RouterOutput | None
+    places_2S: torch.Tensor
 
 
 class Targets:

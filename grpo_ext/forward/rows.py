@@ -1,7 +1,8 @@
 """Completions with their prompts, without padding: the input of every forward.
 
 Differs from TRL, whose batches are padded throughout: padded batches are converted at TRL's methods alone (`of_padded`,
-`to_columns`), and only the padded forward pads. Shapes: B rows, N tokens, S completion tokens, T columns.
+`in_columns`), and only the padded forward pads. Rows are on the CPU, where a forward is planned; its tensors are moved
+together (forward.forms). Shapes: B rows, N tokens, S completion tokens, T columns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def same_prompts(same_text: list[bool], images: RowImages | None) -> list[bool]:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Token ids of some completions, each after its prompt.
+    """Token ids of some completions, each after its prompt; tensors on the CPU.
 
     Attributes:
         ids_N: token ids of all rows, concatenated.
@@ -50,10 +51,10 @@ class TokenRows:
         images: RowImages | None = None,
     ) -> TokenRows:
         """The rows of a batch (B, L) in TRL's layout: prompts padded on the left, completions on the right."""
-        attended = attention_mask.bool()
+        input_ids, attended = input_ids.cpu(), attention_mask.cpu().bool()
         width = input_ids.size(1) - completion_width
         # from the first token of the prompt that attention sees to the last of the completion
-        place_L = torch.arange(1, input_ids.size(1) + 1, device=input_ids.device)
+        place_L = torch.arange(1, input_ids.size(1) + 1)
         places = torch.where(attended, place_L, width + 1)[:, :width]
         begin = places.amin(1, keepdim=True) if width else place_L[:1, None]
         last = (attended * place_L)[:, width:].amax(1, keepdim=True).clamp(min=width)
@@ -102,6 +103,14 @@ class TokenRows:
         tokens = self._of_completions(self.ids_N)
         return tokens if self.attended_N is None else tokens[self._of_completions(self.attended_N)]
 
+    def places(self) -> torch.Tensor:
+        """Row and column of each of the `targets` in TRL's layout, int64 (2, S)."""
+        lengths = torch.tensor(list(self.completions_B))
+        attended = torch.arange(int(lengths.max())) < lengths[:, None]
+        if self.attended_N is not None:
+            attended = attended.masked_scatter(attended, self._of_completions(self.attended_N))
+        return attended.nonzero().T
+
     def _of_completions(self, values_N: torch.Tensor) -> torch.Tensor:
         starts = self.starts_B
         pairs = zip(starts, starts[1:], self.prompts_B)
@@ -115,10 +124,9 @@ class TokenRows:
         """
         prompt = ceil_div(max(*self.prompts_B, 1), multiple) * multiple
         width = ceil_div(max(*self.completions_B, 1), multiple) * multiple
-        device = self.ids_N.device
-        column_L = torch.arange(-prompt, width, device=device)
-        begins = torch.tensor([-n for n in self.prompts_B], device=device)[:, None]
-        ends = torch.tensor(list(self.completions_B), device=device)[:, None]
+        column_L = torch.arange(-prompt, width)
+        begins = torch.tensor([-n for n in self.prompts_B])[:, None]
+        ends = torch.tensor(list(self.completions_B))[:, None]
         mask = (column_L >= begins) & (column_L < ends)
         ids = self.ids_N.new_zeros(mask.shape).masked_scatter(mask, self.ids_N)
         return ids, mask.long(), width
@@ -129,16 +137,18 @@ class TokenRows:
             return tokens_BL
         return torch.zeros_like(tokens_BL).masked_scatter(tokens_BL.bool(), self.attended_N.to(tokens_BL.dtype))
 
-    def to_columns(self, values_S: torch.Tensor, width: int) -> torch.Tensor:
-        """Values of `targets` in TRL's layout: (B, width), zero elsewhere.
 
-        They stay connected to the graph where there are none, so that every process can run its backward pass.
-        """
-        lengths = torch.tensor(list(self.completions_B), device=values_S.device)[:, None]
-        mask = torch.arange(width, device=values_S.device) < lengths
-        if self.attended_N is not None:
-            mask = mask.masked_scatter(mask, self._of_completions(self.attended_N).to(mask.device))
-        return values_S.new_zeros(mask.shape).masked_scatter(mask, values_S)
+def in_columns(values_S: torch.Tensor, places_2S: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """Values of `TokenRows.targets` in TRL's layout: (rows, width), zero elsewhere.
+
+    They stay connected to the graph where there are none, so that every process can run its backward pass.
+
+    Args:
+        places_2S: of `TokenRows.places`, on the device of the values.
+    """
+    row_S, column_S = places_2S
+    empty = values_S.new_zeros(rows * width)
+    return empty.index_copy(0, row_S * width + column_S, values_S).view(rows, width)
 
 
 def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

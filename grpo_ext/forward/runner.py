@@ -29,7 +29,7 @@ from .choice import ForwardChoice
 from .forms import in_form, run_rows
 from .lm_head import LogProbs, RouterOutput
 from .reference import base_model_of
-from .rows import TokenRows, Unchanged, padded_ids_and_mask
+from .rows import TokenRows, Unchanged, in_columns, padded_ids_and_mask
 
 LogProbsOverride = Callable[..., Any]  # a user's `_get_per_token_logps_and_entropies`
 
@@ -167,7 +167,8 @@ class ForwardRunner:
         if override is None:
             output, device = self._forward(model, rows, True, with_router), inputs["completion_ids"].device
             assert output.entropies_S is not None
-            logps, entropies = (rows.to_columns(v, width).to(device) for v in (output.logps_S, output.entropies_S))
+            shape = (output.places_2S, len(rows), width)
+            logps, entropies = (in_columns(v, *shape).to(device) for v in (output.logps_S, output.entropies_S))
             return logps, entropies, output.router
         ids, mask = padded_ids_and_mask(inputs)
         images = compat.images_among(inputs)
@@ -210,10 +211,11 @@ class ForwardRunner:
         if request is not None and len(parts) == 1:
             request.router = parts[0].router
         logps_S, entropies = torch.cat([part.logps_S for part in parts]), None
+        places_2S = rows.places().to(logps_S.device)
         if compute_entropy:
             entropies_S = torch.cat([part.entropies_S for part in parts if part.entropies_S is not None])
-            entropies = rows.to_columns(entropies_S, width)
-        return rows.to_columns(logps_S, width), entropies, aux_loss
+            entropies = in_columns(entropies_S, places_2S, len(rows), width)
+        return in_columns(logps_S, places_2S, len(rows), width), entropies, aux_loss
 
     # ---- Forwards -------------------------------------------------------------------------------------------------
 
@@ -261,7 +263,6 @@ class ForwardRunner:
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy
         if again or rows.attended_N is not None:
             form = "padded"
+        options = {"with_router": with_router, "with_entropy": with_entropy, "multiple": self.multiple}
         with self.accelerator.autocast():
-            return run_rows(
-                form, model, rows, with_router=with_router, with_entropy=with_entropy, multiple=self.multiple
-            )
+            return run_rows(form, model, rows, self.accelerator.device, **options)

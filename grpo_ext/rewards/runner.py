@@ -129,7 +129,7 @@ class RewardRunner:
                 self.workers.add(function, name)
 
     def compute(self, sources: RewardFunctions, rows: RewardRows) -> tuple[torch.Tensor, list[RewardCall]]:
-        """The rewards, float32 (B, F), NaN where a function does not apply; and what each call logged.
+        """The rewards, float32 (B, F) on the CPU, NaN where a function does not apply; and what each call logged.
 
         Models and synchronous functions run in the order of the functions, then all asynchronous ones at once. With
         `workers` the chunks of all synchronous functions are submitted before the first of them is awaited.
@@ -138,7 +138,7 @@ class RewardRunner:
             RewardError: a function failed, or returned something that is not a reward.
             ConfigError: a function cannot be sent to the processes of `workers`.
         """
-        rewards_BF = torch.zeros(len(rows.completions), len(sources.functions), device=self.device)
+        rewards_BF = torch.zeros(len(rows.completions), len(sources.functions))
         if not rows.completions:
             return rewards_BF, []
         records: list[RewardCall] = []

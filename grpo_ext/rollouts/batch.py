@@ -137,8 +137,8 @@ class RolloutBatch:
 
     # ---- For a forward and a loss ---------------------------------------------------------------------------------
 
-    def token_rows(self, device: torch.device, images: RowImages | None = None) -> TokenRows:
-        """The tokens for a forward, on the device."""
+    def token_rows(self, images: RowImages | None = None) -> TokenRows:
+        """The tokens for a forward."""
         prompts, completions = self.prompt_lengths, self.completion_lengths
 
         def tokens(before: Ragged, after: Ragged) -> list[torch.Tensor]:
@@ -150,8 +150,8 @@ class RolloutBatch:
         same = same_prompts(same, images)
         attended = None
         if any(self.gaps):
-            attended = torch.cat(tokens(self["prompt_mask"], self["completion_mask"])).bool().to(device)
-        return TokenRows(torch.cat(ids).to(device), prompts, completions, same, images, attended)
+            attended = torch.cat(tokens(self["prompt_mask"], self["completion_mask"])).bool()
+        return TokenRows(torch.cat(ids), prompts, completions, same, images, attended)
 
     def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
         """TRL's dictionary: padded, prompts on the left and completions on the right.

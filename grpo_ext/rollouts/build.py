@@ -29,6 +29,7 @@ from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import shards_parameters, wait_for_all
 from ..runtime.out_of_memory import Halving
+from ..runtime.transfer import to_device
 from .chat import Chat
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .environments import Environments
@@ -151,6 +152,7 @@ def log_probabilities(trainer: Any, forwards: ForwardRunner) -> Callable[[Any, T
                 return forwards.rollout_log_probs(model, rows, *limits)
             ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
             images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
+            ids, mask, images = to_device((ids, mask, images), trainer.accelerator.device)
             with forwards.requested(ids, mask, rows, limits):
                 logps_BT, _, _ = override(model, ids, mask, width, batch_size=terms.batch_size, **images)
         return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)])

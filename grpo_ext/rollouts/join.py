@@ -171,11 +171,10 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
         )
         for transcript in transcripts
     ]
-    rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()
     return Share(
         columns=columns,
         entries=entries,
-        rewards_BF=rewards_BF,
+        rewards_BF=local.rewards_BF,
         reward_calls=local.reward_calls,
         first=local.first,
         forms=local.forms,

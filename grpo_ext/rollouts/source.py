@@ -349,7 +349,7 @@ class Rollouts:
         if local.request.empty:
             columns = ([], [], [], [])
         rewards_BF, calls = self.worker.compute_rewards(local, *columns)
-        shares = gather_lists([(rewards_BF.cpu(), calls)])
+        shares = gather_lists([(rewards_BF, calls)])
         if self._rewarded is None:  # called by other code of the user, which logs where TRL's methods do
             metrics, extra = terms.pending
             for call in calls:

@@ -171,8 +171,7 @@ class RolloutWorker:
         rows = self._token_rows(local)
         counted = bool(len(rows))
         if not counted:  # a stand-in row: a forward may be a collective, and the first comparison of a form is
-            filler = torch.tensor([self.settings.filler] * 2, device=self.settings.device)
-            rows = TokenRows(filler, [1], [1], [])
+            rows = TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
 
         def score(model: Any) -> list[torch.Tensor]:
             logps_S = self.logps(model, rows, terms).cpu()
@@ -192,7 +191,7 @@ class RolloutWorker:
         masked = local.terms.masked(local.transcripts)
         shown = [t.prompt_alone() if out else t for t, out in zip(local.transcripts, masked)]
         tokens = [token for t in shown for token in t.prompt_ids + t.ids]
-        ids = torch.tensor(tokens, dtype=torch.long, device=self.settings.device)
+        ids = torch.tensor(tokens, dtype=torch.long)
         images = self.images.of_transcripts(shown) if shown else None
         same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
         same = same_prompts(same, images)

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedType,
     broadcast,
@@ -57,6 +57,11 @@ def _refuse_alone() -> None:
         raise RuntimeError("a collective beside training: processes could run them in different orders, and hang.")
 
 
+def _processes() -> int:
+    """Processes that take part in a collective of this thread."""
+    return 1 if _alone.get() else PartialState().num_processes
+
+
 def equal_gather(tensor: torch.Tensor) -> torch.Tensor:
     """Concatenate tensors of one shape along the first dimension, in process order, on every process."""
     return tensor if _alone.get() else gather(tensor)
@@ -76,9 +81,11 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
     """
     flat = tensor[None] if tensor.dim() == 0 else tensor
     flat = flat[:rows].contiguous()
+    if _processes() == 1:
+        return flat
     lengths = equal_gather(torch.tensor([flat.size(0)], device=flat.device))
     longest = int(lengths.max())
-    if len(lengths) == 1 or longest == 0:
+    if longest == 0:
         return flat
     padded = flat.new_zeros((longest, *flat.shape[1:]))
     padded[: flat.size(0)] = flat
@@ -115,6 +122,11 @@ def uneven_gathers(accelerator: Accelerator, empty: bool = False, refused_in: st
 
     with mock.patch.object(accelerator, "gather", gather_any):
         yield
+
+
+def gather_numbers(rows: list[list[float]], device: torch.device, dtype: torch.dtype) -> list[list[float]]:
+    """The rows of all processes, in process order, on every process."""
+    return rows if _processes() == 1 else ragged_gather(torch.tensor(rows, dtype=dtype, device=device)).tolist()
 
 
 def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
@@ -162,7 +174,7 @@ def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
 
 def max_over_processes(value: int, device: torch.device) -> int:
     """Largest of one integer per process."""
-    return int(equal_gather(torch.tensor([value], device=device)).max())
+    return value if _processes() == 1 else int(equal_gather(torch.tensor([value], device=device)).max())
 
 
 def any_process(value: bool, device: torch.device) -> bool:

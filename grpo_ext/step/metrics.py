@@ -10,7 +10,10 @@ import torch
 
 from ..algorithms.exact import exact_sum
 from ..batching.micro_batches import Form, MicroBatch, StepSizes
-from ..runtime.collectives import ragged_gather, stack_over_processes
+from ..runtime.collectives import gather_numbers
+
+# name, sum, number of things summed, weight of the micro-batch
+_Term = tuple[str, torch.Tensor | float, torch.Tensor | float, float]
 
 
 @dataclass
@@ -23,24 +26,24 @@ class StepMetrics:
 
     device: torch.device
     totals: set[str] = field(default_factory=set)
-    terms: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    highs: dict[str, torch.Tensor] = field(default_factory=dict)
     lowest: set[str] = field(default_factory=set)
+    terms: list[_Term] = field(default_factory=list)
+    highs: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
         """float64, or float32 on the one kind of device that has no float64."""
         return torch.float32 if self.device.type == "mps" else torch.float64
 
-    def add_total(self, name: str, part: torch.Tensor, weight: float) -> None:
+    def add_total(self, name: str, part: torch.Tensor | float, weight: float) -> None:
         """Add a part of a step-wide total, such as the loss."""
         self.totals.add(name)
         self.add(name, part, 0.0, weight)
 
-    def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float, weight: float = 1.0) -> None:
+    def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float, weight: float = 1.0) -> None:
         """Add a sum and the number of things summed; the metric is their quotient over the step."""
-        pair = torch.stack([total.detach().to(self.dtype), torch.as_tensor(count, device=total.device).to(self.dtype)])
-        self.terms.append((name, pair.to(self.device) * weight))
+        total = total.detach() if isinstance(total, torch.Tensor) else total
+        self.terms.append((name, total, count, weight))
 
     def add_tokens(self, name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
         """Add token values under a mask; the metric is their mean over the step's tokens."""
@@ -55,31 +58,36 @@ class StepMetrics:
         signed = (-values if lowest else values).detach().to(self.dtype)
         if weight == 0.0:
             signed = torch.full_like(signed, -math.inf)
-        high = torch.nan_to_num(signed, nan=-math.inf, neginf=-math.inf).max().to(self.device)
-        self.highs[name] = torch.maximum(self.highs[name], high) if name in self.highs else high
+        self.highs.append((name, torch.nan_to_num(signed, nan=-math.inf, neginf=-math.inf).max()))
         if lowest:
             self.lowest.add(name)
 
     def reduce(self) -> dict[str, float]:
         """Step-wide values, the same on every process; NaN where nothing was counted."""
-        result: dict[str, float] = {}
-        names = sorted({name for name, _ in self.terms})
-        if names:
-            number = {name: float(i) for i, name in enumerate(names)}
-            index = torch.tensor([[number[name]] for name, _ in self.terms], dtype=self.dtype, device=self.device)
-            rows = torch.cat([index, torch.stack([pair for _, pair in self.terms])], dim=1)
-            sums: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-            for which, total, count in ragged_gather(rows).tolist():
-                sums[names[int(which)]].append((total, count))
-            for name, pairs in sums.items():
-                total, count = (exact_sum(column) for column in zip(*pairs))
-                result[name] = total if name in self.totals else total / count if count else math.nan
-        if self.highs:
-            names = sorted(self.highs)
-            best = stack_over_processes(torch.stack([self.highs[n] for n in names])).max(0).values.tolist()
-            for name, value in zip(names, best):
+        names = sorted({name for name, *_ in self.terms} | {name for name, _ in self.highs})
+        number = {name: float(i) for i, name in enumerate(names)}
+        values = iter(self._on_host([v for _, *pair, _ in self.terms for v in pair] + [high for _, high in self.highs]))
+        rows = [[number[name], next(values) * weight, next(values) * weight] for name, *_, weight in self.terms]
+        rows += [[number[name], next(values), 0.0] for name, _ in self.highs]
+        columns: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        for which, total, count in gather_numbers(rows, self.device, self.dtype):
+            columns[names[int(which)]].append((total, count))
+        highs, result = dict(self.highs), {}
+        for name, pairs in columns.items():
+            totals, counts = zip(*pairs)
+            if name in highs:
+                value = max(totals)
                 result[name] = math.nan if value == -math.inf else -value if name in self.lowest else value
+            else:
+                total, count = exact_sum(totals), exact_sum(counts)
+                result[name] = total if name in self.totals else total / count if count else math.nan
         return result
+
+    def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
+        """The values of scalars, which the device sends together."""
+        tensors = [value.to(self.device, self.dtype) for value in values if isinstance(value, torch.Tensor)]
+        sent = iter(torch.stack(tensors).tolist() if tensors else [])
+        return [next(sent) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def token_counts(sizes: StepSizes, rows: Sequence[int], plan: Sequence[MicroBatch], form: Form) -> tuple[int, int, int]:

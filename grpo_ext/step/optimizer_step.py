@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import send_to_device
 
 from ..batching.micro_batches import Form, MicroBatch, MicroBatchLayout, StepSizes, TokenCost, plan_step
 from ..batching.sizes import group_numbers
@@ -30,6 +29,7 @@ from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, free_memory
+from ..runtime.transfer import to_device
 from .gradients import Accumulation, FixedPointGradients, NativeGradients, accumulating, out_of_memory_on_all
 from .loss import loss_mask
 from .metrics import StepMetrics, token_counts
@@ -118,24 +118,24 @@ class Attempt:
 
     def micro_batch(self, part: MicroBatch) -> Inputs:
         """A micro-batch as TRL's loss takes it, with its `MicroBatchContext`."""
-        accelerator, training = self.planner.accelerator, self.settings.training
-        inputs, rows = self.planner.collate(self.rollout, part.rows, training)
+        training, planner = self.settings.training, self.planner
+        steps = planner.args.geometry.steps_per_rollout if training else None
+        items = self.context.items_in_batch(len(part.rows), planner.accelerator.num_processes, steps)
+        constants = {"num_items_in_batch": torch.tensor(items)}
+        inputs, rows = planner.collate(self.rollout, part.rows, training, constants)
         if self.settings.custom_loss and rows.images is not None:
             ids, _ = padded_ids_and_mask(inputs)
             inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
         groups = [self.rollout.groups[row] for row in part.rows]
-        inputs[CONTEXT_KEY] = context = MicroBatchContext.of(self.context, part, groups, rows, inputs)
-        steps = self.planner.args.geometry.steps_per_rollout if training else None
-        items = context.items_in_batch(accelerator.num_processes, steps)
-        inputs["num_items_in_batch"] = torch.tensor(items, device=accelerator.device)
+        inputs[CONTEXT_KEY] = MicroBatchContext.of(self.context, part, groups, rows, inputs)
         return inputs
 
     def log_values(self) -> dict[str, float]:
         """The logged values of the step: counts and sums are the same on every process, seconds and rates its own."""
         seconds, metrics = self.planner.clock.take(), self.context.metrics
         useful, computed, padding = token_counts(self.sizes, self.rows, self.plan, self.form)
-        metrics.add_total("computed", torch.tensor(float(computed)), 1.0)
-        metrics.add_total("padding", torch.tensor(float(padding)), 1.0)
+        metrics.add_total("computed", float(computed), 1.0)
+        metrics.add_total("padding", float(padding), 1.0)
         values = metrics.reduce()
         computed_anywhere, padding_anywhere = values.pop("computed"), values.pop("padding")
         duplicates = max(computed_anywhere - padding_anywhere - useful, 0.0)
@@ -235,15 +235,21 @@ class StepPlanner:
 
     # ---- Batches --------------------------------------------------------------------------------------------------
 
-    def collate(self, rollout: RolloutBatch, rows: Sequence[int], training: bool) -> tuple[Inputs, TokenRows]:
-        """Some completions as TRL's loss takes them, padded, and their tokens without padding; on the device."""
+    def collate(
+        self, rollout: RolloutBatch, rows: Sequence[int], training: bool, constants: Inputs | None = None
+    ) -> tuple[Inputs, TokenRows]:
+        """Some completions as TRL's loss takes them, padded and on the device, and their tokens without padding.
+
+        Args:
+            constants: further entries of the dictionary.
+        """
         selected = rollout.select(rows)
-        batch = send_to_device(selected.collate(self.pad_token_id, self.multiple), self.accelerator.device)
+        batch = selected.collate(self.pad_token_id, self.multiple) | (constants or {})
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        return batch, self._token_rows(selected, training)
+        return to_device(batch, self.accelerator.device), self._token_rows(selected, training)
 
     def _token_rows(self, rollout: RolloutBatch, training: bool) -> TokenRows:
-        return rollout.token_rows(self.accelerator.device, self.images.of_batch(rollout.columns, training))
+        return rollout.token_rows(self.images.of_batch(rollout.columns, training))
 
     def tokens_of(self, inputs: Inputs, training: bool) -> TokenRows:
         """The tokens of a padded batch without padding, also of one that the user has made or changed."""

@@ -54,6 +54,19 @@ class StepContext:
             mask[i, : keep_T.numel()] = keep_T[:width].float()
         return mask
 
+    def items_in_batch(self, rows: int, processes: int, steps_per_rollout: int | None) -> float:
+        """The `num_items_in_batch` that TRL's rescaling (in training alone) turns into the loss tokens of this step.
+
+        Args:
+            rows: completions of the micro-batch.
+            steps_per_rollout: optimizer steps of a rollout batch; None in an evaluation.
+        """
+        counts = self.counts
+        items = float((counts.tokens if counts.items is None else counts.items) * processes)
+        if steps_per_rollout is None:
+            return items
+        return items * (steps_per_rollout * rows / counts.completions)
+
 
 CONTEXT_KEY = "grpo_ext_step"  # of TRL's dictionary, for the `MicroBatchContext`
 TOKENS = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")  # of TRL's dictionary
@@ -115,18 +128,6 @@ class MicroBatchContext:
         loss, becomes the mean over the step.
         """
         return self.step.counts.completions / len(self.groups)
-
-    def items_in_batch(self, processes: int, steps_per_rollout: int | None) -> float:
-        """The `num_items_in_batch` that TRL's rescaling (in training alone) turns into the loss tokens of this step.
-
-        Args:
-            steps_per_rollout: optimizer steps of a rollout batch; None in an evaluation.
-        """
-        counts = self.step.counts
-        items = float((counts.tokens if counts.items is None else counts.items) * processes)
-        if steps_per_rollout is None:
-            return items
-        return items * (steps_per_rollout * len(self.groups) / counts.completions)
 
 
 def counted(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:

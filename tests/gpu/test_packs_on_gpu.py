@@ -5,8 +5,6 @@ Needs CUDA; `make test` and `make test-gpu` run it there.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
@@ -15,7 +13,6 @@ from grpo_ext.forward import attention
 from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.rows import TokenRows
 from tests.support import varlen
 from tests.support.gpu import DEVICE, TOY, needs_gpu
 from tests.support.packs import gradient, rows_of
@@ -35,10 +32,6 @@ SIZES = {
     "pad_token_id": 0,
 }
 LONG = ([30, 40], [[50, 30, 20, 7], [60, 64, 0, 3]]) if TOY else ([300, 40], [[500, 30, 200, 7], [60, 64, 0, 3]])
-
-
-def on_the_device(rows: TokenRows) -> TokenRows:
-    return dataclasses.replace(rows, ids_N=rows.ids_N.to(DEVICE))
 
 
 def model_on(implementation: str, window: bool, dtype: torch.dtype):
@@ -83,7 +76,7 @@ def test_two_kernel_calls_give_the_masked_attention_and_its_gradients(record_pro
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 12), (torch.float32, 0)], ids=str)
 def test_packs_take_these_calls_in_half_precision(calls, dtype, expected):
     model = model_on("sdpa", False, dtype)
-    gradient("packed", model, on_the_device(rows_of(*LONG)))
+    gradient("packed", model, rows_of(*LONG))
     assert len(calls) == expected  # two each way in three layers
 
 
@@ -97,8 +90,8 @@ def flash_or_skip(implementation: str, dtype: torch.dtype):
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "sdpa"])
 def test_shared_prefixes_differ_from_padded_batches_by_rounding(record_property, implementation):
     model = flash_or_skip(implementation, torch.bfloat16)
-    exact, batch = model_on("sdpa", False, torch.float32), on_the_device(rows_of(*LONG))
-    trial = try_form("prefix", model, batch)
+    exact, batch = model_on("sdpa", False, torch.float32), rows_of(*LONG)
+    trial = try_form("prefix", model, batch, DEVICE)
     assert trial.refused is None
     right = gradient("padded", exact, batch)
     noise = (gradient("padded", model, batch).float() - right).norm() / right.norm()
@@ -113,8 +106,10 @@ def test_shared_prefixes_differ_from_padded_batches_by_rounding(record_property,
 def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, window, call_cost):
     monkeypatch.setattr(attention, "_CALL_COST" if TOY else "_ACCELERATOR_CALL_COST", call_cost)
     packed, padded = (model_on("sdpa", window, torch.float32) for _ in range(2))
-    batch = on_the_device(rows_of(*LONG))
-    ours, theirs = run_rows("packed", packed, batch).logps_S, run_rows("padded", padded, batch).logps_S
+    batch = rows_of(*LONG)
+    ours, theirs = (
+        run_rows(form, run, batch, DEVICE).logps_S for form, run in (("packed", packed), ("padded", padded))
+    )
     assert (ours - theirs).norm() <= 1e-3 * theirs.norm()  # TF32, where it is on, has 10 bits
     a, b = gradient("packed", packed, batch), gradient("padded", padded, batch)
     assert (a - b).norm() <= 5e-3 * b.norm()
@@ -122,7 +117,7 @@ def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, 
 
 def test_the_check_passes_in_bfloat16():
     model = model_on("sdpa", False, torch.bfloat16)
-    trial = try_form("packed", model, on_the_device(rows_of(*LONG)))
+    trial = try_form("packed", model, rows_of(*LONG), DEVICE)
     assert trial.tokens
     assert trial.refused is None
 

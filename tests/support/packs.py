@@ -37,7 +37,7 @@ def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> 
 
 
 def loss_of(form: Form, model: Any, batch: Any) -> torch.Tensor:
-    output = run_rows(form, model, batch)
+    output = run_rows(form, model, batch, next(model.parameters()).device)
     logps, entropies = output.logps_S, output.entropies_S
     weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype).view_as(logps)
     return (weights * logps).sum() + 0.3 * (weights * entropies).sum()

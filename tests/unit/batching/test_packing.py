@@ -20,11 +20,11 @@ def test_rows_with_one_prompt_are_a_group():
 def test_a_pack_by_hand():
     # a prompt of 2, completions of 3 and 1
     pack = build_pack([2, 2], [3, 1], [(0, 2)], keep_last=False)
-    assert pack.source_N == [0, 1, 2, 3]
-    assert pack.positions_N == [0, 1, 2, 3]
-    assert pack.predictor_S == [1, 2, 3, 1]
+    assert pack.source_N.tolist() == [0, 1, 2, 3]
+    assert pack.positions_N.tolist() == [0, 1, 2, 3]
+    assert pack.predictor_S.tolist() == [1, 2, 3, 1]
     assert pack.layout.groups == (PackedGroup((0, 2), ((2, 4), (4, 4))),)
-    assert pack.layout.counts_N == (2, 2, 1, 1)
+    assert pack.counts_N.tolist() == [2, 2, 1, 1]
 
 
 @given(GROUPS, st.booleans(), st.integers(1, 8))
@@ -40,12 +40,12 @@ def test_every_completion_token_is_predicted_by_the_token_before_it(groups, keep
     assert pack.layout.tokens == len(pack.source_N) == len(pack.positions_N)
     assert pack.layout.tokens % multiple == 0
     assert len(pack.predictor_S) == sum(completions)
-    scored = iter(pack.predictor_S)
+    scored = iter(pack.predictor_S.tolist())
     for row, length in enumerate(completions):
         first = next(first for first, stop in runs if first <= row < stop)
         for t in range(length):
-            source = pack.source_N[next(scored)]
+            source = int(pack.source_N[next(scored)])
             holder = first if t == 0 else row  # the prompt is that of the group's first row
             assert source == begins[holder] + prompts[holder] + t - 1
-    real = [n for n in pack.layout.counts_N if n]
+    real = [n for n in pack.counts_N.tolist() if n]
     assert sum(real) == sum(p + (c if keep_last else max(c - 1, 0)) for p, c in zip(prompts, completions))

@@ -178,9 +178,9 @@ def checking(monkeypatch: Any, others: list[Trial], elsewhere: bool = False) -> 
     monkeypatch.setattr(module, "any_process", lambda value, device: value or elsewhere)
     monkeypatch.setattr(module, "gather_lists", lambda trials: [*trials, *others])
 
-    def watched(form: Any, model: Any, rows: TokenRows, checkpointing: Any) -> Trial:
+    def watched(form: Any, model: Any, rows: TokenRows, device: Any, checkpointing: Any) -> Trial:
         looked.append([sum(lengths) for lengths in zip(rows.prompts_B, rows.completions_B)])
-        return try_form(form, model, rows, checkpointing)
+        return try_form(form, model, rows, device, checkpointing)
 
     monkeypatch.setattr(module, "try_form", watched)
     monkeypatch.setattr(module, "logger", logging.getLogger(module.__name__))  # Accelerate's wants processes

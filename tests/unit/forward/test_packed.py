@@ -14,7 +14,7 @@ from grpo_ext.forward import attention
 from grpo_ext.forward.attention import PACKED, TakesNoPacks, packed_attention
 from grpo_ext.forward.forms import run_rows, why_not_packed
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.rows import TokenRows
+from grpo_ext.forward.rows import TokenRows, in_columns
 from tests.support.architectures import architecture
 from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of
 from tests.support.tiny import tiny_model
@@ -165,4 +165,4 @@ def test_rows_go_to_trls_layout_and_back(shape, multiple):
     assert torch.equal(back.ids_N, rows.ids_N)
     assert (back.prompts_B, back.completions_B) == (list(rows.prompts_B), list(rows.completions_B))
     assert back.same_prompt == rows.same_prompt
-    assert torch.equal(rows.to_columns(rows.targets(), width), ids[:, -width:])
+    assert torch.equal(in_columns(rows.targets(), rows.places(), len(rows), width), ids[:, -width:])

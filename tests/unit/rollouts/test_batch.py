@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.forward.rows import TokenRows
+from grpo_ext.forward.rows import TokenRows, in_columns
 from grpo_ext.rollouts.batch import RolloutBatch, gather_scored
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import count_step
@@ -120,15 +120,16 @@ def test_tokens_that_attention_leaves_out_keep_their_places(hole):
     mask = scored_batch()["completion_mask"].clone()
     mask[1, hole] = 0  # the row with five tokens
     batch = gather_scored(scored_batch() | {"completion_mask": mask}, 4, 2)
-    rows, at_the_end = batch.token_rows(torch.device("cpu")), hole == [4]
+    rows, at_the_end = batch.token_rows(), hole == [4]
     assert batch.gaps == [False, not at_the_end, False, False]
     assert rows.completions_B == [2, 4 if at_the_end else 5, 1, 3]
     ids, tokens, width = rows.padded()
     assert torch.equal(rows.attention_mask(tokens)[:, -width:], mask[:, :width])
     assert torch.equal(rows.targets(), batch["completion_ids"].values[mask.flatten().bool()])
     values = torch.arange(1.0, 1 + len(rows.targets()))
-    assert torch.equal(rows.to_columns(values, 5)[mask.bool()], values)
-    assert not rows.to_columns(values, 5)[~mask.bool()].any()
+    columns = in_columns(values, rows.places(), len(rows), 5)
+    assert torch.equal(columns[mask.bool()], values)
+    assert not columns[~mask.bool()].any()
     again = TokenRows.of_padded(ids, rows.attention_mask(tokens), width)
     assert torch.equal(again.ids_N, rows.ids_N)
     assert (again.attended_N is None) == at_the_end
