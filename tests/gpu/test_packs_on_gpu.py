@@ -87,7 +87,14 @@ def flash_or_skip(implementation: str, dtype: torch.dtype):
         pytest.skip(str(error).splitlines()[0])
 
 
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "sdpa"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        "flash_attention_2",
+        "sdpa",
+        pytest.param("flex_attention", marks=pytest.mark.skipif(TOY, reason="compiled for a CUDA device")),
+    ],
+)
 def test_shared_prefixes_differ_from_padded_batches_by_rounding(record_property, implementation):
     model = flash_or_skip(implementation, torch.bfloat16)
     exact, batch = model_on("sdpa", False, torch.float32), rows_of(*LONG)

@@ -1,4 +1,4 @@
-"""Training in half precision on a GPU, with a model of 0.5B shape: the loss scale, memory, and the split."""
+"""Training on a GPU, mostly with a model of 0.5B shape: forms, memory, bits, adapters, the loss scale and the split."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
@@ -38,19 +39,25 @@ if TOY:
 PROMPT, COMPLETION, GROUP = (16, 40, 8) if TOY else (128, 128, 8)
 
 
-def train(folder: Path, shape: dict[str, Any], **settings: Any) -> tuple[GRPOTrainer, torch.Tensor]:
-    """A trainer after its run, and the update; completions are given, so that nothing is sampled in half precision."""
+def train(
+    folder: Path, shape: dict[str, Any], adapter: Any = None, sampled: bool = False, **settings: Any
+) -> tuple[GRPOTrainer, torch.Tensor]:
+    """A trainer after its run, and the update.
+
+    Args:
+        sampled: sample completions; otherwise they are given, so that nothing is sampled in half precision.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     torch.manual_seed(0)
-    sizes = {"global_batch_size": 32, "num_generations": GROUP, "per_device_train_batch_size": 8, **settings}
+    sizes = {"global_batch_size": 32, "num_generations": GROUP, "per_device_train_batch_size": 8}
+    sizes |= {"max_steps": 3, **settings}
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.float32),
         reward_funcs=letter_reward,
         args=GRPOConfig(
             str(folder),
             max_completion_length=COMPLETION,
-            max_steps=3,
             learning_rate=1e-5,
             report_to="none",
             save_strategy="no",
@@ -60,15 +67,25 @@ def train(folder: Path, shape: dict[str, Any], **settings: Any) -> tuple[GRPOTra
         ),
         train_dataset=Dataset.from_dict({"prompt": ["abcd" * (PROMPT // 4)] * 12, "answer": ["a"] * 12}),
         processing_class=tiny_tokenizer(),
+        peft_config=adapter,
     )
     rows = [[10 + (7 * row + 3 * i) % 30 for i in range(COMPLETION - row)] for row in range(32)]
-    give_completions(trainer, rows)
+    if not sampled:
+        give_completions(trainer, rows)
     before = [p.detach().cpu().clone() for p in trainer.model.parameters()]
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
     pairs = zip(trainer.model.parameters(), before)
     return trainer, torch.cat([(p.detach().cpu().double() - old.double()).flatten() for p, old in pairs])
+
+
+@pytest.mark.parametrize("form", ["prefix", "padded"])
+def test_a_step_of_half_a_billion_weights_is_that_of_packs(record_property, tmp_path, form):
+    one, other = (train(tmp_path / name, HALF_B, forward=name, max_steps=1)[1] for name in ("packed", form))
+    agreement = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+    record_property("cosine of the updates", agreement)
+    assert agreement > 0.9  # Adam's first step is the sign of each element's gradient, and bfloat16 turns small ones
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -96,6 +113,33 @@ def test_the_split_matters_no_more_than_rounding(record_property, tmp_path, prec
     record_property("against float32", float(noise))
     record_property("between splits", float(split))
     assert split < 2 * noise
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=str)
+def test_two_splits_have_the_same_bits_in_bitwise_mode(tmp_path, filters):
+    settings = {"bitwise_invariant": True, "sampled": True, **filters}
+    splits = (("eight", 8), ("three", 3))
+    eight, three = (
+        train(tmp_path / name, SMALL, per_device_train_batch_size=size, **settings)[1] for name, size in splits
+    )
+    assert torch.equal(eight, three)
+    other = train(tmp_path / "seed", SMALL, seed=1, **settings)[1]
+    assert not torch.equal(eight, other)
+
+
+def test_an_adapter_trains_alone(tmp_path):
+    trainer, update = train(tmp_path, HALF_B, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]), sampled=True)
+    trained = torch.cat([p.new_full((p.numel(),), p.requires_grad) for p in trainer.model.parameters()]).cpu().bool()
+    assert bool(torch.isfinite(update).all())
+    assert float(update[trained].norm()) > 0
+    assert float(update[~trained].norm()) == 0
+
+
+@pytest.mark.skipif(TOY, reason="TF32 is a mode of CUDA devices")
+def test_tf32_trains(record_property, tmp_path):
+    plain, tf32 = (train(tmp_path / str(on), SMALL, bf16=False, tf32=on)[1] for on in (False, True))
+    record_property("TF32 against float32", float((tf32 - plain).norm() / plain.norm()))
+    assert not torch.equal(plain, tf32)
 
 
 @fp16
