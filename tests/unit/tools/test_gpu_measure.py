@@ -60,8 +60,8 @@ def test_two_results_are_compared_line_by_line():
 
 @pytest.mark.parametrize(("visible", "left"), [(None, "0"), ("2,3", "2"), ("GPU-5ebe9f43", "GPU-5ebe9f43")])
 def test_one_device_of_several_is_left(monkeypatch, visible, left):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")  # put back at the end
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     measure.one_device()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left
