@@ -28,17 +28,20 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from grpo_ext.tools.check.runs import Processes, free_port, launched
+from grpo_ext.tools.check.runs import OUTPUT, WORKER, Process, launched, ranked
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
 SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 # read when a run begins and not before (compilers, wandb), the server's own, or about accelerators: there is none
 LATER = (
+    *ranked({}, 2)[0],
     *("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
     *("CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR", "CUBLAS_WORKSPACE_CONFIG"),
 )
@@ -68,8 +71,8 @@ def serves(environment: dict[str, str]) -> bool:
     return not other
 
 
-class Forked(Processes):
-    """The processes of a launch (grpo_ext.tools.check.runs) that the server forks.
+class Forked:
+    """Processes that the server forks.
 
     Args:
         command: a script or module (`-m name`) with its arguments.
@@ -140,19 +143,23 @@ class Forked(Processes):
                         os.kill(process.pid, number)
 
 
-def forked(folder: Path, processes: int, environment: dict[str, str]) -> Processes:
-    """A `Starter` (grpo_ext.tools.check.runs): from a server where it can, otherwise as a user's launch."""
+def forked(folder: Path, environment: dict[str, str], pipe: Connection) -> Process:
+    """A `Starter` (grpo_ext.tools.check.runs): from the server where it can, otherwise as a user's launch."""
     if not serves(environment):
-        return launched(folder, processes, environment)
-    command = ["-m", "grpo_ext.tools.check.worker", str(folder), str(os.getpid())]
-    return Forked(command, environments(environment, processes))
+        return launched(folder, environment, pipe)
+    output = folder / OUTPUT
+    output.touch()
+    work = (["-m", WORKER, str(folder)], environment, str(ROOT), str(output), str(output), pipe)
+    process = server()[0].Process(target=be, args=work)
+    process.start()
+    return SimpleNamespace(kill=process.kill, wait=lambda: process.join() or process.exitcode)
 
 
 def run_forked(
     command: Sequence[str], processes: int, environment: dict[str, str], timeout_s: float
 ) -> tuple[int | None, str]:
     """Status and output of a script or module (`-m name`) with its arguments on forked processes."""
-    return Forked(command, environments(environment, processes)).wait(timeout_s)
+    return Forked(command, ranked(environment, processes)).wait(timeout_s)
 
 
 TELL = """
@@ -172,8 +179,8 @@ def run_forked_by(
         subprocess.run([*launcher, str(script), folder], cwd=ROOT, env=environment, check=True, capture_output=True)
         told = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     # the launcher is gone, and with it the store of its own
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    told = [{k: v for k, v in one.items() if not k.startswith("TORCHELASTIC")} | given for one in told]
+    addresses = ranked({}, len(told))
+    told = [{k: v for k, v in one.items() if not k.startswith("TORCHELASTIC")} | a for one, a in zip(told, addresses)]
     return Forked(command, told).wait(timeout_s)
 
 
@@ -202,26 +209,10 @@ def python(
     return subprocess.CompletedProcess(parts, status, *process.texts())
 
 
-def environments(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
-    """The environment of each process, as torch's launcher sets it; a single process has no launcher."""
-    if processes == 1:
-        return [environment]
-    common = {
-        **environment,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "WORLD_SIZE": str(processes),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": str(processes),
-    }
-    return [{**common, "RANK": str(r), "LOCAL_RANK": str(r), "ROLE_RANK": str(r)} for r in range(processes)]
-
-
-def be(command: list[str], environment: dict[str, str], cwd: str, output: str, errors: str) -> None:
-    """The life of a forked process; it never returns."""
+def be(
+    command: list[str], environment: dict[str, str], cwd: str, output: str, errors: str, pipe: Connection | None = None
+) -> None:
+    """The life of a forked process; it never returns. The last argument of a command is its end of a pipe."""
     status = 1
     try:
         os.setpgid(0, 0)
@@ -231,6 +222,7 @@ def be(command: list[str], environment: dict[str, str], cwd: str, output: str, e
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
+        command = [*command, *([] if pipe is None else [str(pipe.fileno())])]
         if command[0] == "-m":
             sys.argv = command[1:]
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)

@@ -177,15 +177,19 @@ def _worker(folder: Path, environment: dict[str, str], start: Starter) -> Iterat
             process.wait()
 
 
+def free_port() -> int:
+    """A TCP port that is free on this machine now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 def ranked(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
     """The environment of each process, as torch's launcher sets it; a single process has no launcher."""
     if processes == 1:
         return [environment]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    size = str(processes)
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
     return [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
