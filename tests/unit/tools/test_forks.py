@@ -91,14 +91,12 @@ def test_a_process_that_dies_ends_the_others(tmp_path):
     assert all(ended(int(pid)) for pid in output.split()[:2])
 
 
-def test_a_launch_out_of_time_leaves_no_process(bench, tmp_path):
+def test_a_launch_out_of_time_leaves_no_process(tmp_path):
     text = "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\ntime.sleep(100)"
     status, output = run_forked([script(tmp_path, text)], 2, {**os.environ, **SERVED}, 2)
     assert status is None
     assert len(output.split()) == 2
     assert all(ended(int(pid)) for pid in output.split())
-    with pytest.raises(LaunchError, match=r"1 run\(s\) on 1 process\(es\): one took more than 0.2 s"):
-        run_all([bench.run("grpo", 5)], 1, timeout_s=0.2)
 
 
 @pytest.mark.parametrize("start", [forked, pytest.param(launched, marks=pytest.mark.full)])
