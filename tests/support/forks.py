@@ -34,7 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from grpo_ext.tools.check.runs import OUTPUT, WORKER, Process, launched, ranked
+from grpo_ext.tools.check.runs import OUTPUT, WORKER, launched, ranked
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
@@ -121,7 +121,7 @@ def signal_to(processes: Sequence[Any], number: int) -> None:
                     os.kill(process.pid, number)
 
 
-def forked(folder: Path, environment: dict[str, str], pipe: Connection) -> Process:
+def forked(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
     """A `Starter` (grpo_ext.tools.check.runs): from the server where it can, otherwise as a user's launch."""
     if not serves(environment):
         return launched(folder, environment, pipe)

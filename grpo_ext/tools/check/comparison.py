@@ -123,15 +123,11 @@ def _judge(
     """Set the verdict of a split in float32 or half precision, and why it differs."""
     same_gradient = not run.in_float32 or result.gradient_error <= GRADIENT_TOLERANCE
     same_update = result.update_error <= tolerance
-    begins_alike = metric_difference(reference.log[:1], other.log[:1])[0] <= METRIC_TOLERANCE
+    same_start = metric_difference(reference.log[:1], other.log[:1])[0] <= METRIC_TOLERANCE
+    rounded = run.in_float32 and same_gradient and same_start
     if same_gradient and same_update and result.metric_error <= METRIC_TOLERANCE:
         result.verdict = "same"
-    elif (
-        run.in_float32
-        and same_gradient
-        and begins_alike
-        and max(result.update_error, result.metric_error) <= AMPLIFIED_TOLERANCE
-    ):
+    elif rounded and max(result.update_error, result.metric_error) <= AMPLIFIED_TOLERANCE:
         result.verdict = "rounding"
     else:
         result.verdict, result.reason = "differs", _known_cause(run, reference, other)

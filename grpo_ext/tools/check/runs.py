@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import PeftConfig
@@ -101,19 +101,11 @@ class RunResult:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class Process(Protocol):
-    """What a launch needs of a process: `subprocess.Popen` has it."""
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> int | None: ...
+# starts a worker that has `kill()` and `wait()`: (folder of the launch, environment, the worker's end of its pipe)
+Starter = Callable[[Path, dict[str, str], Connection], Any]
 
 
-# starts a worker: (folder of the launch, environment, the worker's end of its pipe)
-Starter = Callable[[Path, dict[str, str], Connection], Process]
-
-
-def launched(folder: Path, environment: dict[str, str], pipe: Connection) -> Process:
+def launched(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
     """A `Starter`: a fresh interpreter, which Ctrl-C does not reach."""
     with (folder / OUTPUT).open("ab") as output:
         return subprocess.Popen(
@@ -144,12 +136,11 @@ def train(
         environments = ranked(_environment(runs, processes), processes)
         workers = dict(stack.enter_context(_worker(folder, environment, start)) for environment in environments)
         while workers:
-            ready = wait([*workers], timeout_s)
+            ready: list[Any] = wait([*workers], timeout_s)
             if not ready:
-                last = _last_output(folder, 800)
-                raise LaunchError(f"{what}: one took more than {timeout_s:g} s; use fewer steps. {last}")
+                late = f"{what}: one took more than {timeout_s:g} s; use fewer steps."
+                raise LaunchError(f"{late} {_last_output(folder)}")
             for pipe in ready:
-                assert isinstance(pipe, Connection)
                 try:
                     message = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
@@ -164,7 +155,7 @@ def train(
 
 
 @contextlib.contextmanager
-def _worker(folder: Path, environment: dict[str, str], start: Starter) -> Iterator[tuple[Connection, Process]]:
+def _worker(folder: Path, environment: dict[str, str], start: Starter) -> Iterator[tuple[Connection, Any]]:
     """A process and this end of its pipe; it ends with the context, or with this process."""
     here, there = multiprocessing.Pipe()
     with here:
@@ -203,5 +194,5 @@ def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
     return environment
 
 
-def _last_output(folder: Path, characters: int = 3000) -> str:
-    return f"Last output:\n{(folder / OUTPUT).read_text(errors='replace')[-characters:]}"
+def _last_output(folder: Path) -> str:
+    return f"Last output:\n{(folder / OUTPUT).read_text(errors='replace')[-3000:]}"
