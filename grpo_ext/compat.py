@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -169,6 +170,17 @@ def generating(trainer: Any) -> Iterator[Any]:
 def as_reference(model: Any) -> Iterator[None]:
     """Inside, a model with adapters is its own reference: without them, or with a copy of the loaded one."""
     with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+        yield
+
+
+@contextmanager
+def hiding_old_names() -> Iterator[None]:
+    """Inside, transformers' warnings of its old names for activation checkpointing are not shown.
+
+    TRL uses the names, and so does a trainer that runs beside versions without the new ones: users cannot act on it.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
         yield
 
 

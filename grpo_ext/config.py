@@ -18,6 +18,7 @@ from typing import Any, cast, get_args
 import torch
 import trl
 
+from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
@@ -238,7 +239,8 @@ class GRPOConfig(trl.GRPOConfig):
         self.generation_batch_size = self.steps_per_generation = None
         self.auto_find_batch_size = False  # TRL's and Accelerate's would start the run again; here a step is repeated
         try:
-            super().__post_init__()
+            with compat.hiding_old_names():
+                super().__post_init__()
         finally:
             for name, value in user_sizes.items():
                 setattr(self, name, value)

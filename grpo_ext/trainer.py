@@ -117,22 +117,23 @@ class GRPOTrainer(trl.GRPOTrainer):
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
-        super().__init__(
-            model=model,
-            reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
-            args=loop_args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        with compat.hiding_old_names():
+            super().__init__(
+                model=model,
+                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
+                args=loop_args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
         train_in_float32(self.model, adapters)
         if reference is not None:
             use_reference(reference, self, config)
@@ -260,7 +261,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads):
+        with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names():
             completions = self._prepare_inputs(inputs)
             evaluation = self._step_planner.evaluation(self.model, completions, self._step_settings())
             evaluation.measure(self.model)
@@ -437,6 +438,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             warn_before_training(self, self._uncovered)
             with (
+                compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),
                 computing_with(self._rollouts.divide_threads()),
                 self._keeper.running(checkpoint),

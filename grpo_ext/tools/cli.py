@@ -154,8 +154,6 @@ def check(
         )
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
-    for note in report.notes():
-        say(f"  {note}")
     say(report.conclusion())
     if not report.ok:
         raise typer.Exit(1)

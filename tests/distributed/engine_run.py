@@ -115,7 +115,7 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         fsdp_on_the_cpu()
-    from grpo_ext.tools.check.worker import leave
+    from tests.support.launch import leave
 
     fp16_on_the_cpu()
     main(Path(sys.argv[1]))

@@ -19,8 +19,8 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.forward import forms
 from grpo_ext.forward.attention import TakesNoPacks
 from grpo_ext.runtime.collectives import ragged_gather
-from grpo_ext.tools.check.worker import leave
 from tests.support.images import Gallery, calling, image_model, image_processor, image_rows
+from tests.support.launch import leave
 from tests.support.tiny import letter_reward, prompts, tiny_model
 from tests.support.trainers import change, log_of, make
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.support.cases import CASES, FULL, Bench
+from tests.support.float64 import float64_throughout
 from tests.support.launches import REFERENCE, SIZES, Launches, run_all
 from tests.support.tiny import STOCK_SCORES, stock_scores
 from tests.tolerances import (
@@ -106,7 +108,8 @@ def test_every_case_trains(launches, name):
 
 def test_default_adam_agrees_to_rounding_in_float64(tmp_path):
     bench, names = Bench(tmp_path), ("kl", "quantile_bonus", "gpt2")  # grouped expert products have no float64
-    exact = {"dtype": "float64", "adam_epsilon": 1e-8}
+    loaded = {"model_init_kwargs": {"dtype": torch.float64}}  # the reference model too
+    exact = {"within": float64_throughout, "adam_epsilon": 1e-8, **loaded}
     wide = [bench.run(name, REFERENCE, OURS, **exact) for name in names]
     narrow = [bench.run(name, 3, OURS, **exact) for name in names]
     results = run_all([*wide, *narrow], processes=1)

@@ -28,17 +28,20 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from grpo_ext.tools.check.runs import Processes, free_port, launched
+from grpo_ext.tools.check.runs import OUTPUT, WORKER, launched, ranked
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
 SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 # read when a run begins and not before (compilers, wandb), the server's own, or about accelerators: there is none
 LATER = (
+    *ranked({}, 2)[0],
     *("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
     *("CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR", "CUBLAS_WORKSPACE_CONFIG"),
 )
@@ -68,91 +71,71 @@ def serves(environment: dict[str, str]) -> bool:
     return not other
 
 
-class Forked(Processes):
-    """The processes of a launch (grpo_ext.tools.check.runs) that the server forks.
+def start(command: Sequence[str], environment: dict[str, str], cwd: Path, *files: Any) -> Any:
+    """A process that the server forks, with a script or module (`-m name`) and its arguments."""
+    for file in files[:2]:
+        file.touch()
+    process = server()[0].Process(target=be, args=(list(command), environment, str(cwd), *files))
+    process.start()
+    return process
 
-    Args:
-        command: a script or module (`-m name`) with its arguments.
-        environments: of each process.
+
+def run(
+    command: Sequence[str], environments: Sequence[dict[str, str]], timeout_s: float, cwd: Path = ROOT
+) -> tuple[int | None, str, str]:
+    """Status, output and errors of forked processes; the status is None where they took longer.
+
+    As in torch's launcher the first failure ends the others, and the status is 1 where there are several.
     """
-
-    def __init__(self, command: Sequence[str], environments: Sequence[dict[str, str]], cwd: Path = ROOT) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._outputs = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
-        self._deadline: float | None = None  # from the first failure to the end of the others
-        self._processes: list[Any] = []
-        for output in self._outputs:
-            output.touch()
-        for environment in environments:
-            rank = environment.get("RANK", "0")
-            work = (list(command), environment, str(cwd), *map(str, self._outputs))
-            self._processes.append(server()[0].Process(target=be, args=work, name=rank))
-            self._processes[-1].start()
-
-    def status(self) -> int | None:
-        """As the launcher: the first failure ends the others, and is 1 where there are several."""
-        codes = [process.exitcode for process in self._processes]
-        failed = [(process.name, code) for process, code in zip(self._processes, codes) if code]
-        if failed and self._deadline is None:
-            self._deadline = time.monotonic() + PATIENCE_S
-            if len(codes) > 1:
-                with self._outputs[1].open("a") as errors:
-                    errors.write("\nprocess {} ended with status {}".format(*failed[0]))
-            self._end(signal.SIGTERM)
-        if self._deadline is not None and time.monotonic() > self._deadline:
-            self._end(signal.SIGKILL)
-        if None in codes:
-            return None
-        return 1 if failed and len(codes) > 1 else next((code for _, code in failed), 0)
-
-    def output(self) -> str:
-        """What all processes have printed, errors last."""
-        return "".join(self.texts())
-
-    def texts(self) -> list[str]:
-        """Output and errors apart."""
-        return [output.read_text(errors="replace") for output in self._outputs]
-
-    def kill(self) -> None:
-        """Leave no process."""
-        self._end(signal.SIGKILL)
-        for process in self._processes:
-            process.join()
-
-    def wait(self, timeout_s: float) -> tuple[int | None, str]:
-        """Status and output; the status is None where they took longer."""
-        end = time.monotonic() + timeout_s
+    failed: Any = None
+    end = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        processes = [start(command, environment, cwd, *files) for environment in environments]
         try:
-            while (status := self.status()) is None and time.monotonic() < end:
-                running = [process.sentinel for process in self._processes if process.exitcode is None]
-                multiprocessing.connection.wait(running, timeout=0.1)
+            while time.monotonic() < end and (running := [p for p in processes if p.exitcode is None]):
+                multiprocessing.connection.wait([process.sentinel for process in running], timeout=0.1)
+                if failed is None and (failed := next((p for p in processes if p.exitcode), None)) is not None:
+                    end = min(end, time.monotonic() + PATIENCE_S)
+                    signal_to(processes, signal.SIGTERM)
+            late = failed is None and any(process.exitcode is None for process in processes)
         finally:
-            self.kill()
-        return status, self.output()
-
-    def _end(self, number: int) -> None:
-        for process in self._processes:
-            if process.exitcode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    try:
-                        os.killpg(process.pid, number)
-                    except ProcessLookupError:  # it has no group of its own yet
-                        os.kill(process.pid, number)
+            signal_to(processes, signal.SIGKILL)
+            for process in processes:
+                process.join()
+        output, errors = (file.read_text(errors="replace") for file in files)
+    if failed is None or len(processes) == 1:
+        return None if late else processes[0].exitcode, output, errors
+    rank = processes.index(failed)
+    return 1, output, f"{errors}\nprocess {rank} ended with status {failed.exitcode}"
 
 
-def forked(folder: Path, processes: int, environment: dict[str, str]) -> Processes:
-    """A `Starter` (grpo_ext.tools.check.runs): from a server where it can, otherwise as a user's launch."""
+def signal_to(processes: Sequence[Any], number: int) -> None:
+    """Signal the processes that still run, and what they have started."""
+    for process in processes:
+        if process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:  # it has no group of its own yet
+                    os.kill(process.pid, number)
+
+
+def forked(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
+    """A `Starter` (grpo_ext.tools.check.runs): from the server where it can, otherwise as a user's launch."""
     if not serves(environment):
-        return launched(folder, processes, environment)
-    command = ["-m", "grpo_ext.tools.check.worker", str(folder), str(os.getpid())]
-    return Forked(command, environments(environment, processes))
+        return launched(folder, environment, pipe)
+    output = folder / OUTPUT
+    process = start(["-m", WORKER, str(folder)], environment, ROOT, output, output, pipe)
+    return SimpleNamespace(kill=process.kill, wait=lambda: process.join() or process.exitcode)
 
 
 def run_forked(
     command: Sequence[str], processes: int, environment: dict[str, str], timeout_s: float
 ) -> tuple[int | None, str]:
     """Status and output of a script or module (`-m name`) with its arguments on forked processes."""
-    return Forked(command, environments(environment, processes)).wait(timeout_s)
+    status, output, errors = run(command, ranked(environment, processes), timeout_s)
+    return status, output + errors
 
 
 TELL = """
@@ -172,9 +155,10 @@ def run_forked_by(
         subprocess.run([*launcher, str(script), folder], cwd=ROOT, env=environment, check=True, capture_output=True)
         told = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     # the launcher is gone, and with it the store of its own
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    told = [{k: v for k, v in one.items() if not k.startswith("TORCHELASTIC")} | given for one in told]
-    return Forked(command, told).wait(timeout_s)
+    addresses = ranked({}, len(told))
+    told = [{k: v for k, v in one.items() if not k.startswith("TORCHELASTIC")} | a for one, a in zip(told, addresses)]
+    status, output, errors = run(command, told, timeout_s)
+    return status, output + errors
 
 
 def python(
@@ -195,33 +179,21 @@ def python(
             text=True,
             timeout=timeout_s,
         )
-    process = Forked(parts, [{**here, **environment}], cwd)
-    status, _ = process.wait(timeout_s)
+    status, *texts = run(parts, [{**here, **environment}], timeout_s, cwd)
     if status is None:
-        raise subprocess.TimeoutExpired(parts, timeout_s, *process.texts())
-    return subprocess.CompletedProcess(parts, status, *process.texts())
+        raise subprocess.TimeoutExpired(parts, timeout_s, *texts)
+    return subprocess.CompletedProcess(parts, status, *texts)
 
 
-def environments(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
-    """The environment of each process, as torch's launcher sets it; a single process has no launcher."""
-    if processes == 1:
-        return [environment]
-    common = {
-        **environment,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "WORLD_SIZE": str(processes),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": str(processes),
-    }
-    return [{**common, "RANK": str(r), "LOCAL_RANK": str(r), "ROLE_RANK": str(r)} for r in range(processes)]
-
-
-def be(command: list[str], environment: dict[str, str], cwd: str, output: str, errors: str) -> None:
-    """The life of a forked process; it never returns."""
+def be(
+    command: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    output: Path,
+    errors: Path,
+    pipe: Connection | None = None,
+) -> None:
+    """The life of a forked process; it never returns. The last argument of a command is its end of a pipe."""
     status = 1
     try:
         os.setpgid(0, 0)
@@ -231,6 +203,7 @@ def be(command: list[str], environment: dict[str, str], cwd: str, output: str, e
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
+        command = [*command, *([] if pipe is None else [str(pipe.fileno())])]
         if command[0] == "-m":
             sys.argv = command[1:]
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)

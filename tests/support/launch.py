@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.support import forks
@@ -35,3 +36,18 @@ def on_processes(processes: int, script: Path, *args: str, timeout: float = 300)
 
 
 two_processes = functools.partial(on_processes, 2)
+
+
+def leave(folder: Path, patience_s: float = 60.0) -> None:
+    """End this process once every process of the launch is done, without destroying torch's process group.
+
+    With several DDP models the order of destruction is undefined, and gloo's destructor can wait for a thread that
+    waits for the interpreter lock: a deadlock at exit, now and then.
+    """
+    (folder / f"done_{os.environ.get('RANK', '0')}").touch()
+    processes, start = int(os.environ.get("WORLD_SIZE", "1")), time.perf_counter()
+    while len(list(folder.glob("done_*"))) < processes and time.perf_counter() - start < patience_s:
+        time.sleep(0.05)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -23,7 +23,7 @@ from datasets import Dataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.rollouts import engine
-from grpo_ext.tools.check.worker import leave
+from tests.support.launch import leave
 from tests.support.rollouts import share_forwards
 from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import parameters

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import warnings
 
 import pytest
 import transformers
 import trl
+from peft import LoraConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer, compat
 from grpo_ext.errors import ContractError
@@ -60,3 +63,49 @@ def test_a_method_that_is_gone_is_named(monkeypatch, verify_anew):
     monkeypatch.delattr(transformers.Trainer, "_finalize_training")
     with pytest.raises(ContractError, match=r"GRPOTrainer\._finalize_training is missing"):
         verify_anew()
+
+
+# ---- Warnings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warned(tmp_path):
+    """Where a run with adapters and TRL's default warns of old names."""
+
+    def run() -> list[str]:
+        settings = config_kwargs(tmp_path, num_generations_eval=2, max_steps=1)
+        del settings["gradient_checkpointing"]
+        adapter, places, trainer = LoraConfig(r=2, target_modules=["q_proj"]), [], None
+        for place in ("configuration", "construction", "training", "evaluation"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if place == "configuration":
+                    settings = GRPOConfig(**settings)
+                elif place == "construction":
+                    parts = (prompts(12), prompts(2), tiny_tokenizer())
+                    trainer = GRPOTrainer(tiny_model(), letter_reward, settings, *parts, peft_config=adapter)
+                else:
+                    trainer.train() if place == "training" else trainer.evaluate()
+            places += [place] * any("gradient_checkpointing" in str(warning.message) for warning in caught)
+        return places
+
+    return run
+
+
+def test_no_run_warns_of_old_names_that_trl_uses(warned):
+    assert warned() == []
+
+
+def test_trl_still_uses_old_names(warned, monkeypatch):
+    """A place that no longer warns needs no `hiding_old_names`."""
+    monkeypatch.setattr(compat, "hiding_old_names", contextlib.nullcontext)
+    assert warned() == ["configuration", "construction", "training", "evaluation"]
+
+
+def test_other_warnings_are_shown_beside_old_names():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with compat.hiding_old_names():
+            warnings.warn("`is_gradient_checkpointing` is deprecated and so on", FutureWarning, stacklevel=1)
+            warnings.warn("`gradient_clipping` is deprecated", FutureWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["`gradient_clipping` is deprecated"]

@@ -1,4 +1,4 @@
-"""The report of `grpo-ext check`: a line for each split, and all of them as sentences and JSON."""
+"""What `grpo-ext check` prints: a line for each split and a conclusion; and the same as plain values."""
 
 from __future__ import annotations
 
@@ -32,26 +32,24 @@ class SplitResult:
         verdict: "reference", "same", "same bits", "rounding", "differs", "nothing learned" or "refused".
         reason: the cause, where it is known.
         update_error: relative update error.
-        gradient_error: the largest relative error of a step's gradient.
+        gradient_error: relative error of the first gradient.
         metric_error: the largest difference of a logged value.
-        float64_error: the update error of the same split in float64, where it was trained again.
     """
 
     split: Split
     trainer: str
-    verdict: str
+    verdict: str = "refused"
     reason: str = ""
     update_error: float = math.nan
     gradient_error: float = math.nan
     metric_error: float = math.nan
-    float64_error: float = math.nan
 
-    def line(self, verdict: str | None = None) -> str:
-        """The result in a line; `verdict` replaces one that is not final."""
-        errors = {"gradient": self.gradient_error, "update": self.update_error, "float64": self.float64_error}
+    def __str__(self) -> str:
+        """The result in a line."""
+        errors = {"gradient": self.gradient_error, "update": self.update_error}
         known = [f"{name} {error:.1e}" for name, error in errors.items() if not math.isnan(error)]
         shown = f" ({', '.join(known)})" if known and self.verdict != "reference" else ""
-        return f"{self.trainer}, {self.split}: {verdict or self.verdict}{shown}"
+        return f"{self.trainer}, {self.split}: {self.verdict}{shown}{self.reason and f': {self.reason}'}"
 
 
 @dataclass
@@ -70,14 +68,6 @@ class CheckReport:
         """The results of one trainer."""
         return [r for r in self.results if r.trainer == trainer]
 
-    def notes(self) -> list[str]:
-        """Why splits differ or were refused: one sentence for each reason, with its splits."""
-        grouped: dict[tuple[str, str], list[str]] = {}
-        for r in self.results:
-            if r.reason:
-                grouped.setdefault((r.trainer, r.reason), []).append(str(r.split))
-        return [f"{trainer} at {', '.join(where)}: {reason}." for (trainer, reason), where in grouped.items()]
-
     def conclusion(self) -> str:
         """What the comparison shows, in a sentence or two."""
         ours = self.of(OURS)
@@ -91,8 +81,8 @@ class CheckReport:
         verdicts = {r.verdict for r in ours}
         if "rounding" in verdicts:
             return (
-                "rounding: beyond the tolerance in float32, within it in float64. Adam moves an element whose gradient "
-                f"is rounding noise by a whole learning rate; a larger adam_epsilon damps it.\n{same}."
+                "rounding: the gradient agrees. Adam moves an element whose gradient is rounding noise by a whole "
+                f"learning rate; a larger adam_epsilon damps it.\n{same}."
             )
         return f"{same}, to the bit." if "same bits" in verdicts else f"{same}."
 

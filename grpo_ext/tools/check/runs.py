@@ -7,29 +7,29 @@ processes share a launch, because importing the libraries takes longer than trai
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from peft import PeftConfig
-from safetensors.torch import load_file
 
 from ...errors import LaunchError
 from ...rewards.worker import pack
 from ..stock import OURS
 
-POLL_S = 0.05
-EXIT_S = 90.0  # until processes that hang at their exit are killed; their results are there
+WORKER = "grpo_ext.tools.check.worker"
+OUTPUT, RUNS = "output.txt", "runs.pickle"  # in the folder of a launch: what its processes print, what they train
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Run:
 
     Attributes:
         name: unique among the runs of a launch.
-        model_path: folder or id of the initial model, loaded in `dtype`, with its tokenizer.
+        model_path: folder or id of the initial model, loaded in float32, with its tokenizer.
         data_path: folder of the training set (`Dataset.save_to_disk`).
         rewards: reward functions, as for the trainer.
-        config: keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply, except the dtype.
+        config: keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply.
         trainer: "grpo_ext", or "trl" for stock TRL with the same settings.
         peft: None for full training.
         quantization: a `transformers.BitsAndBytesConfig`, or None.
         eval_path: folder of an evaluation set; evaluated once after training.
-        dtype: "float32", or "float64" to tell wrong algebra from rounding.
         trace: hash every parameter and optimizer tensor after every step.
-        gradients: file for the gradients of every step, as the optimizer gets them; None for none.
+        gradients: return the first gradient that is not zero.
         resume_from: a checkpoint to resume from.
         rollout_func: as for the trainer.
         nameless: clear the model's name, as for a model built in memory.
+        within: from the model to a context in which it is trained.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Run:
     peft: PeftConfig | None = None
     quantization: Any = None
     eval_path: str | None = None
-    dtype: str = "float32"
     trace: bool = False
-    gradients: Path | None = None
+    gradients: bool = False
     resume_from: str | None = None
     rollout_func: Any = None
     nameless: bool = False
+    within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
 
     @property
     def half(self) -> str | None:
@@ -80,11 +80,6 @@ class Run:
         """Whether it computes and trains in float32; TRL's adapters of quantised weights are bfloat16."""
         return self.half is None and (self.quantization is None or self.trainer == OURS)
 
-    @property
-    def has_float64(self) -> bool:
-        """Whether the same run exists in float64; half precision and quantised weights have none."""
-        return self.half is None and self.quantization is None
-
 
 @dataclass
 class RunResult:
@@ -95,7 +90,7 @@ class RunResult:
         log: the Trainer's log lines.
         error: the message, where the run ended with one.
         trace: for each step, the hash of every parameter and optimizer tensor.
-        gradients: a file with the gradients of the same run that did not learn, where a check had one.
+        gradients: per parameter, of the first step with a gradient that is not zero, as the optimizer gets it.
     """
 
     name: str
@@ -103,7 +98,74 @@ class RunResult:
     log: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
     trace: list[dict[str, str]] = field(default_factory=list)
-    gradients: Path | None = None
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+# starts a worker that has `kill()` and `wait()`: (folder of the launch, environment, the worker's end of its pipe)
+Starter = Callable[[Path, dict[str, str], Connection], Any]
+
+
+def launched(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
+    """A `Starter`: a fresh interpreter, which Ctrl-C does not reach."""
+    with (folder / OUTPUT).open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", WORKER, str(folder), str(pipe.fileno())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[pipe.fileno()],
+            start_new_session=True,
+        )
+
+
+def train(
+    runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, start: Starter = launched
+) -> Iterator[RunResult]:
+    """Train every run on `processes` real processes, one after the other; yield each result as soon as it exists.
+
+    Raises:
+        LaunchError: a process ended or had an error, or a run took more than `timeout_s`; the message has the error or
+            the end of the output.
+    """
+    what = f"{len(runs)} run(s) on {processes} process(es)"
+    with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_", ignore_cleanup_errors=True) as name, ExitStack() as stack:
+        folder = Path(name)
+        (folder / RUNS).write_bytes(pack(list(runs)))
+        # no launcher of Accelerate's, which has the defaults of a configuration file of the user's
+        environments = ranked(_environment(runs, processes), processes)
+        workers = dict(stack.enter_context(_worker(folder, environment, start)) for environment in environments)
+        while workers:
+            ready: list[Any] = wait([*workers], timeout_s)
+            if not ready:
+                late = f"{what}: one took more than {timeout_s:g} s; use fewer steps."
+                raise LaunchError(f"{late} {_last_output(folder)}")
+            for pipe in ready:
+                try:
+                    message = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    status = workers[pipe].wait()
+                    raise LaunchError(f"{what} ended with status {status}. {_last_output(folder)}") from None
+                if isinstance(message, RunResult):
+                    yield message
+                elif message is None:  # it has trained all runs
+                    del workers[pipe]
+                else:
+                    raise LaunchError(f"{what} ended with an error. {message}")
+
+
+@contextlib.contextmanager
+def _worker(folder: Path, environment: dict[str, str], start: Starter) -> Iterator[tuple[Connection, Any]]:
+    """A process and this end of its pipe; it ends with the context, or with this process."""
+    here, there = multiprocessing.Pipe()
+    with here:
+        with there:
+            process = start(folder, environment, there)
+        try:
+            yield here, process
+        finally:
+            process.kill()
+            process.wait()
 
 
 def free_port() -> int:
@@ -113,94 +175,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def launch_command(processes: int, script: Sequence[str]) -> list[str]:
-    """The command line that starts `script` on `processes` processes.
-
-    Not `accelerate launch`, which has the defaults of a configuration file of the user's.
-    """
+def ranked(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
+    """The environment of each process, as torch's launcher sets it; a single process has no launcher."""
     if processes == 1:
-        return [sys.executable, *script]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    return [*torchrun, "--master-port", str(free_port()), *script]
-
-
-class Processes:
-    """The processes of a launch; what they print goes into a file."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        self._log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def status(self) -> int | None:
-        """The exit status; None while they run."""
-        return self._process.poll()
-
-    def output(self) -> str:
-        """What they printed so far, errors included."""
-        return self._log.read_text(errors="replace")
-
-    def kill(self) -> None:
-        """Kill every process that still runs."""
-        if self._process.poll() is not None:
-            return
-        # each process of a launcher has a session of its own, and outlives it
-        for process in (*psutil.Process(self._process.pid).children(recursive=True), self._process):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._process.wait()
-
-
-# starts the worker: (folder, processes, environment)
-Starter = Callable[[Path, int, dict[str, str]], Processes]
-
-
-def launched(folder: Path, processes: int, environment: dict[str, str]) -> Processes:
-    """A `Starter`: fresh interpreters, several of them through torch's launcher."""
-    command = launch_command(processes, ["-m", "grpo_ext.tools.check.worker", str(folder), str(os.getpid())])
-    return Processes(command, environment, folder / "output.txt")
-
-
-def train(
-    runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, start: Starter = launched
-) -> Iterator[RunResult]:
-    """Train every run on `processes` real processes, one after the other; yield each result as soon as it exists.
-
-    Raises:
-        LaunchError: a process ended with an error, or a run took more than `timeout_s`; the message has the error or
-            the end of the output.
-    """
-    what = f"{len(runs)} run(s) on {processes} process(es)"
-    with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "runs.pickle").write_bytes(pack(list(runs)))
-        started = start(folder, processes, _environment(runs, processes))
-        try:
-            for run in runs:
-                _wait_for(folder / run.name / "result.json", started, what, timeout_s)
-                yield _read_result(folder / run.name)
-            end = time.monotonic() + EXIT_S
-            while (status := started.status()) is None and time.monotonic() < end:
-                time.sleep(POLL_S)
-            if status:
-                raise LaunchError(f"{what} ended with status {status}. {_reason(folder, started)}")
-        finally:
-            started.kill()
-
-
-def _wait_for(result: Path, started: Processes, what: str, timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not result.exists():
-        # the file may appear between the first look and the end of the process
-        if (status := started.status()) is not None and not result.exists():
-            raise LaunchError(f"{what} ended with status {status}. {_reason(result.parents[1], started)}")
-        if time.monotonic() > end:
-            started.kill()
-            last = started.output()[-800:]
-            raise LaunchError(f"{what}: one took more than {timeout_s:g} s; use fewer steps. Last output:\n{last}")
-        time.sleep(POLL_S)
+        return [environment]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+    return [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
@@ -213,15 +194,5 @@ def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
     return environment
 
 
-def _reason(folder: Path, started: Processes) -> str:
-    """The error of the process that failed first; the others fail because it has ended."""
-    errors = sorted(folder.glob("error_*.txt"), key=lambda path: path.stat().st_mtime)
-    return errors[0].read_text()[:3000] if errors else f"Last output:\n{started.output()[-3000:]}"
-
-
-def _read_result(folder: Path) -> RunResult:
-    """The files of one run; its tensors do not stay on the disk."""
-    file = folder / "delta.safetensors"
-    delta = load_file(file) if file.exists() else {}
-    file.unlink(missing_ok=True)
-    return RunResult(folder.name, delta, **json.loads((folder / "result.json").read_text()))
+def _last_output(folder: Path) -> str:
+    return f"Last output:\n{(folder / OUTPUT).read_text(errors='replace')[-3000:]}"

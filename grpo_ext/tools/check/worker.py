@@ -1,25 +1,18 @@
-"""The process side of runs.py: trains the runs of a folder and writes their results beside them.
-
-Started by `runs.train` on every process; only the main process writes results.
-"""
+"""The process side of runs.py: trains the runs of a launch and sends what came of them through its pipe."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
+import pickle
 import sys
 import threading
-import time
-import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import trl
 from datasets import load_from_disk
-from safetensors.torch import save_file
 from transformers import PrinterCallback, TrainerCallback
 
 from ...compat import create_model_from_path, processing_class_of
@@ -28,8 +21,7 @@ from ...rewards.worker import unpack
 from ...run.fingerprint import state_hashes
 from ...trainer import GRPOTrainer
 from ..stock import STOCK, stock_config
-from .float64 import float64_throughout
-from .runs import Run
+from .runs import RUNS, Run, RunResult
 
 
 def _build(run: Run, folder: Path, processes: int) -> Any:
@@ -48,7 +40,7 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
         trainer_class: Any = trl.GRPOTrainer
     else:
         args, trainer_class = GRPOConfig(**config), GRPOTrainer
-    load = {**(config.get("model_init_kwargs") or {}), "dtype": getattr(torch, run.dtype), "device_map": None}
+    load = {**(config.get("model_init_kwargs") or {}), "device_map": None}
     if run.quantization is not None:
         load["quantization_config"] = run.quantization
     model = create_model_from_path(run.model_path, **load)
@@ -68,108 +60,80 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
 
 
 class _Recorder(TrainerCallback):
-    """Records gradients and hashes of the optimizer steps, as the run asks for.
+    """Records the first gradient and the hashes of every step in the result, as the run asks for."""
 
-    Attributes:
-        gradients: of every step, as "step/parameter", on the main process.
-        trace: for each step, the hash of every parameter and optimizer tensor.
-    """
+    def __init__(self, run: Run, trainer: Any, result: RunResult) -> None:
+        self.run, self.trainer, self.result = run, trainer, result
 
-    def __init__(self, run: Run, trainer: Any) -> None:
-        self.run, self.trainer = run, trainer
-        self.gradients: dict[str, torch.Tensor] = {}
-        self.trace: list[dict[str, str]] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
-        if self.run.gradients and self.trainer.accelerator.is_main_process:
-            for name, p in self.trainer.accelerator.unwrap_model(self.trainer.model).named_parameters():
-                if p.grad is not None:
-                    self.gradients[f"{state.global_step}/{name}"] = p.grad.detach().to("cpu", copy=True)
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if self.run.gradients and not self.result.gradients:
+            parameters = self.trainer.accelerator.unwrap_model(self.trainer.model).named_parameters()
+            gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+            if any(bool(gradient.any()) for gradient in gradients.values()):
+                self.result.gradients = {name: g.detach().to("cpu", copy=True) for name, g in gradients.items()}
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if self.run.trace:
             model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-            self.trace.append(state_hashes(model, self.trainer.optimizer))
+            self.result.trace.append(state_hashes(model, self.trainer.optimizer))
 
 
-def _train(run: Run, trainer: Any, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    if trainer.accelerator.num_processes != processes:
-        raise RuntimeError(f"{processes} processes were launched, {trainer.accelerator.num_processes} are joined")
-    trainer.remove_callback(PrinterCallback)
+def _train(run: Run, trainer: Any) -> RunResult:
+    result = RunResult(run.name)
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     before = {name: p.detach().double().clone() for name, p in parameters.items()}
-    recorder = _Recorder(run, trainer)
-    trainer.add_callback(recorder)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    precision = float64_throughout(model) if run.dtype == "float64" else contextlib.nullcontext()
-    with contextlib.redirect_stdout(sys.stderr), precision:
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(_Recorder(run, trainer, result))
+    with run.within(trainer.accelerator.unwrap_model(trainer.model)):
         trainer.train(resume_from_checkpoint=run.resume_from)
         if run.eval_path:
             trainer.evaluate()
-    if run.gradients and trainer.accelerator.is_main_process:
-        save_file(recorder.gradients, run.gradients)
-    delta = {name: (p.detach().double() - before[name]).contiguous() for name, p in parameters.items()}
-    return delta, {"log": trainer.state.log_history, "trace": recorder.trace}
+    result.delta = {name: (p.detach().double() - before[name]).cpu() for name, p in parameters.items()}
+    result.log = trainer.state.log_history
+    return result
 
 
-def main(folder: Path) -> None:
-    """Train every run of `folder`; an error ends the run it happens in, on every process alike."""
-    processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
-    for run in unpack((folder / "runs.pickle").read_bytes()):
-        out = folder / run.name
-        out.mkdir(exist_ok=True)
-        delta, result = _outcome(run, folder, processes)
-        if main_process:
-            if delta:
-                save_file(delta, out / "delta.safetensors")
-            (out / "result.part").write_text(json.dumps(result, default=float))
-            (out / "result.part").rename(out / "result.json")  # read as soon as it exists
-
-
-def _outcome(run: Run, folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(parameters after minus before, the other fields of its `RunResult`) of a run."""
+def _outcome(run: Run, folder: Path, processes: int) -> RunResult:
+    """The result of a run, or its error, where every process has the same."""
     trainer = None
     try:
         trainer = _build(run, folder, processes)
-        return _train(run, trainer, processes)
+        if trainer.accelerator.num_processes != processes:
+            raise RuntimeError(f"{processes} processes were started, {trainer.accelerator.num_processes} are joined")
+        return _train(run, trainer)
     except Exception as error:
-        refused = trainer is None and isinstance(error, ValueError)  # by ours or TRL's, on every process alike
+        refused = trainer is None and isinstance(error, ValueError)  # by ours or TRL's
         if processes > 1 and not refused:
-            raise  # the others may wait in a collective: the launcher ends them
-        return {}, {"error": f"{type(error).__name__}: {error}"}
+            raise  # the others may wait in a collective: the caller ends them
+        return RunResult(run.name, error=f"{type(error).__name__}: {error}")
 
 
-def leave(folder: Path, patience_s: float = 60.0) -> None:
-    """End this process once every process of the launch is done, without destroying torch's process group.
+def main(folder: Path, caller: Connection) -> None:
+    """Train every run of a launch. Ends with the pipe, whose other end the caller closes.
 
-    With several DDP models the order of destruction is undefined, and gloo's destructor can wait for a thread that
-    waits for the interpreter lock: a deadlock at exit, now and then.
+    The main process sends results. Every process sends None at the end, or the text of an error.
     """
-    (folder / f"done_{os.environ.get('RANK', '0')}").touch()
-    processes, start = int(os.environ.get("WORLD_SIZE", "1")), time.perf_counter()
-    while len(list(folder.glob("done_*"))) < processes and time.perf_counter() - start < patience_s:
-        time.sleep(0.05)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
+    def end_with_caller() -> None:
+        caller.poll(None)
+        os._exit(1)
 
-def end_with(caller: int) -> None:
-    """End this process once its caller has ended, which may have been killed."""
-    while psutil.pid_exists(caller):
-        time.sleep(1.0)
-    os._exit(1)
+    threading.Thread(target=end_with_caller, daemon=True).start()
+    processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    last: Any = None
+    try:
+        for run in unpack((folder / RUNS).read_bytes()):
+            result = _outcome(run, folder, processes)
+            if main_process:
+                caller.send_bytes(pickle.dumps(result))
+    except Exception as error:
+        last = f"{type(error).__name__}: {error}"
+    caller.send_bytes(pickle.dumps(last))
+    # not a normal exit: with several DDP models gloo's destructor can wait for a thread that waits for the interpreter
+    threading.Event().wait()
 
 
 if __name__ == "__main__":
-    launch_folder = Path(sys.argv[1])
-    threading.Thread(target=end_with, args=(int(sys.argv[2]),), daemon=True).start()
-    try:
-        main(launch_folder)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        (launch_folder / f"error_{os.environ.get('RANK', '0')}.txt").write_text(text)
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # at once, so that the launcher ends the others; see `leave`
-    leave(launch_folder)
+    descriptor = int(sys.argv[2])
+    os.set_inheritable(descriptor, False)
+    main(Path(sys.argv[1]), Connection(descriptor))

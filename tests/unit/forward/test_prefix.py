@@ -15,8 +15,8 @@ from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
-from grpo_ext.tools.check.float64 import float64_throughout
 from tests.support.architectures import HYBRID, PREFIXED, architecture
+from tests.support.float64 import float64_throughout
 from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 

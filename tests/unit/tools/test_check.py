@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from grpo_ext.errors import ConfigError
-from grpo_ext.rewards.worker import pack
+from grpo_ext.errors import ConfigError, LaunchError
 from grpo_ext.tools.check import runs, splits
 from grpo_ext.tools.check.comparison import compare, gradient_error, metric_difference, update_error
 from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
 from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.check.splits import check, splits_of
 from grpo_ext.tools.stock import OURS, STOCK
+from tests.support.float64 import float64_throughout
+from tests.support.launches import run_all
 from tests.support.launches import train as train_forked
 from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
@@ -48,21 +47,19 @@ def test_update_error_is_the_relative_distance_of_the_updates():
     assert update_error(delta(1.0), {"other": torch.ones(1)}) == math.inf
 
 
-def test_the_gradient_error_is_that_of_the_worst_step(tmp_path):
-    def written(name: str, *values: tuple[float, float]) -> Path:
-        file = tmp_path / name
-        save_file({f"{step}/{p}": torch.tensor([v[p]]) for step, v in enumerate(values) for p in (0, 1)}, file)
-        return file
+def with_gradient(*values: float, norm: float = 1.0, loss: float = 1.0, update: float = 1.0, **log: float) -> RunResult:
+    """A run of two steps; its first log line has this norm, its second one this loss."""
+    lines = [{"grad_norm": norm, **log}, {"loss": loss}]
+    return RunResult("a", delta(update), lines, gradients={"w": torch.tensor(values)})
 
-    reference = written("a", (3.0, 4.0), (30.0, 40.0), (0.0, 0.0))
+
+def test_the_gradient_error_is_that_of_the_first_gradient_and_of_its_norm():
+    reference = with_gradient(3.0, 4.0)
     assert gradient_error(reference, reference) == 0.0
-    assert gradient_error(reference, written("b", (3.0, 4.5), (30.0, 41.0), (0.0, 0.0))) == pytest.approx(0.1)
-    # of a step whose gradient is nothing, against a tenth of the largest step's
-    assert gradient_error(reference, written("c", (3.0, 4.0), (30.0, 40.0), (0.0, 1.0))) == pytest.approx(0.2)
-    zero = written("e", (0.0, 0.0))
-    assert gradient_error(zero, zero) == 0.0
-    assert gradient_error(zero, written("f", (0.0, 1e-9))) == math.inf
-    assert gradient_error(reference, written("d", (3.0, 4.0))) == math.inf
+    assert gradient_error(reference, with_gradient(3.0, 4.5)) == pytest.approx(0.1)
+    assert gradient_error(reference, with_gradient(3.0, 4.0, norm=2.0)) == pytest.approx(1.0)  # clipping hides it
+    assert gradient_error(with_gradient(0.0), with_gradient(1e-9)) == math.inf
+    assert gradient_error(reference, RunResult("b", log=[{"grad_norm": 1.0}])) == math.inf
 
 
 def test_metric_difference_finds_the_worst_value_and_leaves_timings_out():
@@ -76,17 +73,51 @@ def test_metric_difference_finds_the_worst_value_and_leaves_timings_out():
     assert metric_difference([{"x": 1.0}], [{}])[0] == math.inf
 
 
-def verdict(reference: RunResult, other: RunResult, trace: bool = False) -> SplitResult:
-    return compare(run_of({}, trace=trace), Split(1), reference, other)
+def verdict(reference: RunResult, other: RunResult, trace: bool = False, **changes: Any) -> SplitResult:
+    return compare(run_of({}, trace=trace, gradients=not trace, **changes), Split(1), reference, other)
 
 
-def test_verdicts():
-    reference = RunResult("a", delta(1.0), [{"loss": 1.0}])
+@pytest.mark.parametrize(
+    ("changes", "expected", "reason"),
+    [
+        ({}, "same", ""),
+        ({"update": 1.0 + 1e-6, "loss": 1.0 + 1e-5}, "same", ""),
+        ({"update": 1.005}, "rounding", ""),  # the gradient agrees, and Adam enlarges rounding
+        ({"loss": 1.005}, "rounding", ""),  # of a later step
+        ({"update": 1.02}, "differs", "largest difference 2.00e-02 (mean 2.00e-02) in w"),
+        ({"loss": 1.02}, "differs", "only the log differs, most in loss"),
+        ({"entropy": 2.005}, "differs", "only the log differs, most in entropy"),  # of the same weights
+        ({"update": 1.005, "entropy": 2.005}, "differs", "largest difference"),
+        ({"norm": 1.0001}, "differs", "the gradient differs, the update hides it"),
+        ({"update": 1.005, "norm": 1.0001}, "differs", "largest difference"),
+        ({"update": 1.005, "norm": math.nan}, "differs", "largest difference"),
+    ],
+)
+def test_verdicts(changes, expected, reason):
+    reference = with_gradient(1.0, entropy=2.0)
     assert verdict(reference, reference).verdict == "reference"
-    assert verdict(reference, RunResult("b", delta(1.0 + 1e-7), [{"loss": 1.0}])).verdict == "same"
-    assert verdict(reference, RunResult("b", delta(1.1), [{"loss": 1.0}])).verdict == "differs"
-    assert verdict(reference, RunResult("b", delta(1.0), [{"loss": 1.1}])).verdict == "differs"
-    assert verdict(reference, RunResult("b", error="no")).verdict == "refused"
+    result = verdict(reference, with_gradient(1.0, **{"entropy": 2.0, **changes}))
+    assert result.verdict == expected
+    assert result.reason.startswith(reason)
+    assert bool(result.reason) is bool(reason)
+
+
+def test_a_split_that_ends_with_an_error_is_refused():
+    result = verdict(with_gradient(1.0), RunResult("b", error="GrpoExtError: too small\nmore"))
+    assert (result.verdict, result.reason) == ("refused", "too small")
+    assert str(result) == "grpo_ext, 1 x 1: refused: too small"
+
+
+def test_a_token_that_was_sampled_differently_is_named_with_its_step():
+    one, other = with_gradient(1.0), with_gradient(1.0, update=1.5)
+    one.log[1]["num_tokens"], other.log[1]["num_tokens"] = 40, 41
+    assert (
+        verdict(one, other).reason
+        == "completions differ from step 2 on, by rounding or a fault; fewer steps tell (--steps 1)"
+    )
+    one.log[0]["num_tokens"], other.log[0]["num_tokens"] = 40, 41
+    assert verdict(one, other).reason.startswith("largest difference")
+    assert verdict(one, other, trainer=STOCK).reason.startswith("the first rollout differs")
 
 
 def test_a_run_that_learned_nothing_is_no_success():
@@ -125,27 +156,6 @@ def fork_launches(monkeypatch):
     monkeypatch.setattr(splits, "train", train_forked)
 
 
-@pytest.fixture
-def pretend(monkeypatch):
-    """Launches without processes: a function from a run to its result stands for them.
-
-    Returns what happened in its order: numbers of processes, and (micro-batch size, name, type) of runs.
-    """
-    happened: list[Any] = []
-
-    def install(result_of: Callable[[Run], RunResult]) -> list[Any]:
-        def train(runs: Sequence[Run], processes: int) -> Iterator[RunResult]:
-            happened.append(processes)
-            for run in runs:
-                happened.append((run.config["per_device_train_batch_size"], run.name.split("_")[0], run.dtype))
-                yield result_of(run)
-
-        monkeypatch.setattr(splits, "train", train)
-        return happened
-
-    return install
-
-
 def test_check_bitwise_trains_under_several_splits(fork_launches, tmp_path):
     report = check(saved(tmp_path, TRAINED), [Split(8), Split(3)], steps=2, bitwise=True)
     assert [r.verdict for r in report.results] == ["reference", "same bits"]
@@ -156,46 +166,20 @@ QUANTISED = object()  # stands for a BitsAndBytesConfig
 
 
 @pytest.mark.parametrize(
-    ("wrong", "settings", "verdicts", "types"),
+    ("settings", "parts", "expected", "conclusion"),
     [
-        ((0.0, 0.0), {}, ["reference", "same"], ["float32"]),
-        ((0.5, 0.5), {}, ["reference", "differs"], ["float32", "float64"]),
-        ((0.5, 0.0), {}, ["reference", "rounding"], ["float32", "float64"]),
-        ((0.5, 0.5), {"bf16": True}, ["reference", "same"], ["float32"]),  # rounding of 16 bits tells nothing
+        ({}, {}, "rounding", "rounding: the gradient agrees."),
+        ({"fp16": True}, {}, "differs", "Splits differ, by 16-bit rounding or more."),
+        ({}, {"quantization": QUANTISED}, "rounding", "rounding: the gradient agrees."),
+        ({}, {"quantization": QUANTISED, "trainer": STOCK}, "differs", "Every split"),  # its adapters are bfloat16
     ],
 )
-def test_a_wrong_gradient_that_the_update_hides_differs(pretend, wrong, settings, verdicts, types):
-    def train(run):
-        if run.gradients is not None:
-            assert (run.config["learning_rate"], run.config["max_grad_norm"]) == (0.0, 0.0)
-            off = wrong[run.dtype == "float64"] if run.config["per_device_train_batch_size"] == 3 else 0.0
-            save_file({"0/w": torch.tensor([1.0, off])}, run.gradients)
-        return RunResult(run.name, delta(1.0), [{"loss": 1.0}])
-
-    happened = pretend(train)
-    report = check(run_of({**SIZES, **settings}), [Split(8), Split(3)])
-    assert [r.verdict for r in report.results] == verdicts
-    assert list(dict.fromkeys(event[2] for event in happened if isinstance(event, tuple))) == types
-    assert ("the gradient differs" in " ".join(report.notes())) == ("differs" in verdicts)
-
-
-@pytest.mark.parametrize(
-    ("settings", "quantization", "in_float32"),
-    [({"fp16": True}, None, False), ({}, QUANTISED, True)],
-)
-def test_half_precision_and_quantised_weights_are_not_repeated_in_float64(pretend, settings, quantization, in_float32):
-    happened = pretend(lambda run: RunResult(run.name, delta(off(run)), [{"loss": 1.0}]))
-    report = check(run_of({**SIZES, **settings}, quantization=quantization), [Split(8), Split(3)])
-    assert [r.verdict for r in report.results] == ["reference", "differs"]
-    assert {event[2] for event in happened if isinstance(event, tuple)} == {"float32"}
-    sentence = "At least one split learns something else."
-    assert report.conclusion() == (sentence if in_float32 else "Splits differ, by 16-bit rounding or more.")
-    assert any("float32 would tell" in note for note in report.notes()) is not in_float32
-
-
-def off(run: Run) -> float:
-    """An update that depends on the split."""
-    return 1.0 + 0.1 * (run.config["per_device_train_batch_size"] == 3)
+def test_the_gradient_tells_rounding_in_float32_alone(settings, parts, expected, conclusion):
+    one, other = with_gradient(1.0), with_gradient(1.0, update=1.005)
+    result = compare(run_of(settings, gradients=True, **parts), Split(3), one, other)
+    assert result.verdict == expected
+    assert ("float32 would tell" in str(result)) == (expected == "differs")
+    assert CheckReport([result], 1).conclusion().startswith(conclusion)
 
 
 def test_three_splits_by_default_one_of_them_on_two_processes():
@@ -206,46 +190,41 @@ def test_three_splits_by_default_one_of_them_on_two_processes():
     assert splits_of(8, (1, 2), (8, 3)) == [Split(8), Split(3), Split(8, 2), Split(3, 2)]
 
 
-def test_no_process_is_left_of_a_launch_that_is_ended(tmp_path):
-    """Its processes have sessions of their own: ending the launcher alone would leave them."""
-    (tmp_path / "wait.py").write_text("import time\ntime.sleep(100)\n")
-    command = runs.launch_command(2, [str(tmp_path / "wait.py")])
-    started = runs.Processes(command, {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "output.txt")
-    until = time.monotonic() + 60
-    while sum(str(tmp_path) in words for words in command_lines()) < 3 and time.monotonic() < until:
-        time.sleep(0.1)
-    assert sum(str(tmp_path) in words for words in command_lines()) == 3
-    started.kill()
-    assert not any(str(tmp_path) in words for words in command_lines())
+class Hangs:
+    """Never unpickled: the processes of a launch hang before their first run."""
+
+    name, model_path = "hangs", "none"
+
+    def __reduce__(self) -> Any:
+        return time.sleep, (100,)
 
 
-def test_the_processes_of_a_launch_end_with_their_caller(tmp_path):
-    class Hangs:
-        def __reduce__(self) -> Any:
-            return time.sleep, (100,)
+def workers_of(pid: int) -> list[psutil.Process]:
+    return [p for p in psutil.Process(pid).children(recursive=True) if any(runs.WORKER in w for w in p.cmdline())]
 
-    (tmp_path / "runs.pickle").write_bytes(pack(Hangs()))
-    code = "import os, sys, time; from pathlib import Path; from grpo_ext.tools.check.runs import launched; "
-    code += "launched(Path(sys.argv[1]), 1, dict(os.environ)); time.sleep(100)"
-    caller = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+
+def test_no_process_is_left_of_a_launch_that_takes_too_long():
+    started: list[Any] = []
+
+    def start(*parts: Any) -> Any:
+        started.append(runs.launched(*parts))
+        return started[-1]
+
+    with pytest.raises(LaunchError, match=r"1 run\(s\) on 2 process\(es\): one took more than 0.5 s"):
+        list(runs.train([Hangs()], 2, timeout_s=0.5, start=start))
+    assert [process.returncode for process in started] == [-9, -9]
+
+
+def test_the_processes_of_a_launch_end_with_their_caller():
+    code = "from tests.unit.tools.test_check import Hangs, runs; list(runs.train([Hangs()], 2))"
+    caller = subprocess.Popen([sys.executable, "-c", code])
     until = time.monotonic() + 90
-    while not any("check.worker" in words and str(tmp_path) in words for words in command_lines()):
+    while len(workers := workers_of(caller.pid)) < 2:
         assert time.monotonic() < until
         time.sleep(0.1)
-    caller.terminate()
+    caller.kill()
     caller.wait()
-    while any(str(tmp_path) in words for words in command_lines()):
-        assert time.monotonic() < until
-        time.sleep(0.1)
-
-
-def command_lines() -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-    return found
+    assert psutil.wait_procs(workers, timeout=60)[1] == []
 
 
 def test_wrong_sizes_and_names_are_refused_before_anything_starts():
@@ -270,11 +249,14 @@ def test_check_trains_and_compares_with_a_local_reward(fork_launches, tmp_path):
     assert 0.0 < report.of(OURS)[1].gradient_error < 2e-6
 
 
-def test_in_float64_a_check_leaves_nothing_but_its_rounding(fork_launches, tmp_path):
+def test_a_repetition_in_float64_leaves_nothing_of_what_is_called_rounding(tmp_path):
     # a Llama computes its norms in float32 whatever its weights are: with those the update differs by 1e-5
-    report = check(saved(tmp_path, TRAINED, tiny_model("llama")), [Split(8), Split(3)], tolerance=1e-9)
-    assert [r.verdict for r in report.results] == ["reference", "rounding"]
-    assert report.results[1].float64_error < 1e-10 < report.results[1].update_error
+    run = replace(saved(tmp_path, {**TRAINED, "max_steps": 3}, tiny_model("llama")), gradients=True)
+    parts = [replace(run, name=str(n), config={**run.config, "per_device_train_batch_size": n}) for n in (8, 3)]
+    exact = [replace(run, name=f"exact-{run.name}", within=float64_throughout) for run in parts]
+    one, other, *results = run_all([*parts, *exact], 1)
+    assert compare(run, Split(3), one, other, tolerance=1e-9).verdict == "rounding"
+    assert update_error(*(result.delta for result in results)) < 1e-10 < update_error(one.delta, other.delta)
 
 
 def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches, tmp_path):
@@ -296,7 +278,7 @@ def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
     report = check(noisy, [Split(8), Split(4)], steps=2)
     assert [r.verdict for r in report.results] == ["reference", "differs"]
     assert not report.ok
-    assert "allow_split_dependent" in report.notes()[0]
+    assert "allow_split_dependent" in str(report.results[1])
     assert report.results[1].gradient_error > 1e-2
 
 
