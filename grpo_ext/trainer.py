@@ -40,7 +40,7 @@ from .rollouts.build import LOGPS, build_rollouts, terms_of
 from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
 from .run.keeper import RunKeeper
-from .run.loading import all_loaded, fill_missing_state
+from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.output_folder import create_output_dir
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
@@ -87,6 +87,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     eval_dataset: Any
     num_generations: int
     num_generations_eval: int
+    _loads_from: str  # the checkpoint whose weights are being loaded
 
     def __init__(
         self,
@@ -482,18 +483,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Like transformers' method, and the weights that it leaves out, unless an engine loads its own."""
-        with all_loaded(self.model if model is None else model, resume_from_checkpoint, by_engine=self.is_fsdp_enabled):
+        """Like transformers' method, and the weights that it leaves out."""
+        with dtypes_kept(self.model), assigned(self, _loads_from=resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Like transformers' method, and the weights that it leaves out."""
-        by_engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        with all_loaded(self.model, str(self.state.best_model_checkpoint), by_engine):
+        with dtypes_kept(self.model), assigned(self, _loads_from=self.state.best_model_checkpoint):
             super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Nothing: `run.loading` loads missing weights, or raises."""
+        """Load the weights that transformers' method only warns of: the files have them under other names."""
+        load_renamed(self.model, self._loads_from, load_result.missing_keys)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that is whole or absent."""

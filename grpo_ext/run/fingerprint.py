@@ -31,9 +31,10 @@ from ..runtime.collectives import shards_parameters
 FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 100_000  # of a data set, evenly spread: a second or two; smaller sets are read whole
 _LARGE_ROWS_READ = 2_000  # where rows are files
-# fields of a model's configuration that say where it comes from, how it is stored and how it is run
+# fields of the configuration of a model or an adapter that say where it comes from, how it is stored and how it is run
 _NOT_COMPUTED = {
     *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "architectures", "auto_map"),
+    *("base_model_name_or_path", "inference_mode"),
     *("dtype", "torch_dtype", "attn_implementation", "_attn_implementation", "experts_implementation"),
     *("_experts_implementation", "use_cache", "return_dict", "output_attentions", "output_hidden_states"),
     *("pad_token_id", "_pad_token_id", "bos_token_id", "eos_token_id"),  # transformers sets them anew
@@ -180,10 +181,7 @@ def model_fingerprint(
         reference: the reference model, where it is a model of its own.
         whole: whether this process holds all weights; without them "frozen" is None.
     """
-    adapters = {name: _plain(vars(c)) for name, c in getattr(model, "peft_config", {}).items()}
-    for adapter in adapters.values():
-        adapter.pop("base_model_name_or_path", None)
-        adapter.pop("inference_mode", None)
+    config = getattr(base_model_of(model), "config", None)
     frozen = None
     if whole:
         fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -198,21 +196,17 @@ def model_fingerprint(
         count += math.prod(shape)
     return {
         "class": type(model).__name__,
-        "config": config_fingerprint(getattr(base_model_of(model), "config", None)),
+        "config": _computed(_plain(config.to_dict())) if hasattr(config, "to_dict") else None,
         "parameters": count,
         "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "sha256": digest.hexdigest(),
-        "adapters": adapters,
+        "adapters": {name: _computed(_plain(vars(c))) for name, c in getattr(model, "peft_config", {}).items()},
         "frozen": frozen,
     }
 
 
-def config_fingerprint(config: Any) -> dict[str, Any] | None:
-    """A model's configuration without `_NOT_COMPUTED`, at any depth; None where it has none."""
-    return _computed(_plain(config.to_dict())) if hasattr(config, "to_dict") else None
-
-
 def _computed(value: Any) -> Any:
+    """A configuration without `_NOT_COMPUTED`, at any depth."""
     if isinstance(value, dict):
         return {name: _computed(part) for name, part in value.items() if name not in _NOT_COMPUTED}
     return value
@@ -285,6 +279,8 @@ def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any,
 def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Compare a checkpoint's fingerprint with that of the run that resumes it.
 
+    A setting that this version no longer has is not compared.
+
     Args:
         allowed: names that may differ; "model" stands for all its parts. Settings of the optimizer may not.
 
@@ -295,38 +291,25 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
         CheckpointError: names each field that changed and is not allowed to, with both values.
     """
     path = Path(folder) / FINGERPRINT
-    if not path.is_file():
-        return {}
-    saved = json.loads(path.read_text())
-    if saved["settings"].pop("packed_forward", True) is False:  # of checkpoints by earlier versions
-        saved["settings"]["forward"] = "padded"
-    threads = saved["settings"].pop("rollout_threads", None)  # of checkpoints by earlier versions
-    if current["settings"].get("bitwise_invariant") and threads not in (None, current["settings"]["bitwise_threads"]):
-        raise CheckpointError(
-            f"{folder} was sampled with rollout_threads={threads}; bitwise mode now samples with bitwise_threads="
-            f"{current['settings']['bitwise_threads']}, which gives other bits. Start a new run with its weights."
-        )
-    changes = changed(saved, current)
+    changes = changed(json.loads(path.read_text()), current) if path.is_file() else {}
     fixed = changes.keys() & _OPTIMIZER
     if not _SAME_STATE.issuperset(changes.get("optim", ())):
         fixed |= {"optim"}
     allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - fixed
     refused = {name: values for name, values in changes.items() if allowed.isdisjoint((name, name.split(".")[0]))}
-    if refused:
-        lines = "\n".join(
-            f"  {part}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
-            for part, old, new in differences(refused)
+    if not refused:
+        return changes
+    lines = "\n".join(
+        f"  {part}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
+        for part, old, new in differences(refused)
+    )
+    remedy = "Put these back, or start a new run with the checkpoint's weights"
+    if fixed:
+        remedy += f": the optimizer goes on with the checkpoint's {', '.join(sorted(fixed))}"
+    if refused.keys() - fixed:
+        names = sorted(allowed | refused.keys() - fixed)
+        remedy += (
+            f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={names} (as an "
+            f"option: --allow_changed_on_resume {' '.join(names)})"
         )
-        remedy = "Put these back, or start a new run"
-        if fixed:
-            names = ", ".join(sorted(fixed))
-            remedy += f" with the checkpoint's weights: the optimizer goes on with the checkpoint's {names}"
-        if refused.keys() - fixed:
-            meant = changes.keys() - fixed
-            allow = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in meant})
-            remedy += (
-                f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={allow} (as an "
-                f"option: --allow_changed_on_resume {' '.join(allow)})"
-            )
-        raise CheckpointError(f"{folder} belongs to another run:\n{lines}\n{remedy}.")
-    return changes
+    raise CheckpointError(f"{folder} belongs to another run:\n{lines}\n{remedy}.")

@@ -6,10 +6,9 @@ run.keeper; the recipe refuses a folder with checkpoints before anything is load
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate.logging import get_logger
@@ -23,39 +22,31 @@ LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an unders
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
 
 
-@contextlib.contextmanager
-def _explained(folder: str | Path) -> Iterator[None]:
-    """Raise an error of the file system inside as a ConfigError that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir={str(folder)!r} cannot be written to ({error.strerror}); name a folder in which this process "
-            "may create files, on a disk with space."
-        ) from error
-
-
-def create_output_dir(folder: str | Path) -> None:
+def create_output_dir(folder: str) -> None:
     """Make a run's folder, if it does not exist.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be made, or no file can be created in it.
     """
-    with _explained(folder):
+    try:
         os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass  # the lock takes a folder that is read-only for one that is taken
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder!r} cannot be written to ({error.strerror}); name a folder in which this process may "
+            "create files, on a disk with space."
+        ) from error
 
 
-def _acquire(folder: str | Path, patience: float = 0.0) -> FileLock | None:
+def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
     """The lock on a run's folder; None where another run holds it for longer than `patience` seconds."""
     create_output_dir(folder)
     lock = FileLock(Path(folder) / LOCK)
-    with _explained(folder):
-        with tempfile.TemporaryFile(dir=folder):
-            pass  # the lock takes a folder that is read-only for one that is taken
-        try:
-            lock.acquire(timeout=patience)
-        except Timeout:
-            return None
+    try:
+        lock.acquire(timeout=patience)
+    except Timeout:
+        return None
     remove_unfinished(folder)
     return lock
 
@@ -86,18 +77,16 @@ def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
 
 def _take_free(folder: str) -> tuple[str, FileLock]:
     """The first of `folder`, `folder-2`, ... without checkpoints and without another run, with its lock."""
-    name, number, reasons = folder, 1, list[str]()
-    while True:
+    reasons: list[str] = []
+    for name in itertools.chain([folder], (f"{folder.rstrip('/')}-{number}" for number in itertools.count(2))):
         lock = None if checkpoints(name) else _acquire(name)
-        saved = checkpoints(name)  # perhaps by a run that has ended in between
-        if lock is not None and not saved:
+        if saved := checkpoints(name):  # perhaps by a run that has ended in between
+            if lock is not None:
+                lock.release()
+        elif lock is not None:
             break
-        if lock is not None:
-            lock.release()
         held = "holds checkpoints of an earlier run, which are left alone"
         reasons.append(f"{name} {held if saved else 'belongs to another run, which has not ended'}")
-        number += 1
-        name = f"{folder.rstrip('/')}-{number}"
     if reasons:
         logger.warning(
             f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "

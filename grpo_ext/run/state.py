@@ -6,7 +6,7 @@ Differs from TRL, which samples again on resume. Saved as safetensors and JSON, 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..errors import CheckpointError
 from ..forward.snapshot import Weights
 from ..rollouts.batch import Column, RolloutBatch
 from ..rollouts.ragged import Ragged
+from ..runtime.collectives import shards_parameters
 
 logger = get_logger(__name__)
 
@@ -42,6 +43,7 @@ class RunState:
         waiting: rollout batches that are being sampled (`rollout_lag`): for each the first optimizer step, from 0, that
             trains on it, and the weights that sample it. Those with the same weights share one object.
         sampled_at: optimizer steps made before the weights that sampled `rollout`.
+        reference: the weights of a reference model that moves during the run (`sync_ref_model`).
     """
 
     rollout: RolloutBatch | None = None
@@ -54,13 +56,16 @@ class RunState:
     limits: dict[str, Any] = field(default_factory=dict)
     waiting: list[tuple[int, Weights]] = field(default_factory=list)
     sampled_at: int = 0
+    reference: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trainer: Any) -> RunState:
         """The state of a trainer's run as it is now; called on all processes together."""
-        rollouts, entropy = trainer._rollouts, {}
+        rollouts, entropy, reference = trainer._rollouts, {}, {}
         if trainer.use_adaptive_entropy:
             entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
+        if trainer.ref_model is not None and trainer.args.sync_ref_model and not shards_parameters(trainer.accelerator):
+            reference = trainer.accelerator.unwrap_model(trainer.ref_model).state_dict()
         return cls(
             rollout=rollouts.batch,
             rollout_name=rollouts.batch_name,
@@ -74,12 +79,13 @@ class RunState:
             losses=trainer._losses,
             entropy=entropy,
             limits={
-                "window": trainer._step_planner.limits.state(),
+                "window": asdict(trainer._step_planner.limits),
                 "scoring": trainer._forwards.memory.limit,
                 "generation": rollouts.memory.limit,
             },
             waiting=list(rollouts.waiting) if rollouts.ahead is None else rollouts.ahead.for_checkpoint(),
             sampled_at=rollouts.sampled_at,
+            reference=reference,
         )
 
     def restore(self, trainer: Any) -> None:
@@ -96,9 +102,11 @@ class RunState:
         if self.entropy:
             trainer.entropy_coef = self.entropy["coefficient"]
             trainer._last_world_entropy = self.entropy["last"]
-        trainer._step_planner.limits.restore(self.limits["window"])
+        trainer._step_planner.limits.restore(**self.limits["window"])
         trainer._forwards.memory.limit = self.limits["scoring"]
         rollouts.memory.limit = self.limits["generation"]
+        if self.reference and trainer.ref_model is not None:
+            trainer.accelerator.unwrap_model(trainer.ref_model).load_state_dict(self.reference)
 
     def forget_rollouts(self) -> None:
         """Drop the rollout batch and what is being sampled: they belong to other settings."""
@@ -106,7 +114,7 @@ class RunState:
 
     def save(self, folder: str | Path) -> None:
         """Write into a checkpoint's folder."""
-        plain = {name: value for name, value in vars(self).items() if name != "rollout"}
+        plain = {name: value for name, value in vars(self).items() if name not in ("rollout", "reference")}
         plain["waiting"] = [{"step": step, "progress": weights.progress} for step, weights in self.waiting]
         tensors, objects = ({}, {}) if self.rollout is None else _split(self.rollout)
         python = {**objects.get("lists", {}), **objects.get("constants", {})}
@@ -122,6 +130,8 @@ class RunState:
         save_file(tensors, Path(folder) / TENSORS)
         if self.waiting:
             save_file(_flat({weights.step: weights for _, weights in self.waiting}), Path(folder) / WEIGHTS)
+        if self.reference:
+            save_file(_of_their_own(self.reference), Path(folder) / REFERENCE)
 
     @classmethod
     def load(cls, folder: str | Path, num_generations: int) -> RunState | None:
@@ -149,8 +159,10 @@ class RunState:
             if state.rollout_name is not None:
                 state.rollout_name = (state.rollout_name[0], state.rollout_name[1])
                 state.rollout = _join(tensors, objects, num_generations)
+            if (reference := Path(folder) / REFERENCE).is_file():
+                state.reference = load_file(reference)
         except Exception as error:  # whatever the parsers raise
-            raise CheckpointError(f"{path}, {TENSORS} or {WEIGHTS} beside it is broken: {error}.") from None
+            raise CheckpointError(f"{path}, or a safetensors file beside it, is broken: {error}.") from None
         return state
 
 
@@ -174,7 +186,12 @@ def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, di
             tensors[f"{name}/constant"] = value
         else:
             objects["constants"][name] = value
-    return {name: value.contiguous().clone() for name, value in tensors.items()}, objects  # they may share memory
+    return _of_their_own(tensors), objects
+
+
+def _of_their_own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies for safetensors, which takes no tensors that share memory."""
+    return {name: value.cpu().contiguous().clone() for name, value in tensors.items()}
 
 
 def _survives_json(value: Any) -> bool:
@@ -216,16 +233,3 @@ def _weights(stored: dict[str, torch.Tensor], progress: dict[str, Any]) -> Weigh
         return {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
 
     return Weights(progress, part("policy"), part("reference"))
-
-
-def save_reference(model: torch.nn.Module, folder: str | Path) -> None:
-    """Write a reference model that moves during the run (`sync_ref_model`) into a checkpoint's folder."""
-    state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-    save_file(state, Path(folder) / REFERENCE)
-
-
-def load_reference(model: torch.nn.Module, folder: str | Path) -> None:
-    """Read what `save_reference` wrote, where it did."""
-    path = Path(folder) / REFERENCE
-    if path.is_file():
-        model.load_state_dict(load_file(path))

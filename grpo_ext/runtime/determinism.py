@@ -67,13 +67,6 @@ def computing_with(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
-
-
 def choose_cublas_workspace() -> None:
     """Choose a deterministic workspace of cuBLAS, which it reads when CUDA starts; one that is set stays."""
     if not torch.cuda.is_initialized():
@@ -126,15 +119,16 @@ def pinned(threads: int | None) -> Iterator[None]:
         )
     with ExitStack() as restored:
         restored.enter_context(computing_with(threads))
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        before = torch.are_deterministic_algorithms_enabled()
-        restored.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
+        restored.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
         torch.use_deterministic_algorithms(True)
         for backend in _PRODUCTS:
             restored.enter_context(assigned(backend, fp32_precision="ieee"))
         restored.enter_context(assigned(torch.backends.cudnn, benchmark=False))
         # costs time, and nothing here reads such memory
         restored.enter_context(assigned(torch.utils.deterministic, fill_uninitialized_memory=False))
-        restored.callback(_set_variable, _FLASH, os.environ.get(_FLASH))
+        if (value := os.environ.get(_FLASH)) is None:
+            restored.callback(os.environ.pop, _FLASH, None)
+        else:
+            restored.callback(os.environ.update, {_FLASH: value})
         os.environ[_FLASH] = "1"
         yield
