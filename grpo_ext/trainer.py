@@ -500,19 +500,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         """A checkpoint that is whole or absent."""
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
-        final = self._checkpoint_folder(trial)
-        with self._keeper.writing(final, self.state):
+        final, push = self._checkpoint_folder(trial), self.args.push_to_hub
+        with self._keeper.writing(final, self.state), assigned(self.args, push_to_hub=False):
             super()._save_checkpoint(model, trial)
-        if self._keeper.push_due:
-            super()._push_from_checkpoint(str(final))
+        if push:  # once the checkpoint has its final name
+            self._push_from_checkpoint(str(final))
 
     def _get_output_dir(self, trial: Any) -> str:
         """Like transformers' method; while a checkpoint is written, the folder in which it becomes whole."""
         return self._keeper.output_dir or super()._get_output_dir(trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Deferred until the checkpoint has its final name."""
-        self._keeper.push_due = True
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

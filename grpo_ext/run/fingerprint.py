@@ -181,7 +181,7 @@ def model_fingerprint(
         reference: the reference model, where it is a model of its own.
         whole: whether this process holds all weights; without them "frozen" is None.
     """
-    config = getattr(base_model_of(model), "config", None)
+    config: Any = getattr(base_model_of(model), "config", None)
     frozen = None
     if whole:
         fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]

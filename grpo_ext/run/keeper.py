@@ -62,7 +62,6 @@ class RunKeeper(TrainerCallback):
     Attributes:
         output_dir: the folder that the Trainer's own saving writes to; None: the run's.
         resumed: the loop's state in the checkpoint that the run resumes from.
-        push_due: the checkpoint in `writing` is to be pushed once it has its final name.
     """
 
     def __init__(self, trainer: Any, user_args: trl.GRPOConfig | None) -> None:
@@ -73,7 +72,6 @@ class RunKeeper(TrainerCallback):
         self.say = self.watch.say
         self.output_dir: str | None = None
         self.resumed = TrainerState()
-        self.push_due = False
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
@@ -248,7 +246,7 @@ class RunKeeper(TrainerCallback):
             state: the Trainer's.
         """
         run, folder, saves = final.parent, writing_folder(final.parent, self._writer), self.args.should_save
-        written, self.push_due = folder / final.name, False
+        written = folder / final.name
         run_state = None if self.args.save_only_model else RunState.of(self.trainer)
 
         def explain(reason: str) -> str:

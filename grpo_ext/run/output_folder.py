@@ -77,16 +77,15 @@ def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
 
 def _take_free(folder: str) -> tuple[str, FileLock]:
     """The first of `folder`, `folder-2`, ... without checkpoints and without another run, with its lock."""
-    reasons: list[str] = []
-    for name in itertools.chain([folder], (f"{folder.rstrip('/')}-{number}" for number in itertools.count(2))):
-        lock = None if checkpoints(name) else _acquire(name)
-        if saved := checkpoints(name):  # perhaps by a run that has ended in between
-            if lock is not None:
-                lock.release()
-        elif lock is not None:
-            break
-        held = "holds checkpoints of an earlier run, which are left alone"
-        reasons.append(f"{name} {held if saved else 'belongs to another run, which has not ended'}")
+    name, numbers, reasons = folder, itertools.count(2), list[str]()
+    while (lock := None if checkpoints(name) else _acquire(name)) is None or checkpoints(name):
+        held = "belongs to another run, which has not ended"
+        if checkpoints(name):  # perhaps of a run that has ended in between
+            held = "holds checkpoints of an earlier run, which are left alone"
+        if lock is not None:
+            lock.release()
+        reasons.append(f"{name} {held}")
+        name = f"{folder.rstrip('/')}-{next(numbers)}"
     if reasons:
         logger.warning(
             f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "

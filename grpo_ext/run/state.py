@@ -1,12 +1,12 @@
 """State of a run beside model, optimizer and scheduler: rollout batch and log line in progress, sizes that fit.
 
-Differs from TRL, which samples again on resume. Saved as safetensors and JSON, so that reading it executes nothing.
+Differs from TRL, which samples again on resume, and saves the entropy controller alone. Saved as safetensors and JSON, so that reading it executes nothing.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,9 @@ class RunState:
     Attributes:
         rollout: the scored rollout batch that is being trained on.
         rollout_name: its epoch and its index in the epoch.
-        step: the trainer's own count of optimizer steps.
         metrics: values of the steps since the last log line, by name.
         loss: sums of the Trainer since the last log line and since the start, and the step of the last log line.
         losses: of every step so far.
-        entropy: the adaptive entropy controller.
         limits: sizes that fit into memory, where they are smaller than those in the configuration.
         waiting: rollout batches that are being sampled (`rollout_lag`): for each the first optimizer step, from 0, that
             trains on it, and the weights that sample it. Those with the same weights share one object.
@@ -48,11 +46,9 @@ class RunState:
 
     rollout: RolloutBatch | None = None
     rollout_name: tuple[int, int] | None = None
-    step: int = 0
     metrics: dict[str, list[float]] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    entropy: dict[str, float] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
     waiting: list[tuple[int, Weights]] = field(default_factory=list)
     sampled_at: int = 0
@@ -61,15 +57,12 @@ class RunState:
     @classmethod
     def of(cls, trainer: Any) -> RunState:
         """The state of a trainer's run as it is now; called on all processes together."""
-        rollouts, entropy, reference = trainer._rollouts, {}, {}
-        if trainer.use_adaptive_entropy:
-            entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
+        rollouts, reference = trainer._rollouts, {}
         if trainer.ref_model is not None and trainer.args.sync_ref_model and not shards_parameters(trainer.accelerator):
             reference = trainer.accelerator.unwrap_model(trainer.ref_model).state_dict()
         return cls(
             rollout=rollouts.batch,
             rollout_name=rollouts.batch_name,
-            step=trainer._step,
             metrics={name: [float(v) for v in values] for name, values in trainer._metrics["train"].items()},
             loss={
                 "since_log": float(trainer._tr_loss),
@@ -77,7 +70,6 @@ class RunState:
                 "last_logged": float(trainer._globalstep_last_logged),
             },
             losses=trainer._losses,
-            entropy=entropy,
             limits={
                 "window": asdict(trainer._step_planner.limits),
                 "scoring": trainer._forwards.memory.limit,
@@ -95,13 +87,10 @@ class RunState:
         rollouts.waiting, rollouts.sampled_at = self.waiting, self.sampled_at
         trainer._metrics["train"].clear()
         trainer._metrics["train"].update(self.metrics)
-        trainer._step, trainer._losses = self.step, list(self.losses)
+        trainer._step, trainer._losses = trainer.state.global_step, list(self.losses)
         trainer._tr_loss = trainer._tr_loss + self.loss["since_log"]
         trainer._total_loss_scalar = self.loss["total"]
         trainer._initial_global_step, trainer._globalstep_last_logged = 0, int(self.loss["last_logged"])
-        if self.entropy:
-            trainer.entropy_coef = self.entropy["coefficient"]
-            trainer._last_world_entropy = self.entropy["last"]
         trainer._step_planner.limits.restore(**self.limits["window"])
         trainer._forwards.memory.limit = self.limits["scoring"]
         rollouts.memory.limit = self.limits["generation"]
@@ -150,7 +139,8 @@ class RunState:
             plain = json.loads(path.read_text())
             tensors = load_file(Path(folder) / TENSORS)
             waiting, objects = plain.pop("waiting"), plain.pop("rollout_objects")
-            state = cls(**plain)
+            known = {spec.name for spec in fields(cls)}  # earlier versions saved more
+            state = cls(**{name: value for name, value in plain.items() if name in known})
             if waiting:
                 stored = load_file(Path(folder) / WEIGHTS)
                 snapshots = {part["progress"]["global_step"]: part["progress"] for part in waiting}

@@ -56,11 +56,8 @@ def environment() -> dict[str, Any]:
 @contextmanager
 def computing_with(threads: int | None) -> Iterator[None]:
     """Inside, this thread computes with `threads` CPU threads; None changes nothing."""
-    if threads is None:
-        yield
-        return
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads or before)
     try:
         yield
     finally:
@@ -119,7 +116,9 @@ def pinned(threads: int | None) -> Iterator[None]:
         )
     with ExitStack() as restored:
         restored.enter_context(computing_with(threads))
-        restored.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        before = torch.are_deterministic_algorithms_enabled()
+        restored.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
         torch.use_deterministic_algorithms(True)
         for backend in _PRODUCTS:
             restored.enter_context(assigned(backend, fp32_precision="ieee"))
