@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -201,12 +202,6 @@ class GRPOConfig(trl.GRPOConfig):
         "(dropout, BatchNorm, NEFTune).",
     )
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> GRPOConfig:
-        """Refuse settings of earlier versions, which `__init__` does not take."""
-        for name in kwargs.keys() & REMOVED_SETTINGS.keys():
-            raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         self._check_settings()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -319,6 +314,18 @@ class GRPOConfig(trl.GRPOConfig):
         args.accelerator_config = accelerator
         return args
 
+
+_init = GRPOConfig.__init__
+
+
+@functools.wraps(_init)
+def _refuse_removed(self: Any, *args: Any, **kwargs: Any) -> None:
+    for name in kwargs.keys() & REMOVED_SETTINGS.keys():
+        raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
+    _init(self, *args, **kwargs)
+
+
+GRPOConfig.__init__ = _refuse_removed  # type: ignore[method-assign]
 
 # help of fields that mean something else here than TRL and transformers say
 _HELP = {

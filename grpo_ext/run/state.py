@@ -1,6 +1,7 @@
 """State of a run beside model, optimizer and scheduler: rollout batch and log line in progress, sizes that fit.
 
-Differs from TRL, which samples again on resume, and saves the entropy controller alone. Saved as safetensors and JSON, so that reading it executes nothing.
+Differs from TRL, which samples again on resume, and saves the entropy controller alone. Saved as safetensors and JSON,
+so that reading it executes nothing.
 """
 
 from __future__ import annotations
