@@ -1,7 +1,8 @@
-"""Folders of checkpoints, which are whole or absent: written under a temporary name, synced, listed, then renamed.
+"""Folders of runs and of checkpoints, which are whole or absent: written under another name, synced, listed, renamed.
 
 Differs from transformers, which writes into the final folder file by file. `checkpoint.json` lists every file with its
-size and SHA-256; it is written last and verified before anything is loaded. Used by run.keeper and `grpo-ext`.
+size and SHA-256; it is written last and verified before anything is loaded. A run locks its folder while it trains, and
+never mixes its files with those of another run. Used by run.keeper, `grpo-ext` and the recipe.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from filelock import FileLock, Timeout
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 
 logger = get_logger(__name__)
 LISTING = "checkpoint.json"
+LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
+_PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
-_PARTIAL = "_writing-"  # begins the names of folders that are not whole; the Hub's uploads leave out an underscore's
+_PARTIAL = "_writing-"  # begins the names of folders that are not whole
 
 
 def file_hash(path: Path) -> str:
@@ -234,3 +239,78 @@ def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) ->
         # under another name first: what is half deleted is not a checkpoint
         os.rename(path, doomed := writing_folder(run, f"{path.name}-removed"))
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+# ---- The folder of a run --------------------------------------------------------------------------------------------
+
+
+def create_output_dir(folder: str) -> None:
+    """Make a run's folder, if it does not exist.
+
+    Raises:
+        ConfigError: it cannot be made, or no file can be created in it.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass  # the lock takes a folder that is read-only for one that is taken
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder!r} cannot be written to ({error.strerror}); name a folder in which this process may "
+            "create files, on a disk with space."
+        ) from error
+
+
+def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
+    """The lock on a run's folder; None where another run holds it for longer than `patience` seconds."""
+    create_output_dir(folder)
+    lock = FileLock(Path(folder) / LOCK)
+    try:
+        lock.acquire(timeout=patience)
+    except Timeout:
+        return None
+    remove_unfinished(folder)
+    return lock
+
+
+def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
+    """Lock a run's folder; on the main process.
+
+    Args:
+        in_place: a run of the folder is resumed in it; otherwise a new run takes the folder, or, where that holds
+            checkpoints or belongs to another run, the first free one of `folder-2`, `folder-3`, ...
+
+    Returns:
+        The folder, and the lock to release after the run.
+
+    Raises:
+        CheckpointError: another run holds the folder to resume in.
+        ConfigError: the folder cannot be written to.
+    """
+    if not in_place:
+        return _take_free(folder)
+    if (lock := _acquire(folder, _PATIENCE)) is None:
+        raise CheckpointError(
+            f"{folder} belongs to another run, which has not ended, and two runs would overwrite each other's "
+            "checkpoints; wait until that one has ended, end it, or name another output_dir."
+        )
+    return folder, lock
+
+
+def _take_free(folder: str) -> tuple[str, FileLock]:
+    """The first of `folder`, `folder-2`, ... without checkpoints and without another run, with its lock."""
+    name, numbers, reasons = folder, itertools.count(2), list[str]()
+    while (lock := None if checkpoints(name) else _acquire(name)) is None or checkpoints(name):
+        held = "belongs to another run, which has not ended"
+        if checkpoints(name):  # perhaps of a run that has ended in between
+            held = "holds checkpoints of an earlier run, which are left alone"
+        if lock is not None:
+            lock.release()
+        reasons.append(f"{name} {held}")
+        name = f"{folder.rstrip('/')}-{next(numbers)}"
+    if reasons:
+        logger.warning(
+            f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "
+            "resume_from_checkpoint the path of one of its checkpoints."
+        )
+    return name, lock

@@ -69,8 +69,7 @@ KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_a
 # what a checkpoint of the optimizer holds: another value would have no effect
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can go on with each other's state
-_PARTS = ("data", "tokenizer", "end_tokens", "rewards", "tools")  # compared whole
-SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
+_LAYOUT_SIZES = ("micro_batch_size", "num_processes")
 
 
 def fingerprint_of(trainer: Any) -> dict[str, Any]:
@@ -110,7 +109,8 @@ def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
     of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
     names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
     values = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
-    return dict(sorted({**values, **{name: getattr(geometry, name) for name in SIZES}}.items()))
+    sizes = {name: size for name, size in dataclasses.asdict(geometry).items() if name not in _LAYOUT_SIZES}
+    return dict(sorted({**values, **sizes}.items()))
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
@@ -258,9 +258,8 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
     """
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-        parts = {name: fingerprint[name] for name in _PARTS if name in fingerprint}
         model = {f"model.{part}": value for part, value in fingerprint["model"].items()}
-        return parts | model | fingerprint["settings"]
+        return fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
 
     old, new = flat(saved), flat(current)
     return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}

@@ -40,13 +40,13 @@ from .checkpoint import (
     read_listing,
     rotate,
     set_aside_later,
+    take_folder,
     write_listing,
     writing_folder,
 )
 from .fingerprint import FINGERPRINT, KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, state_hashes
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .log import RunLog
-from .output_folder import take_folder
 from .state import RunState
 
 logger = get_logger(__name__)

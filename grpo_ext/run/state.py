@@ -218,9 +218,10 @@ def _flat(snapshots: dict[int, Weights]) -> dict[str, torch.Tensor]:
 
 
 def _weights(stored: dict[str, torch.Tensor], progress: dict[str, Any]) -> Weights:
-    def part(name: str) -> dict[str, torch.Tensor]:
-        prefix = f"{progress['global_step']}/{name}/"
-        # copied: tensors of a mapped file may be aligned otherwise, which changes bits (runtime.determinism)
-        return {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
-
-    return Weights(progress, part("policy"), part("reference"))
+    parts: dict[str, dict[str, torch.Tensor]] = {"policy": {}, "reference": {}}
+    for key, value in stored.items():
+        step, part, name = key.split("/", 2)
+        if int(step) == progress["global_step"]:
+            # copied: tensors of a mapped file may be aligned otherwise, which changes bits (runtime.determinism)
+            parts[part][name] = value.clone()
+    return Weights(progress, **parts)

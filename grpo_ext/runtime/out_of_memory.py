@@ -31,11 +31,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
 
-def free_memory() -> None:
-    """Free the memory of a failed attempt."""
-    clear_device_cache(garbage_collection=True)
-
-
 class Halving:
     """Runs work on rows in pieces that fit into memory, and remembers their size.
 
@@ -69,7 +64,7 @@ class Halving:
             else:
                 start += size
                 continue
-            free_memory()
+            clear_device_cache(garbage_collection=True)
             if not self.enabled or len(piece) == 1:
                 raise MemoryShortageError(
                     f"{self.what} ran out of memory with {len(piece)} completion(s) ({reason}); {self.remedy}."

@@ -212,7 +212,7 @@ def failure(folder: Path, place: str, *ranks: int) -> None:
 def shared_disk(folder: Path) -> list[str]:
     """The folders of a run whose processes are on two nodes with one disk, the second of which looks slowly."""
     trainer = trainer_of(folder, max_steps=1, save_strategy="steps", save_steps=1)
-    trainer.accelerator.state.local_process_index = 0  # each the first process of its node
+    PartialState().local_process_index = 0  # each the first process of its node
     is_dir = Path.is_dir
 
     def slow(path: Path) -> bool:
