@@ -21,7 +21,7 @@ from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
 from .runtime.attributes import assigned
-from .runtime.determinism import choose_cublas_workspace
+from .runtime.determinism import CUBLAS, CUBLAS_VALUES
 from .setting_rules import asks_for, check_ahead, check_algorithm, check_bitwise, check_values
 
 # settings that earlier versions had, and what to write now
@@ -251,7 +251,8 @@ class GRPOConfig(trl.GRPOConfig):
         check_ahead(settings)
         if self.bitwise_invariant:
             check_bitwise(settings)
-            choose_cublas_workspace()
+            if not torch.cuda.is_initialized():
+                os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
             self.tf32 = False
 
     @property

@@ -196,12 +196,6 @@ def writing_folder(run: str | Path, owner: str = "checkpoint") -> Path:
     return Path(run) / f"{_PARTIAL}{owner}"
 
 
-def remove_unfinished(run: str | Path) -> None:
-    """Remove what interrupted saves left behind; for a run that holds the folder's lock."""
-    for path in Path(run).glob(f"{_PARTIAL}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def publish(written: Path, final: Path) -> Path | None:
     """Rename a finished checkpoint to its final name; returns the new name of a folder that had it already."""
     replaced = _rename_aside(final) if final.exists() else None
@@ -269,7 +263,8 @@ def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
         lock.acquire(timeout=patience)
     except Timeout:
         return None
-    remove_unfinished(folder)
+    for left in Path(folder).glob(f"{_PARTIAL}*"):  # by interrupted saves
+        shutil.rmtree(left, ignore_errors=True)
     return lock
 
 

@@ -168,7 +168,7 @@ class RunKeeper(TrainerCallback):
         elif others := sorted(changes.keys() - KEEPS_ROLLOUT):
             ahead = " and what was being sampled ahead are" if state.waiting else " is"
             logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint{ahead} not used.")
-            state.forget_rollouts()
+            state.rollout, state.rollout_name, state.waiting = None, None, []
         self._run_state = state
         self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
 

@@ -98,17 +98,13 @@ class RunState:
         if self.reference and trainer.ref_model is not None:
             trainer.accelerator.unwrap_model(trainer.ref_model).load_state_dict(self.reference)
 
-    def forget_rollouts(self) -> None:
-        """Drop the rollout batch and what is being sampled: they belong to other settings."""
-        self.rollout, self.rollout_name, self.waiting = None, None, []
-
     def save(self, folder: str | Path) -> None:
         """Write into a checkpoint's folder."""
         plain = {name: value for name, value in vars(self).items() if name not in ("rollout", "reference")}
         plain["waiting"] = [{"step": step, "progress": weights.progress} for step, weights in self.waiting]
         tensors, objects = ({}, {}) if self.rollout is None else _split(self.rollout)
-        python = {**objects.get("lists", {}), **objects.get("constants", {})}
-        if unstorable := [name for name, value in python.items() if not _survives_json(value)]:
+        python = [*objects.get("lists", {}).items(), *objects.get("constants", {}).items()]
+        if unstorable := [name for name, value in python if not _survives_json(value)]:
             logger.warning(
                 f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
                 "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "

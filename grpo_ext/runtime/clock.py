@@ -21,14 +21,13 @@ class PhaseClock(TrainerCallback):
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
-    def phase(self, name: str | None) -> Iterator[None]:
-        """Count what runs inside for a phase; None counts nothing."""
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what runs inside for a phase."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            if name is not None:
-                self.seconds[name] += time.perf_counter() - start
+            self.seconds[name] += time.perf_counter() - start
 
     def add(self, seconds: dict[str, float]) -> None:
         """Count what another clock has counted."""

@@ -21,7 +21,7 @@ from .collectives import gather_lists
 
 _FLASH = "FLASH_ATTENTION_DETERMINISTIC"  # read by transformers at each call
 _ALIGNMENT = 64  # bytes; of every tensor that torch allocates on the CPU
-_CUBLAS, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+CUBLAS, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # read when CUDA starts
 # whose products of float32 may be rounded more coarsely (TF32, bfloat16); torch refuses its older switches beside these
 _BACKENDS: Any = torch.backends
 _PRODUCTS = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn, _BACKENDS.mkldnn.matmul)
@@ -49,7 +49,7 @@ def environment() -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.backends.cuda.matmul.fp32_precision,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cublas_workspace": os.environ.get(_CUBLAS),
+        "cublas_workspace": os.environ.get(CUBLAS),
     }
 
 
@@ -62,12 +62,6 @@ def computing_with(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def choose_cublas_workspace() -> None:
-    """Choose a deterministic workspace of cuBLAS, which it reads when CUDA starts; one that is set stays."""
-    if not torch.cuda.is_initialized():
-        os.environ.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
 
 
 def check_kernels(device: torch.device, linear_attention: bool) -> None:
@@ -108,10 +102,10 @@ def pinned(threads: int | None) -> Iterator[None]:
     if threads is None:
         yield
         return
-    if torch.cuda.is_available() and os.environ.get(_CUBLAS) not in _CUBLAS_VALUES:
+    if torch.cuda.is_available() and os.environ.get(CUBLAS) not in CUBLAS_VALUES:
         raise ConfigError(
-            f"bitwise_invariant=True needs {_CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
-            f"{os.environ.get(_CUBLAS)!r}. Make the GRPOConfig, which sets it, before anything runs on the GPU, or set "
+            f"bitwise_invariant=True needs {CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
+            f"{os.environ.get(CUBLAS)!r}. Make the GRPOConfig, which sets it, before anything runs on the GPU, or set "
             "it in the shell."
         )
     with ExitStack() as restored:

@@ -55,13 +55,6 @@ def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_pat
     assert take_folder(str(folder), in_place=True)[0] == str(folder)  # its lock was released
 
 
-def test_what_a_run_that_was_killed_left_unfinished_is_cleared_once_the_folder_is_taken(tmp_path):
-    half = tmp_path / "_writing-77-aa" / "checkpoint-2"
-    half.mkdir(parents=True)
-    take_folder(str(tmp_path), in_place=True)
-    assert not half.parent.exists()
-
-
 def test_a_folder_that_cannot_be_written_to_is_a_sentence():
     with pytest.raises(ConfigError, match="output_dir='/proc/self' cannot be written to"):
         take_folder("/proc/self", in_place=True)  # a folder in which nobody may make a file
