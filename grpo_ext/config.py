@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, cast, get_args
@@ -22,23 +21,10 @@ from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
-from .runtime.determinism import choose_cublas_workspace
-from .setting_rules import (
-    asks_for_deepspeed,
-    check_ahead,
-    check_algorithm,
-    check_bitwise,
-    check_values,
-)
+from .runtime.attributes import assigned
+from .runtime.determinism import CUBLAS, CUBLAS_VALUES
+from .setting_rules import asks_for, check_ahead, check_algorithm, check_bitwise, check_values
 
-_LAYOUT_FIELDS = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "generation_batch_size",
-    "steps_per_generation",
-    "auto_find_batch_size",
-)
 # settings that earlier versions had, and what to write now
 REMOVED_SETTINGS = {
     "packed_forward": "use forward='padded' in place of False, and leave True out",
@@ -223,27 +209,23 @@ class GRPOConfig(trl.GRPOConfig):
         if not torch.accelerator.is_available():
             # without use_cpu TRL refuses bfloat16, its default, and Accelerate lets each CPU process train alone as
             # process 0; with use_cpu Accelerate turns DeepSpeed off, for which naming the backend is enough
-            if asks_for_deepspeed(vars(self)):
+            if asks_for("deepspeed", vars(self)):
                 self.ddp_backend = self.ddp_backend or "gloo"
             else:
                 self.use_cpu = True
-        user_sizes = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
-            self.resolve_geometry(num_processes=1)  # raises, and names the remedy
-        # TRL checks that its sizes divide each other; ours need not. It gets sizes that pass, and the user's are
-        # restored afterwards
-        neutral: int = self.num_generations  # type: ignore[assignment]
-        self.per_device_train_batch_size = neutral
-        self.per_device_eval_batch_size = neutral if self.num_generations_eval is None else self.num_generations_eval
-        self.gradient_accumulation_steps = 1
-        self.generation_batch_size = self.steps_per_generation = None
-        self.auto_find_batch_size = False  # TRL's and Accelerate's would start the run again; here a step is repeated
-        try:
-            with compat.hiding_old_names():
-                super().__post_init__()
-        finally:
-            for name, value in user_sizes.items():
-                setattr(self, name, value)
+            geometry_of(vars(self), num_processes=1)  # raises, and names the remedy
+        # TRL checks that its sizes divide each other; ours need not, so it gets sizes that pass
+        neutral = {
+            "per_device_train_batch_size": self.num_generations,
+            "per_device_eval_batch_size": self.num_generations_eval or self.num_generations,
+            "gradient_accumulation_steps": 1,
+            "generation_batch_size": None,
+            "steps_per_generation": None,
+            "auto_find_batch_size": False,  # TRL's and Accelerate's start the run again; here a step is repeated
+        }
+        with assigned(self, **neutral), compat.hiding_old_names():
+            super().__post_init__()
         options: Any = self.accelerator_config
         if "num_steps" in (options.gradient_accumulation_kwargs or {}):
             raise ConfigError(
@@ -255,7 +237,7 @@ class GRPOConfig(trl.GRPOConfig):
                 f"the launcher started {launched} processes (WORLD_SIZE), but Accelerate joins {self.world_size}: each "
                 "would train alone. On the CPU set use_cpu=True (or ACCELERATE_USE_CPU=true)."
             )
-        self.geometry: BatchGeometry = self.resolve_geometry(num_processes=self.world_size)
+        self.geometry: BatchGeometry = geometry_of(vars(self), self.world_size)
 
     def _check_settings(self) -> None:
         """Refuse unknown choices, and what setting_rules refuses."""
@@ -270,7 +252,8 @@ class GRPOConfig(trl.GRPOConfig):
         check_ahead(settings)
         if self.bitwise_invariant:
             check_bitwise(settings)
-            choose_cublas_workspace()
+            if not torch.cuda.is_initialized():
+                os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
             self.tf32 = False
 
     @property
@@ -289,14 +272,6 @@ class GRPOConfig(trl.GRPOConfig):
     def pinned_threads(self) -> int | None:
         """CPU threads that a run computes with in bitwise mode; None outside of it."""
         return self.bitwise_threads if self.bitwise_invariant else None
-
-    def resolve_geometry(self, num_processes: int) -> BatchGeometry:
-        """The batch geometry on `num_processes` processes.
-
-        Raises:
-            ConfigError: the sizes break a rule.
-        """
-        return geometry_of(vars(self), num_processes)
 
     @classmethod
     def for_model(cls, args: trl.GRPOConfig | None, model: Any) -> GRPOConfig:
@@ -321,7 +296,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     def for_loop(self) -> GRPOConfig:
         """The copy that the Trainer's loop reads: one batch per optimizer step, sizes filled in."""
-        self.geometry = self.resolve_geometry(self.world_size)  # sizes may have been changed after construction
+        self.geometry = geometry_of(vars(self), self.world_size)  # sizes may have been changed after construction
         args = copy.copy(self)  # shallow: keeps what __post_init__ computed (devices, plugins)
         args.global_batch_size = self.geometry.global_batch_size
         args.rollout_batch_size = self.geometry.rollout_batch_size
@@ -342,19 +317,17 @@ class GRPOConfig(trl.GRPOConfig):
         return args
 
 
-def _refusing_removed(init: Callable[..., None]) -> Callable[..., None]:
-    """A dataclass's `__init__` that names the replacement of a removed setting."""
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() & REMOVED_SETTINGS.keys():
-            raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
-        init(self, *args, **kwargs)
-
-    return checked
+_init = GRPOConfig.__init__
 
 
-GRPOConfig.__init__ = _refusing_removed(GRPOConfig.__init__)  # type: ignore[method-assign]
+@functools.wraps(_init)
+def _refuse_removed(self: Any, *args: Any, **kwargs: Any) -> None:
+    for name in kwargs.keys() & REMOVED_SETTINGS.keys():
+        raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
+    _init(self, *args, **kwargs)
+
+
+GRPOConfig.__init__ = _refuse_removed  # type: ignore[method-assign]
 
 # help of fields that mean something else here than TRL and transformers say
 _HELP = {

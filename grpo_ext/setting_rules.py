@@ -17,13 +17,8 @@ from .batching.sizes import require_whole
 from .errors import ConfigError
 
 # the lowest values of settings that are whole numbers; those of the second may also be None
-_LEAST = {
-    "per_device_eval_batch_size": 1,
-    "dynamic_sampling_max_rounds": 1,
-    "bitwise_threads": 1,
-    "reward_retries": 0,
-    "reward_workers": 0,
-}
+_LEAST = dict.fromkeys(("per_device_eval_batch_size", "dynamic_sampling_max_rounds", "bitwise_threads"), 1)
+_LEAST |= dict.fromkeys(("reward_retries", "reward_workers"), 0)
 _LEAST_IF_GIVEN = {"num_generations_eval": 1, "micro_batch_tokens": 2}
 
 
@@ -79,14 +74,9 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
         )
 
 
-def asks_for_fsdp(settings: Mapping[str, Any]) -> bool:
-    """Whether the launcher or the settings turn FSDP on."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(settings["fsdp"])
-
-
-def asks_for_deepspeed(settings: Mapping[str, Any]) -> bool:
-    """Whether the launcher or the settings turn DeepSpeed on (which Accelerate leaves out where use_cpu is set)."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or bool(settings["deepspeed"])
+def asks_for(engine: str, settings: Mapping[str, Any]) -> bool:
+    """Whether the launcher or the settings turn "fsdp" or "deepspeed" on (Accelerate drops the latter with use_cpu)."""
+    return os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true" or bool(settings[engine])
 
 
 def check_bitwise(settings: Mapping[str, Any]) -> None:
@@ -97,8 +87,8 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
     """
     by_timing = settings["use_transformers_continuous_batching"]
     refused = {
-        "FSDP (gradients are reduced as floating point numbers)": asks_for_fsdp(settings),
-        "DeepSpeed (gradients are reduced as floating point numbers)": asks_for_deepspeed(settings),
+        "FSDP (gradients are reduced as floating point numbers)": asks_for("fsdp", settings),
+        "DeepSpeed (gradients are reduced as floating point numbers)": asks_for("deepspeed", settings),
         "use_vllm (its batches, and with them its bits, follow from timing)": settings["use_vllm"],
         "use_transformers_continuous_batching (batches follow from timing)": by_timing,
         "micro_batch_tokens (units are canonical; canonical_unit_size sets their size)": settings["micro_batch_tokens"],
@@ -138,7 +128,7 @@ def check_ahead(settings: Mapping[str, Any]) -> None:
         ConfigError: names all of it.
     """
     lag, vllm = settings["rollout_lag"], settings["use_vllm"]
-    check_lag(lag, asks_for_fsdp(settings) or asks_for_deepspeed(settings))
+    check_lag(lag, asks_for("fsdp", settings) or asks_for("deepspeed", settings))
     if not lag:
         return
     colocated = vllm and settings["vllm_mode"] != "server"

@@ -39,9 +39,9 @@ from .rollouts.batch import RolloutBatch
 from .rollouts.build import LOGPS, build_rollouts, terms_of
 from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
+from .run.checkpoint import create_output_dir
 from .run.keeper import RunKeeper
-from .run.loading import all_loaded, fill_missing_state
-from .run.output_folder import create_output_dir
+from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
@@ -87,6 +87,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     eval_dataset: Any
     num_generations: int
     num_generations_eval: int
+    _loads_from: str  # the checkpoint whose weights are being loaded
 
     def __init__(
         self,
@@ -484,36 +485,32 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Like transformers' method, and the weights that it leaves out, unless an engine loads its own."""
-        with all_loaded(self.model if model is None else model, resume_from_checkpoint, by_engine=self.is_fsdp_enabled):
+        """Like transformers' method, and the weights that it leaves out."""
+        with dtypes_kept(self.model), assigned(self, _loads_from=resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Like transformers' method, and the weights that it leaves out."""
-        by_engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        with all_loaded(self.model, str(self.state.best_model_checkpoint), by_engine):
+        with dtypes_kept(self.model), assigned(self, _loads_from=self.state.best_model_checkpoint):
             super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Nothing: `run.loading` loads missing weights, or raises."""
+        """Load the weights that transformers' method only warns of: the files have them under other names."""
+        load_renamed(self.model, self._loads_from, load_result.missing_keys)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that is whole or absent."""
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
-        final = self._checkpoint_folder(trial)
-        with self._keeper.writing(final, self.state):
+        final, push = self._checkpoint_folder(trial), self.args.push_to_hub
+        with self._keeper.writing(final, self.state), assigned(self.args, push_to_hub=False):
             super()._save_checkpoint(model, trial)
-        if self._keeper.push_due:
-            super()._push_from_checkpoint(str(final))
+        if push:  # once the checkpoint has its final name
+            self._push_from_checkpoint(str(final))
 
     def _get_output_dir(self, trial: Any) -> str:
         """Like transformers' method; while a checkpoint is written, the folder in which it becomes whole."""
         return self._keeper.output_dir or super()._get_output_dir(trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Deferred until the checkpoint has its final name."""
-        self._keeper.push_due = True
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -32,6 +32,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.demo.task import EMBEDDED, Demo, DemoTask
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
@@ -109,7 +110,7 @@ def naming(model: Any) -> Iterator[None]:
 def stock_arguments(training: GRPOConfig) -> trl.GRPOConfig:
     """The same run for stock TRL, where it can express it."""
     processes = PartialState().num_processes
-    geometry = training.resolve_geometry(processes)
+    geometry = geometry_of(vars(training), processes)
     settings = {**vars(training), "generation_batch_size": None, "steps_per_generation": None}
     settings |= {name: getattr(geometry, name) for name in ("global_batch_size", "rollout_batch_size")}
     return trl.GRPOConfig(**stock_config(settings, processes))

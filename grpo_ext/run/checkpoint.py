@@ -1,7 +1,8 @@
-"""Folders of checkpoints, which are whole or absent: written under a temporary name, synced, listed, then renamed.
+"""Folders of runs and of checkpoints, which are whole or absent: written under another name, synced, listed, renamed.
 
 Differs from transformers, which writes into the final folder file by file. `checkpoint.json` lists every file with its
-size and SHA-256; it is written last and verified before anything is loaded. Used by run.keeper and `grpo-ext`.
+size and SHA-256; it is written last and verified before anything is loaded. A run locks its folder while it trains, and
+never mixes its files with those of another run. Used by run.keeper, `grpo-ext` and the recipe.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from filelock import FileLock, Timeout
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 
 logger = get_logger(__name__)
 LISTING = "checkpoint.json"
-OWN_FILES = "grpo_ext_*"  # what this package adds to a checkpoint, beside a listing
-_WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*")  # of every engine
+LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
+_PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
-_WRITING, _REMOVING = "_writing-", "_removing-"  # the Hub's uploads leave out what begins with an underscore
+_PARTIAL = "_writing-"  # begins the names of folders that are not whole
 
 
 def file_hash(path: Path) -> str:
@@ -47,20 +50,17 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return sorted(steps, key=steps.__getitem__)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LISTING)
-
-
 def write_listing(folder: Path, about: dict[str, Any]) -> None:
     """List every file of a finished checkpoint, and sync all of it to the disk."""
-    files = {}
-    for path in _files(folder):
-        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": file_hash(path)}
-        _sync(path)
-    content = {"format": 1, **about, "files": files}
-    listing = folder / LISTING
+    paths = sorted(folder.rglob("*"))
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": file_hash(path)}
+        for path in paths
+        if path.is_file() and path.name != LISTING
+    }
+    content, listing = {**about, "files": files}, folder / LISTING
     listing.write_text(json.dumps({**content, "sha256": _content_hash(content)}, indent=1) + "\n")
-    for path in (listing, *{p.parent for p in _files(folder)}, folder):
+    for path in (*paths, listing, folder):
         _sync(path)
 
 
@@ -89,19 +89,18 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text())
-        if content.pop("sha256") != _content_hash(content):
-            raise ValueError
+        content: dict[str, Any] = json.loads(path.read_text())
+        if content.pop("sha256") == _content_hash(content):
+            return content
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        raise CheckpointError(f"{path} is broken: it is not the listing that was written.") from None
-    return content
+        pass
+    raise CheckpointError(f"{path} is broken: it is not the listing that was written.")
 
 
-def why_broken(folder: str | Path, deep: bool = True) -> str | None:
+def why_broken(folder: str | Path) -> str | None:
     """Why a checkpoint must not be loaded, as a sentence that names the file; None if it is whole.
 
-    Args:
-        deep: compare checksums as well as sizes.
+    The files of a checkpoint of transformers or TRL are not compared: it has no listing.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -113,7 +112,10 @@ def why_broken(folder: str | Path, deep: bool = True) -> str | None:
     except CheckpointError as error:
         return str(error).rstrip(".")
     if listing is None:
-        return _why_broken_without_listing(root)
+        if any(root.glob("grpo_ext_*")):  # written by this package
+            return f"{root} has lost its {LISTING}"
+        written = (root / TRAINER_STATE_NAME).is_file()  # transformers writes it last
+        return None if written else f"{root} has neither {LISTING} nor {TRAINER_STATE_NAME}"
     for name, expected in listing["files"].items():
         path = root / name
         if not path.is_file():
@@ -121,19 +123,8 @@ def why_broken(folder: str | Path, deep: bool = True) -> str | None:
         size = path.stat().st_size
         if size != expected["size"]:
             return f"{path} has {size} bytes instead of {expected['size']}"
-        if deep and file_hash(path) != expected["sha256"]:
+        if file_hash(path) != expected["sha256"]:
             return f"{path} has changed since it was written (SHA-256 differs)"
-    return None
-
-
-def _why_broken_without_listing(root: Path) -> str | None:
-    """As `why_broken`, for a checkpoint of transformers or TRL, whose files can only be counted."""
-    if any(root.glob(OWN_FILES)):
-        return f"{root} has lost its {LISTING}"
-    if not (root / "trainer_state.json").is_file():
-        return f"{root} has neither {LISTING} nor trainer_state.json"
-    if not any(path for pattern in _WEIGHTS for path in root.glob(pattern)):
-        return f"{root} holds no weights"
     return None
 
 
@@ -155,14 +146,11 @@ def why_not_resumable(folder: str | Path) -> str | None:
     )
 
 
-def newest_whole(
-    folder: str | Path, why_not: Callable[[Path], str | None] = why_broken
-) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint of a run for which `why_not` returns None, and the reasons against newer ones."""
+def newest_whole(folder: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that a run can go on from, and the reasons against newer ones."""
     skipped: list[str] = []
     for path in reversed(checkpoints(folder)):
-        reason = why_not(path)
-        if reason is None:
+        if (reason := why_not_resumable(path)) is None:
             return path, skipped
         skipped.append(reason)
     return None, skipped
@@ -188,7 +176,7 @@ def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
     if is_path(wanted):
         reason = why_not_resumable(str(wanted))
     else:
-        newest, skipped = newest_whole(folder, why_not_resumable)
+        newest, skipped = newest_whole(folder)
         if newest is not None:
             for sentence in skipped:
                 logger.warning(f"Skipped a checkpoint: {sentence}.")
@@ -205,15 +193,7 @@ def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
 
 def writing_folder(run: str | Path, owner: str = "checkpoint") -> Path:
     """The folder in which `owner` writes a checkpoint before it is renamed; on the same file system."""
-    return Path(run) / f"{_WRITING}{owner}"
-
-
-def remove_unfinished(run: str | Path) -> None:
-    """Remove what interrupted saves left behind; for a run that holds the folder's lock."""
-    root = Path(run)
-    if root.is_dir():
-        for path in (*root.glob(f"{_WRITING}*"), *root.glob(f"{_REMOVING}*")):
-            shutil.rmtree(path, ignore_errors=True)
+    return Path(run) / f"{_PARTIAL}{owner}"
 
 
 def publish(written: Path, final: Path) -> Path | None:
@@ -226,9 +206,7 @@ def publish(written: Path, final: Path) -> Path | None:
 
 def _rename_aside(folder: Path) -> Path:
     names = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
-    free = next(name for name in names if not name.exists())
-    os.rename(folder, free)
-    return free
+    return folder.rename(next(name for name in names if not name.exists()))
 
 
 def set_aside_later(checkpoint: str | Path) -> list[Path]:
@@ -239,24 +217,95 @@ def set_aside_later(checkpoint: str | Path) -> list[Path]:
     """
     path = Path(checkpoint).resolve()
     siblings = checkpoints(path.parent)
-    later = siblings[siblings.index(path) + 1 :] if path in siblings else []
-    return [_rename_aside(sibling) for sibling in later]
+    return [_rename_aside(later) for later in siblings[siblings.index(path) + 1 :]] if path in siblings else []
 
 
 def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) -> None:
-    """Delete the oldest checkpoints beyond `save_total_limit`; never the newest whole one, nor those `protected`.
+    """Delete the oldest checkpoints beyond `save_total_limit`, but none that is `protected`.
 
     Differs from transformers' `rotate_checkpoints`, which also deletes checkpoints that were renamed.
     """
     if limit is None or limit <= 0:
         return
-    existing = checkpoints(run)
-    keep = {Path(path).resolve() for path in protected if path is not None}
-    if whole := next((path for path in reversed(existing) if why_broken(path, deep=False) is None), None):
-        keep.add(whole.resolve())
+    existing, keep = checkpoints(run), {Path(path).resolve() for path in protected if path is not None}
     deletable = [path for path in existing if path.resolve() not in keep]
     for path in deletable[: max(0, len(existing) - limit)]:
         # under another name first: what is half deleted is not a checkpoint
-        doomed = path.with_name(f"{_REMOVING}{path.name}")
-        os.rename(path, doomed)
+        os.rename(path, doomed := writing_folder(run, f"{path.name}-removed"))
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+# ---- The folder of a run --------------------------------------------------------------------------------------------
+
+
+def create_output_dir(folder: str) -> None:
+    """Make a run's folder, if it does not exist.
+
+    Raises:
+        ConfigError: it cannot be made, or no file can be created in it.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass  # the lock takes a folder that is read-only for one that is taken
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={folder!r} cannot be written to ({error.strerror}); name a folder in which this process may "
+            "create files, on a disk with space."
+        ) from error
+
+
+def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
+    """The lock on a run's folder; None where another run holds it for longer than `patience` seconds."""
+    create_output_dir(folder)
+    lock = FileLock(Path(folder) / LOCK)
+    try:
+        lock.acquire(timeout=patience)
+    except Timeout:
+        return None
+    for left in Path(folder).glob(f"{_PARTIAL}*"):  # by interrupted saves
+        shutil.rmtree(left, ignore_errors=True)
+    return lock
+
+
+def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
+    """Lock a run's folder; on the main process.
+
+    Args:
+        in_place: a run of the folder is resumed in it; otherwise a new run takes the folder, or, where that holds
+            checkpoints or belongs to another run, the first free one of `folder-2`, `folder-3`, ...
+
+    Returns:
+        The folder, and the lock to release after the run.
+
+    Raises:
+        CheckpointError: another run holds the folder to resume in.
+        ConfigError: the folder cannot be written to.
+    """
+    if not in_place:
+        return _take_free(folder)
+    if (lock := _acquire(folder, _PATIENCE)) is None:
+        raise CheckpointError(
+            f"{folder} belongs to another run, which has not ended, and two runs would overwrite each other's "
+            "checkpoints; wait until that one has ended, end it, or name another output_dir."
+        )
+    return folder, lock
+
+
+def _take_free(folder: str) -> tuple[str, FileLock]:
+    """The first of `folder`, `folder-2`, ... without checkpoints and without another run, with its lock."""
+    name, numbers, reasons = folder, itertools.count(2), list[str]()
+    while (lock := None if checkpoints(name) else _acquire(name)) is None or checkpoints(name):
+        held = "belongs to another run, which has not ended"
+        if checkpoints(name):  # perhaps of a run that has ended in between
+            held = "holds checkpoints of an earlier run, which are left alone"
+        if lock is not None:
+            lock.release()
+        reasons.append(f"{name} {held}")
+        name = f"{folder.rstrip('/')}-{next(numbers)}"
+    if reasons:
+        logger.warning(
+            f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "
+            "resume_from_checkpoint the path of one of its checkpoints."
+        )
+    return name, lock

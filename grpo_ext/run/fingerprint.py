@@ -31,9 +31,10 @@ from ..runtime.collectives import shards_parameters
 FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 100_000  # of a data set, evenly spread: a second or two; smaller sets are read whole
 _LARGE_ROWS_READ = 2_000  # where rows are files
-# fields of a model's configuration that say where it comes from, how it is stored and how it is run
+# fields of the configuration of a model or an adapter that say where it comes from, how it is stored and how it is run
 _NOT_COMPUTED = {
     *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "architectures", "auto_map"),
+    *("base_model_name_or_path", "inference_mode"),
     *("dtype", "torch_dtype", "attn_implementation", "_attn_implementation", "experts_implementation"),
     *("_experts_implementation", "use_cache", "return_dict", "output_attentions", "output_hidden_states"),
     *("pad_token_id", "_pad_token_id", "bos_token_id", "eos_token_id"),  # transformers sets them anew
@@ -68,8 +69,7 @@ KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_a
 # what a checkpoint of the optimizer holds: another value would have no effect
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can go on with each other's state
-_PARTS = ("data", "tokenizer", "end_tokens", "rewards", "tools")  # compared whole
-SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
+_LAYOUT_SIZES = ("micro_batch_size", "num_processes")
 
 
 def fingerprint_of(trainer: Any) -> dict[str, Any]:
@@ -109,7 +109,8 @@ def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
     of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
     names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
     values = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
-    return dict(sorted({**values, **{name: getattr(geometry, name) for name in SIZES}}.items()))
+    sizes = {name: size for name, size in dataclasses.asdict(geometry).items() if name not in _LAYOUT_SIZES}
+    return dict(sorted({**values, **sizes}.items()))
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
@@ -180,10 +181,7 @@ def model_fingerprint(
         reference: the reference model, where it is a model of its own.
         whole: whether this process holds all weights; without them "frozen" is None.
     """
-    adapters = {name: _plain(vars(c)) for name, c in getattr(model, "peft_config", {}).items()}
-    for adapter in adapters.values():
-        adapter.pop("base_model_name_or_path", None)
-        adapter.pop("inference_mode", None)
+    config: Any = getattr(base_model_of(model), "config", None)
     frozen = None
     if whole:
         fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -198,21 +196,17 @@ def model_fingerprint(
         count += math.prod(shape)
     return {
         "class": type(model).__name__,
-        "config": config_fingerprint(getattr(base_model_of(model), "config", None)),
+        "config": _computed(_plain(config.to_dict())) if hasattr(config, "to_dict") else None,
         "parameters": count,
         "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "sha256": digest.hexdigest(),
-        "adapters": adapters,
+        "adapters": {name: _computed(_plain(vars(c))) for name, c in getattr(model, "peft_config", {}).items()},
         "frozen": frozen,
     }
 
 
-def config_fingerprint(config: Any) -> dict[str, Any] | None:
-    """A model's configuration without `_NOT_COMPUTED`, at any depth; None where it has none."""
-    return _computed(_plain(config.to_dict())) if hasattr(config, "to_dict") else None
-
-
 def _computed(value: Any) -> Any:
+    """A configuration without `_NOT_COMPUTED`, at any depth."""
     if isinstance(value, dict):
         return {name: _computed(part) for name, part in value.items() if name not in _NOT_COMPUTED}
     return value
@@ -264,9 +258,8 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
     """
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-        parts = {name: fingerprint[name] for name in _PARTS if name in fingerprint}
         model = {f"model.{part}": value for part, value in fingerprint["model"].items()}
-        return parts | model | fingerprint["settings"]
+        return fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
 
     old, new = flat(saved), flat(current)
     return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
@@ -285,6 +278,8 @@ def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any,
 def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Compare a checkpoint's fingerprint with that of the run that resumes it.
 
+    A setting that this version no longer has is not compared.
+
     Args:
         allowed: names that may differ; "model" stands for all its parts. Settings of the optimizer may not.
 
@@ -295,38 +290,25 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
         CheckpointError: names each field that changed and is not allowed to, with both values.
     """
     path = Path(folder) / FINGERPRINT
-    if not path.is_file():
-        return {}
-    saved = json.loads(path.read_text())
-    if saved["settings"].pop("packed_forward", True) is False:  # of checkpoints by earlier versions
-        saved["settings"]["forward"] = "padded"
-    threads = saved["settings"].pop("rollout_threads", None)  # of checkpoints by earlier versions
-    if current["settings"].get("bitwise_invariant") and threads not in (None, current["settings"]["bitwise_threads"]):
-        raise CheckpointError(
-            f"{folder} was sampled with rollout_threads={threads}; bitwise mode now samples with bitwise_threads="
-            f"{current['settings']['bitwise_threads']}, which gives other bits. Start a new run with its weights."
-        )
-    changes = changed(saved, current)
+    changes = changed(json.loads(path.read_text()), current) if path.is_file() else {}
     fixed = changes.keys() & _OPTIMIZER
     if not _SAME_STATE.issuperset(changes.get("optim", ())):
         fixed |= {"optim"}
     allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - fixed
     refused = {name: values for name, values in changes.items() if allowed.isdisjoint((name, name.split(".")[0]))}
-    if refused:
-        lines = "\n".join(
-            f"  {part}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
-            for part, old, new in differences(refused)
+    if not refused:
+        return changes
+    lines = "\n".join(
+        f"  {part}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
+        for part, old, new in differences(refused)
+    )
+    remedy = "Put these back, or start a new run with the checkpoint's weights"
+    if fixed:
+        remedy += f": the optimizer goes on with the checkpoint's {', '.join(sorted(fixed))}"
+    if refused.keys() - fixed:
+        names = sorted(allowed | refused.keys() - fixed)
+        remedy += (
+            f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={names} (as an "
+            f"option: --allow_changed_on_resume {' '.join(names)})"
         )
-        remedy = "Put these back, or start a new run"
-        if fixed:
-            names = ", ".join(sorted(fixed))
-            remedy += f" with the checkpoint's weights: the optimizer goes on with the checkpoint's {names}"
-        if refused.keys() - fixed:
-            meant = changes.keys() - fixed
-            allow = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in meant})
-            remedy += (
-                f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={allow} (as an "
-                f"option: --allow_changed_on_resume {' '.join(allow)})"
-            )
-        raise CheckpointError(f"{folder} belongs to another run:\n{lines}\n{remedy}.")
-    return changes
+    raise CheckpointError(f"{folder} belongs to another run:\n{lines}\n{remedy}.")

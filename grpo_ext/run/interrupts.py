@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl
+
+from ..runtime.collectives import any_process
 
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: not done, worth another start
 
@@ -29,18 +32,23 @@ class TrainingInterrupted(SystemExit):
 class InterruptWatch(TrainerCallback):
     """Listens for signals, and lets all processes stop together at the end of a step.
 
-    Args:
-        any_process: from whether this process was asked to stop to whether any process was (a collective).
-        say: prints a line, on the main process.
+    Attributes:
+        requested: this process was asked to stop.
+        stopping: one of the processes was; the run ends after this step.
     """
 
-    def __init__(self, any_process: Callable[[bool], bool], say: Callable[[str], None]) -> None:
-        self.any_process, self.say = any_process, say
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
         self.requested = self.stopping = False
+
+    def say(self, sentence: str) -> None:
+        """Print a line, on the main process."""
+        if self.accelerator.is_main_process:
+            print(sentence, flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """All processes find out whether one was asked to stop."""
-        if not self.any_process(self.requested):
+        if not any_process(self.requested, self.accelerator.device):
             return
         self.stopping = True
         control.should_save = control.should_training_stop = True
@@ -73,8 +81,7 @@ class InterruptWatch(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -30,7 +29,8 @@ from ..batching.plan_text import describe_plan
 from ..config import GRPOConfig
 from ..errors import CheckpointError
 from ..rollouts.build_ahead import described
-from ..runtime.collectives import any_process, failing_together, from_main_process, shards_parameters
+from ..runtime.attributes import assigned
+from ..runtime.collectives import failing_together, from_main_process, shards_parameters
 from ..runtime.determinism import environment
 from .checkpoint import (
     checkpoints,
@@ -40,14 +40,14 @@ from .checkpoint import (
     read_listing,
     rotate,
     set_aside_later,
+    take_folder,
     write_listing,
     writing_folder,
 )
 from .fingerprint import FINGERPRINT, KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, state_hashes
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .log import RunLog
-from .output_folder import take_folder
-from .state import RunState, load_reference, save_reference
+from .state import RunState
 
 logger = get_logger(__name__)
 
@@ -62,27 +62,20 @@ class RunKeeper(TrainerCallback):
     Attributes:
         output_dir: the folder that the Trainer's own saving writes to; None: the run's.
         resumed: the loop's state in the checkpoint that the run resumes from.
-        push_due: the checkpoint in `writing` is to be pushed once it has its final name.
     """
 
     def __init__(self, trainer: Any, user_args: trl.GRPOConfig | None) -> None:
         self.trainer, self.user_args = trainer, user_args
         self.accelerator: Accelerator = trainer.accelerator
         self.args: GRPOConfig = trainer.args
-        self.sharded, device = shards_parameters(self.accelerator), self.accelerator.device
-        self.watch = InterruptWatch(lambda asked: any_process(asked, device), self.say)
+        self.watch = InterruptWatch(self.accelerator)
+        self.say = self.watch.say
         self.output_dir: str | None = None
         self.resumed = TrainerState()
-        self.push_due = False
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
-        self._writer = "checkpoint"  # this training's name in the folder where its checkpoints become whole
-
-    def say(self, sentence: str) -> None:
-        """Print a line, on the main process."""
-        if self.accelerator.is_main_process:
-            print(sentence, flush=True)
+        self._writer = ""  # a name of this training alone: processes of one that was killed may still be writing
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -121,13 +114,12 @@ class RunKeeper(TrainerCallback):
 
         def take() -> tuple[str, str | None, bool, str]:
             checkpoint = find_checkpoint(wanted, output_dir) if is_path(wanted) else None
-            root = Path(output_dir).resolve()
-            resumes_here = bool(wanted) if checkpoint is None else Path(checkpoint).resolve().parent == root
-            in_place = resumes_here and bool(checkpoints(root))
+            here = checkpoint is None or Path(checkpoint).resolve().parent == Path(output_dir).resolve()
+            in_place = bool(wanted) and here and bool(checkpoints(output_dir))
             folder, self._lock = take_folder(output_dir, in_place)
             if not is_path(wanted):  # the newest one once the folder is locked
                 checkpoint = find_checkpoint(wanted, output_dir)
-            return folder, checkpoint, in_place, f"{os.getpid()}-{secrets.token_hex(4)}"
+            return folder, checkpoint, in_place, secrets.token_hex(4)
 
         checkpoint: str | None
         folder, checkpoint, in_place, self._writer = from_main_process(self.accelerator, take)
@@ -155,26 +147,28 @@ class RunKeeper(TrainerCallback):
         Raises:
             CheckpointError: it belongs to another run, or a file is broken.
         """
-        trainer, accelerator = self.trainer, self.accelerator
-        if (listing := read_listing(Path(checkpoint))) is None:
+        listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
+        if listing is None:
             logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")
-        elif trainer.is_deepspeed_enabled:
-            _refuse_other_shards(checkpoint, listing.get("processes"), accelerator.num_processes)
+        elif self.trainer.is_deepspeed_enabled and listing["processes"] != processes:
+            raise CheckpointError(
+                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed's shards are read by as "
+                f"many; this run has {processes}. Start {listing['processes']}, or export the model and begin a new "
+                "run with it."
+            )
         allowed = self.args.allow_changed_on_resume or ()
-        changes = from_main_process(accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
+        changes = from_main_process(self.accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
         for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
         if "global_batch_size" in changes:
             logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
-        state = RunState.load(checkpoint, trainer.num_generations)
+        state = RunState.load(checkpoint, self.trainer.num_generations)
         if state is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
         elif others := sorted(changes.keys() - KEEPS_ROLLOUT):
             ahead = " and what was being sampled ahead are" if state.waiting else " is"
             logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint{ahead} not used.")
-            state.forget_rollouts()
-        if trainer.ref_model is not None:
-            load_reference(accelerator.unwrap_model(trainer.ref_model), checkpoint)
+            state.rollout, state.rollout_name, state.waiting = None, None, []
         self._run_state = state
         self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
 
@@ -207,7 +201,7 @@ class RunKeeper(TrainerCallback):
             try:
                 yield
                 end["ended"] = "interrupted" if self.watch.stopping else "finished"
-                if self.args.should_save and not self.sharded:
+                if self.args.should_save and not shards_parameters(self.accelerator):
                     hashes = state_hashes(self.accelerator.unwrap_model(self.trainer.model), optimizer=None)
                     lines = "\n".join(sorted(f"{name} {value}" for name, value in hashes.items()))
                     end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
@@ -251,49 +245,45 @@ class RunKeeper(TrainerCallback):
             final: the checkpoint's folder.
             state: the Trainer's.
         """
-        run, folder = final.parent, writing_folder(final.parent, self._writer)
-        saves = self.args.should_save
+        run, folder, saves = final.parent, writing_folder(final.parent, self._writer), self.args.should_save
+        written = folder / final.name
         run_state = None if self.args.save_only_model else RunState.of(self.trainer)
 
         def explain(reason: str) -> str:
             if saves:
                 shutil.rmtree(folder, ignore_errors=True)
-            free = shutil.disk_usage(run).free / 2**20
+            free = shutil.disk_usage(str(self.args.output_dir)).free / 2**20
             return (
                 f"{final.name} could not be written to {run}, with {free:.0f} MiB free ({reason}). The older "
                 "checkpoints are untouched. Where space is short, use save_total_limit, save_only_model or another "
                 "output_dir."
             )
 
-        with failing_together(explain):
-            if saves:
-                run.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(folder, ignore_errors=True)
-        best_step = state.best_global_step
         # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
-        self.output_dir, self.push_due, state.best_global_step = str(folder), False, None
-        try:
-            with failing_together(explain):
-                yield
-        finally:
-            self.output_dir, state.best_global_step = None, best_step
-        if best_step:
-            best = run / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
-            if best == final or best.is_dir():
-                state.best_model_checkpoint = str(best)
+        with assigned(self, output_dir=str(folder)), assigned(state, best_global_step=None), failing_together(explain):
+            yield
+        best = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        if best == final or best.is_dir():
+            state.best_model_checkpoint = str(best)
         with failing_together(explain):
             if saves:
-                self._complete(folder / final.name, state, run_state)
-                write_listing(
-                    folder / final.name,
-                    {"step": state.global_step, "processes": self.accelerator.num_processes},
-                )
-            self._publish(folder / final.name, final)
+                self._complete(written, state, run_state)
+            # on a disk of its own a node has a part of the checkpoint too; on a shared one it is the main process's
+            publishes = saves or (
+                self.accelerator.is_local_main_process
+                and written.is_dir()
+                and not (written / TRAINER_STATE_NAME).exists()
+            )
+        with failing_together(explain):  # once all processes know whose folder it is, and that it is complete
+            if publishes and (replaced := publish(written, final)) is not None:
+                logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {replaced}.")
+        if publishes:
+            shutil.rmtree(folder, ignore_errors=True)
         if saves:
             rotate(run, self.args.save_total_limit, final, state.best_model_checkpoint)
 
     def _complete(self, folder: Path, state: TrainerState, run_state: RunState | None) -> None:
-        """Add to a checkpoint what transformers leaves out."""
+        """Add to a checkpoint what transformers leaves out, and list its files."""
         state.save_to_json(str(folder / TRAINER_STATE_NAME))  # with the best checkpoint's final name
         (folder / FINGERPRINT).write_text(json.dumps(self.fingerprint, indent=1) + "\n")
         if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
@@ -304,27 +294,6 @@ class RunKeeper(TrainerCallback):
             configs = configs if adapter is None else [adapter[model.active_adapter]]
             for part in filter(None, [*configs, self.trainer.processing_class]):
                 part.save_pretrained(folder)
-        if run_state is None:
-            return
-        run_state.save(folder)
-        if self.trainer.ref_model is not None and self.args.sync_ref_model and not self.sharded:
-            save_reference(self.accelerator.unwrap_model(self.trainer.ref_model), folder)
-
-    def _publish(self, written: Path, final: Path) -> None:
-        """Give a folder that all processes have written to its final name."""
-        if not self.args.should_save:
-            # on a disk of its own a node has a part of the checkpoint too; on a shared one it is the main process's
-            own_part = self.accelerator.is_local_main_process and written.is_dir()
-            if not own_part or (written / TRAINER_STATE_NAME).exists():
-                return
-        if (replaced := publish(written, final)) is not None:
-            logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {replaced}.")
-        shutil.rmtree(written.parent, ignore_errors=True)
-
-
-def _refuse_other_shards(checkpoint: str, written_by: int | None, processes: int) -> None:
-    if written_by not in (None, processes):
-        raise CheckpointError(
-            f"{checkpoint} was written by {written_by} processes, and DeepSpeed's shards are read by as many; this run "
-            f"has {processes}. Start {written_by}, or export the model and begin a new run with it."
-        )
+        if run_state is not None:
+            run_state.save(folder)
+        write_listing(folder, {"step": state.global_step, "processes": self.accelerator.num_processes})

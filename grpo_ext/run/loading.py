@@ -6,89 +6,57 @@ checkpoint is loaded.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import CheckpointError
 
-# ---- Weights --------------------------------------------------------------------------------------------------------
-
 
 @contextmanager
-def all_loaded(model: Any, folder: str | Path, by_engine: bool) -> Iterator[None]:
-    """Inside, transformers loads the weights of a checkpoint; at the end the missing ones are loaded too.
-
-    Parameters keep their dtypes: PEFT makes a bfloat16 adapter float32.
-
-    Args:
-        by_engine: an engine (FSDP, DeepSpeed) loads all weights itself.
-
-    Raises:
-        CheckpointError: a weight of the model is not in the checkpoint.
-    """
+def dtypes_kept(model: Any) -> Iterator[None]:
+    """Inside, weights are loaded; parameters keep their dtypes: PEFT makes a bfloat16 adapter float32."""
     before = {name: parameter.dtype for name, parameter in model.named_parameters()}
     yield
     for name, parameter in model.named_parameters():
         if parameter.dtype != before.get(name, parameter.dtype):
             parameter.data = parameter.data.to(before[name])
-    if not by_engine:
-        load_renamed(model, folder)
 
 
-def load_renamed(model: Any, folder: str | Path) -> None:
+def load_renamed(model: Any, folder: str | Path, missing: Collection[str]) -> None:
     """Load weights whose names in the files differ from the model's (experts, image towers), through its class.
 
     Args:
-        folder: the checkpoint; nothing is done where its files have all names of the model, or hold an adapter.
+        folder: the checkpoint.
+        missing: names of the model's state that its files lack.
 
     Raises:
         CheckpointError: a weight of the model is not in the checkpoint.
     """
-    names, weights = _saved_names(Path(folder)), model.state_dict(keep_vars=True)
-    if names is None:
-        return
-    loaded = {id(value) for name, value in weights.items() if name in names}  # tied weights are one object
-    missing = [name for name, value in weights.items() if id(value) not in loaded]
-    if not missing:
+    weights = model.state_dict(keep_vars=True)
+    loaded = {id(value) for name, value in weights.items() if name not in missing}  # tied weights are one object
+    absent = [name for name, value in weights.items() if id(value) not in loaded]
+    if not absent:
         return
     if not isinstance(model, PreTrainedModel):
-        raise CheckpointError(f"{folder} lacks {_some(missing)}, and nothing tells which of its weights they are.")
+        raise CheckpointError(f"{folder} lacks {_some(absent)}, and nothing tells which of its weights they are.")
     widest = max((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
     reading: Any = type(model).from_pretrained
     try:
         read, info = reading(folder, dtype=widest, output_loading_info=True)
-        absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
-        if not absent:
-            model.load_state_dict(read.state_dict())
     except (RuntimeError, ValueError) as error:  # shapes do not match
-        raise CheckpointError(f"{folder} lacks {_some(missing)}: {error}") from error
-    if absent:
+        raise CheckpointError(f"{folder} lacks {_some(absent)}: {error}") from error
+    if absent := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise CheckpointError(f"{folder} lacks {_some(absent)}; it is not a checkpoint of this model.")
-
-
-def _saved_names(folder: Path) -> set[str] | None:
-    """The names of the weights in a checkpoint's files; None where it holds no whole model."""
-    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        return set(json.loads(index.read_text())["weight_map"])
-    if not (weights := folder / SAFE_WEIGHTS_NAME).is_file():
-        return None
-    with safe_open(weights, "pt") as file:
-        return set(file.keys())
+    model.load_state_dict(read.state_dict())
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more weights" if len(names) > 4 else "")
-
-
-# ---- Optimizer ------------------------------------------------------------------------------------------------------
 
 
 def fill_missing_state(optimizer: Any) -> None:

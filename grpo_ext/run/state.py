@@ -1,12 +1,13 @@
 """State of a run beside model, optimizer and scheduler: rollout batch and log line in progress, sizes that fit.
 
-Differs from TRL, which samples again on resume. Saved as safetensors and JSON, so that reading it executes nothing.
+Differs from TRL, which samples again on resume, and saves the entropy controller alone. Saved as safetensors and JSON,
+so that reading it executes nothing.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..errors import CheckpointError
 from ..forward.snapshot import Weights
 from ..rollouts.batch import Column, RolloutBatch
 from ..rollouts.ragged import Ragged
+from ..runtime.collectives import shards_parameters
 
 logger = get_logger(__name__)
 
@@ -33,38 +35,35 @@ class RunState:
     Attributes:
         rollout: the scored rollout batch that is being trained on.
         rollout_name: its epoch and its index in the epoch.
-        step: the trainer's own count of optimizer steps.
         metrics: values of the steps since the last log line, by name.
         loss: sums of the Trainer since the last log line and since the start, and the step of the last log line.
         losses: of every step so far.
-        entropy: the adaptive entropy controller.
         limits: sizes that fit into memory, where they are smaller than those in the configuration.
         waiting: rollout batches that are being sampled (`rollout_lag`): for each the first optimizer step, from 0, that
             trains on it, and the weights that sample it. Those with the same weights share one object.
         sampled_at: optimizer steps made before the weights that sampled `rollout`.
+        reference: the weights of a reference model that moves during the run (`sync_ref_model`).
     """
 
     rollout: RolloutBatch | None = None
     rollout_name: tuple[int, int] | None = None
-    step: int = 0
     metrics: dict[str, list[float]] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    entropy: dict[str, float] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
     waiting: list[tuple[int, Weights]] = field(default_factory=list)
     sampled_at: int = 0
+    reference: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trainer: Any) -> RunState:
         """The state of a trainer's run as it is now; called on all processes together."""
-        rollouts, entropy = trainer._rollouts, {}
-        if trainer.use_adaptive_entropy:
-            entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
+        rollouts, reference = trainer._rollouts, {}
+        if trainer.ref_model is not None and trainer.args.sync_ref_model and not shards_parameters(trainer.accelerator):
+            reference = trainer.accelerator.unwrap_model(trainer.ref_model).state_dict()
         return cls(
             rollout=rollouts.batch,
             rollout_name=rollouts.batch_name,
-            step=trainer._step,
             metrics={name: [float(v) for v in values] for name, values in trainer._metrics["train"].items()},
             loss={
                 "since_log": float(trainer._tr_loss),
@@ -72,14 +71,14 @@ class RunState:
                 "last_logged": float(trainer._globalstep_last_logged),
             },
             losses=trainer._losses,
-            entropy=entropy,
             limits={
-                "window": trainer._step_planner.limits.state(),
+                "window": asdict(trainer._step_planner.limits),
                 "scoring": trainer._forwards.memory.limit,
                 "generation": rollouts.memory.limit,
             },
             waiting=list(rollouts.waiting) if rollouts.ahead is None else rollouts.ahead.for_checkpoint(),
             sampled_at=rollouts.sampled_at,
+            reference=reference,
         )
 
     def restore(self, trainer: Any) -> None:
@@ -89,28 +88,23 @@ class RunState:
         rollouts.waiting, rollouts.sampled_at = self.waiting, self.sampled_at
         trainer._metrics["train"].clear()
         trainer._metrics["train"].update(self.metrics)
-        trainer._step, trainer._losses = self.step, list(self.losses)
+        trainer._step, trainer._losses = trainer.state.global_step, list(self.losses)
         trainer._tr_loss = trainer._tr_loss + self.loss["since_log"]
         trainer._total_loss_scalar = self.loss["total"]
         trainer._initial_global_step, trainer._globalstep_last_logged = 0, int(self.loss["last_logged"])
-        if self.entropy:
-            trainer.entropy_coef = self.entropy["coefficient"]
-            trainer._last_world_entropy = self.entropy["last"]
-        trainer._step_planner.limits.restore(self.limits["window"])
+        trainer._step_planner.limits.restore(**self.limits["window"])
         trainer._forwards.memory.limit = self.limits["scoring"]
         rollouts.memory.limit = self.limits["generation"]
-
-    def forget_rollouts(self) -> None:
-        """Drop the rollout batch and what is being sampled: they belong to other settings."""
-        self.rollout, self.rollout_name, self.waiting = None, None, []
+        if self.reference and trainer.ref_model is not None:
+            trainer.accelerator.unwrap_model(trainer.ref_model).load_state_dict(self.reference)
 
     def save(self, folder: str | Path) -> None:
         """Write into a checkpoint's folder."""
-        plain = {name: value for name, value in vars(self).items() if name != "rollout"}
+        plain = {name: value for name, value in vars(self).items() if name not in ("rollout", "reference")}
         plain["waiting"] = [{"step": step, "progress": weights.progress} for step, weights in self.waiting]
         tensors, objects = ({}, {}) if self.rollout is None else _split(self.rollout)
-        python = {**objects.get("lists", {}), **objects.get("constants", {})}
-        if unstorable := [name for name, value in python.items() if not _survives_json(value)]:
+        python = [*objects.get("lists", {}).items(), *objects.get("constants", {}).items()]
+        if unstorable := [name for name, value in python if not _survives_json(value)]:
             logger.warning(
                 f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
                 "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
@@ -122,6 +116,8 @@ class RunState:
         save_file(tensors, Path(folder) / TENSORS)
         if self.waiting:
             save_file(_flat({weights.step: weights for _, weights in self.waiting}), Path(folder) / WEIGHTS)
+        if self.reference:
+            save_file(_of_their_own(self.reference), Path(folder) / REFERENCE)
 
     @classmethod
     def load(cls, folder: str | Path, num_generations: int) -> RunState | None:
@@ -140,7 +136,8 @@ class RunState:
             plain = json.loads(path.read_text())
             tensors = load_file(Path(folder) / TENSORS)
             waiting, objects = plain.pop("waiting"), plain.pop("rollout_objects")
-            state = cls(**plain)
+            known = {spec.name for spec in fields(cls)}  # earlier versions saved more
+            state = cls(**{name: value for name, value in plain.items() if name in known})
             if waiting:
                 stored = load_file(Path(folder) / WEIGHTS)
                 snapshots = {part["progress"]["global_step"]: part["progress"] for part in waiting}
@@ -149,8 +146,10 @@ class RunState:
             if state.rollout_name is not None:
                 state.rollout_name = (state.rollout_name[0], state.rollout_name[1])
                 state.rollout = _join(tensors, objects, num_generations)
+            if (reference := Path(folder) / REFERENCE).is_file():
+                state.reference = load_file(reference)
         except Exception as error:  # whatever the parsers raise
-            raise CheckpointError(f"{path}, {TENSORS} or {WEIGHTS} beside it is broken: {error}.") from None
+            raise CheckpointError(f"{path}, or a safetensors file beside it, is broken: {error}.") from None
         return state
 
 
@@ -174,7 +173,12 @@ def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, di
             tensors[f"{name}/constant"] = value
         else:
             objects["constants"][name] = value
-    return {name: value.contiguous().clone() for name, value in tensors.items()}, objects  # they may share memory
+    return _of_their_own(tensors), objects
+
+
+def _of_their_own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies for safetensors, which takes no tensors that share memory."""
+    return {name: value.cpu().contiguous().clone() for name, value in tensors.items()}
 
 
 def _survives_json(value: Any) -> bool:
@@ -210,22 +214,10 @@ def _flat(snapshots: dict[int, Weights]) -> dict[str, torch.Tensor]:
 
 
 def _weights(stored: dict[str, torch.Tensor], progress: dict[str, Any]) -> Weights:
-    def part(name: str) -> dict[str, torch.Tensor]:
-        prefix = f"{progress['global_step']}/{name}/"
-        # copied: tensors of a mapped file may be aligned otherwise, which changes bits (runtime.determinism)
-        return {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
-
-    return Weights(progress, part("policy"), part("reference"))
-
-
-def save_reference(model: torch.nn.Module, folder: str | Path) -> None:
-    """Write a reference model that moves during the run (`sync_ref_model`) into a checkpoint's folder."""
-    state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-    save_file(state, Path(folder) / REFERENCE)
-
-
-def load_reference(model: torch.nn.Module, folder: str | Path) -> None:
-    """Read what `save_reference` wrote, where it did."""
-    path = Path(folder) / REFERENCE
-    if path.is_file():
-        model.load_state_dict(load_file(path))
+    parts: dict[str, dict[str, torch.Tensor]] = {"policy": {}, "reference": {}}
+    for key, value in stored.items():
+        step, part, name = key.split("/", 2)
+        if int(step) == progress["global_step"]:
+            # copied: tensors of a mapped file may be aligned otherwise, which changes bits (runtime.determinism)
+            parts[part][name] = value.clone()
+    return Weights(progress, **parts)

@@ -10,14 +10,12 @@ from typing import Any
 @contextmanager
 def assigned(target: Any, **values: Any) -> Iterator[None]:
     """Inside, attributes of `target` have these values; afterwards they are as before, absent ones included."""
-    before = {name: getattr(target, name) for name in values if hasattr(target, name)}
+    absent = object()
+    before = {name: getattr(target, name, absent) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
     try:
         yield
     finally:
-        for name in values:
-            if name in before:
-                setattr(target, name, before[name])
-            else:
-                delattr(target, name)
+        for name, value in before.items():
+            delattr(target, name) if value is absent else setattr(target, name, value)

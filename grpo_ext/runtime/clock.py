@@ -6,6 +6,7 @@ Differs from TRL's `step_time`: seconds by phase.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,22 +18,21 @@ class PhaseClock(TrainerCallback):
     """Adds up the seconds of the phases of a step on this process: rollout, logps, rewards, train, optimizer."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
-    def phase(self, name: str | None) -> Iterator[None]:
-        """Count what runs inside for a phase; None counts nothing."""
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what runs inside for a phase."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            if name is not None:
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] += time.perf_counter() - start
 
     def add(self, seconds: dict[str, float]) -> None:
         """Count what another clock has counted."""
         for name, more in seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + more
+            self.seconds[name] += more
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """The gradient is clipped and the optimizer starts."""
@@ -44,5 +44,5 @@ class PhaseClock(TrainerCallback):
 
     def take(self) -> dict[str, float]:
         """The seconds so far, by phase; starts again at zero."""
-        taken, self.seconds = self.seconds, {}
+        taken, self.seconds = self.seconds, defaultdict(float)
         return taken

@@ -21,7 +21,7 @@ from .collectives import gather_lists
 
 _FLASH = "FLASH_ATTENTION_DETERMINISTIC"  # read by transformers at each call
 _ALIGNMENT = 64  # bytes; of every tensor that torch allocates on the CPU
-_CUBLAS, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+CUBLAS, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # read when CUDA starts
 # whose products of float32 may be rounded more coarsely (TF32, bfloat16); torch refuses its older switches beside these
 _BACKENDS: Any = torch.backends
 _PRODUCTS = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn, _BACKENDS.mkldnn.matmul)
@@ -49,35 +49,19 @@ def environment() -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.backends.cuda.matmul.fp32_precision,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cublas_workspace": os.environ.get(_CUBLAS),
+        "cublas_workspace": os.environ.get(CUBLAS),
     }
 
 
 @contextmanager
 def computing_with(threads: int | None) -> Iterator[None]:
     """Inside, this thread computes with `threads` CPU threads; None changes nothing."""
-    if threads is None:
-        yield
-        return
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads or before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
-
-
-def choose_cublas_workspace() -> None:
-    """Choose a deterministic workspace of cuBLAS, which it reads when CUDA starts; one that is set stays."""
-    if not torch.cuda.is_initialized():
-        os.environ.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
 
 
 def check_kernels(device: torch.device, linear_attention: bool) -> None:
@@ -118,10 +102,10 @@ def pinned(threads: int | None) -> Iterator[None]:
     if threads is None:
         yield
         return
-    if torch.cuda.is_available() and os.environ.get(_CUBLAS) not in _CUBLAS_VALUES:
+    if torch.cuda.is_available() and os.environ.get(CUBLAS) not in CUBLAS_VALUES:
         raise ConfigError(
-            f"bitwise_invariant=True needs {_CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
-            f"{os.environ.get(_CUBLAS)!r}. Make the GRPOConfig, which sets it, before anything runs on the GPU, or set "
+            f"bitwise_invariant=True needs {CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
+            f"{os.environ.get(CUBLAS)!r}. Make the GRPOConfig, which sets it, before anything runs on the GPU, or set "
             "it in the shell."
         )
     with ExitStack() as restored:
@@ -135,6 +119,9 @@ def pinned(threads: int | None) -> Iterator[None]:
         restored.enter_context(assigned(torch.backends.cudnn, benchmark=False))
         # costs time, and nothing here reads such memory
         restored.enter_context(assigned(torch.utils.deterministic, fill_uninitialized_memory=False))
-        restored.callback(_set_variable, _FLASH, os.environ.get(_FLASH))
+        if (value := os.environ.get(_FLASH)) is None:
+            restored.callback(os.environ.pop, _FLASH, None)
+        else:
+            restored.callback(os.environ.update, {_FLASH: value})
         os.environ[_FLASH] = "1"
         yield

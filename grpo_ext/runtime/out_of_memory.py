@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate.logging import get_logger
@@ -26,16 +26,9 @@ class StepOutOfMemory(Exception):
     """A process ran out of memory in an optimizer step; raised on all of them, after the gradients were thrown away."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an exception says that a device (or the host) has no memory left."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, Exception) and should_reduce_batch_size(error)
-
-
-def free_memory() -> None:
-    """Free the memory of a failed attempt."""
-    clear_device_cache(garbage_collection=True)
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
 
 class Halving:
@@ -71,7 +64,7 @@ class Halving:
             else:
                 start += size
                 continue
-            free_memory()
+            clear_device_cache(garbage_collection=True)
             if not self.enabled or len(piece) == 1:
                 raise MemoryShortageError(
                     f"{self.what} ran out of memory with {len(piece)} completion(s) ({reason}); {self.remedy}."
@@ -127,14 +120,8 @@ class MicroBatchLimits:
             f"Memory ran out {self.failures} time(s). What fits here: per_device_train_batch_size={self.rows}{tokens}"
         )
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {"rows": self.rows, "tokens": self.tokens, "failures": self.failures}
-
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, rows: int, tokens: int | None, failures: int) -> None:
         """Adopt a checkpoint's sizes where they are smaller, because memory ran out with larger ones."""
-        if state["failures"]:
-            self.rows = min(self.rows, state["rows"])
-            limits = [n for n in (self.tokens, state["tokens"]) if n is not None]
-            self.tokens = min(limits) if limits else None
-            self.failures = state["failures"]
+        if failures:
+            self.rows, self.failures = min(self.rows, rows), failures
+            self.tokens = min((size for size in (self.tokens, tokens) if size is not None), default=None)

@@ -20,9 +20,5 @@ def quiet_libraries() -> None:
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     # DeepSpeed sets its level itself, when it is imported
-    logging.getLogger("DeepSpeed").addFilter(_is_error)
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     datasets.disable_progress_bars()
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR

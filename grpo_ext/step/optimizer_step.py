@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.utils.memory import clear_device_cache
 
 from ..batching.micro_batches import Form, MicroBatch, MicroBatchLayout, StepSizes, TokenCost, plan_step
 from ..batching.sizes import group_numbers
@@ -28,7 +29,7 @@ from ..rollouts.batch import RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes
-from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, free_memory
+from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
 from ..runtime.transfer import to_device
 from .gradients import Accumulation, FixedPointGradients, NativeGradients, accumulating, out_of_memory_on_all
 from .loss import loss_mask
@@ -188,7 +189,7 @@ class StepPlanner:
             yield attempt
             if attempt.shortage is None:
                 return
-            free_memory()
+            clear_device_cache(garbage_collection=True)
             self._shrink(attempt, number)
 
     def evaluation(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Attempt:

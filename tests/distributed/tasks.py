@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,24 @@ def failure(folder: Path, place: str, *ranks: int) -> None:
     except Exception as error:
         save(folder, f"{type(error).__name__}: {error}")
         raise
+
+
+def shared_disk(folder: Path) -> list[str]:
+    """The folders of a run whose processes are on two nodes with one disk, the second of which looks slowly."""
+    trainer = trainer_of(folder, max_steps=1, save_strategy="steps", save_steps=1)
+    PartialState().local_process_index = 0  # each the first process of its node
+    is_dir = Path.is_dir
+
+    def slow(path: Path) -> bool:
+        there = is_dir(path)
+        if RANK and "_writing-" in str(path):
+            time.sleep(2)
+        return there
+
+    Path.is_dir = slow
+    trainer.train()
+    trainer.accelerator.wait_for_everyone()
+    return sorted(path.name for path in (folder / "out").iterdir() if path.name != "_running.lock")
 
 
 def save(folder: Path, result: Any) -> None:

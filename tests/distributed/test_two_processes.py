@@ -119,6 +119,11 @@ def test_images_that_an_environment_shows_reach_the_process_that_trains_on_them(
         assert error(alone, update) <= UPDATE
 
 
+def test_a_checkpoint_on_a_disk_that_nodes_share_is_published_once(tmp_path):
+    """A node that looks for its part while the checkpoint gets its name would move it away."""
+    assert on_two(tmp_path, "shared_disk") == [["README.md", "checkpoint-1", "log.jsonl"]] * 2
+
+
 @pytest.mark.parametrize("what", ["fault", "refusal"])
 def test_packs_that_one_process_does_not_take_are_taken_by_none(tmp_path, what):
     first, second = on_two(tmp_path, "packs_on_one", what)

@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from grpo_ext.batching.sizes import check_equal_slices
+from grpo_ext.batching.sizes import check_equal_slices, geometry_of
 from grpo_ext.rewards.registry import resolve_rewards
 from tests.support.toy_recipe import (
     CONFIGS,
@@ -79,7 +79,7 @@ def test_it_parses_to_what_it_says(recipe, name):
 def test_what_uses_vllm_deals_equal_shares(recipe, name):
     processes, prompts, _, _ = REAL[name]
     _, _, training, _ = recipe.parse(["--config", str(CONFIGS / f"{name}.yaml")])
-    geometry = training.resolve_geometry(processes)
+    geometry = geometry_of(vars(training), processes)
     # a set of unknown size may leave any rest
     for count in [prompts] if prompts else range(100_000, 100_000 + geometry.prompts_per_rollout):
         check_equal_slices(geometry, count, training.dataloader_drop_last)

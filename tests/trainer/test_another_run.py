@@ -144,11 +144,11 @@ def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything
     make(folder, **SAVE, max_steps=3).train()
     for checkpoint in folder.glob("checkpoint-*"):
         as_of_another_trainer(checkpoint)
-    (folder / "checkpoint-3" / "model.safetensors").unlink()
+    (folder / "checkpoint-3" / "trainer_state.json").unlink()
     (folder / "checkpoint-2" / "scheduler.pt").unlink()
     trainer = make(folder, **SAVE, max_steps=3)
     trainer.train(resume_from_checkpoint="latest")
-    assert "checkpoint-3 holds no weights" in caplog.text
+    assert "checkpoint-3 has neither checkpoint.json nor trainer_state.json" in caplog.text
     assert "checkpoint-2 holds no learning-rate schedule" in caplog.text
     assert [line["step"] for line in trainer.state.log_history if "loss" in line] == [1, 2, 3]
     assert (folder / "checkpoint-2.replaced-1").is_dir()

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, Trainer
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import CheckpointError, ConfigError, SplitDependentError
-from grpo_ext.run import keeper, output_folder
+from grpo_ext.run import checkpoint, keeper
 from grpo_ext.run.checkpoint import checkpoints, why_broken, write_listing
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.state import RunState
@@ -306,7 +306,7 @@ def test_bitwise_mode_does_not_go_on_with_another_form_of_the_forward(tmp_path):
 
 
 def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(output_folder, "_PATIENCE", 0.0)
+    monkeypatch.setattr(checkpoint, "_PATIENCE", 0.0)
     folder, refusals = tmp_path / "out", []
     first, second = make(folder, **SAVE), make(folder, **SAVE)
 
@@ -342,7 +342,7 @@ def test_latest_is_looked_for_once_the_folder_is_free(tmp_path, monkeypatch):
     folder = tmp_path / "out"
     first = make(folder, **SAVE)
     first.train()
-    second, take_folder = make(folder, **SAVE), output_folder.take_folder
+    second, take_folder = make(folder, **SAVE), checkpoint.take_folder
 
     def take(name: str, in_place: bool) -> Any:
         (tmp_path / "checkpoint-3").rename(folder / "checkpoint-3")  # the other run saves it, and ends

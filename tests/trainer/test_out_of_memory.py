@@ -12,7 +12,6 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError
 from grpo_ext.forward import prefix_cache, runner
 from grpo_ext.rollouts import engine as sampling
-from grpo_ext.runtime.out_of_memory import free_memory
 from grpo_ext.step import optimizer_step
 from tests.support.trainers import change, error, make, parameters, update
 from tests.tolerances import UPDATE
@@ -66,7 +65,8 @@ def test_no_cache_of_a_failed_attempt_survives(tmp_path, monkeypatch):
         return sum("_Recorded" in type(thing).__name__ for thing in gc.get_objects())
 
     found = []
-    monkeypatch.setattr(optimizer_step, "free_memory", lambda: (free_memory(), found.append(kept())))
+    clear = optimizer_step.clear_device_cache
+    monkeypatch.setattr(optimizer_step, "clear_device_cache", lambda **how: (clear(**how), found.append(kept())))
     trainer = limited(tmp_path, forward="prefix", max_steps=1)
     trainer.most, alive = 3, []
     inner = prefix_cache._continued

@@ -6,15 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 from grpo_ext.run.checkpoint import (
     LISTING,
     checkpoints,
     newest_whole,
     publish,
-    remove_unfinished,
     rotate,
+    take_folder,
     why_broken,
     write_listing,
     writing_folder,
@@ -25,6 +24,8 @@ def make(run: Path, step: int) -> Path:
     written = writing_folder(run) / f"checkpoint-{step}"
     (written / "sub").mkdir(parents=True)
     (written / "model.safetensors").write_bytes(bytes(range(200)) * 10)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (written / name).write_bytes(b"state")
     (written / "sub" / "rng.pth").write_bytes(b"random")
     write_listing(written, {"step": step})
     final = run / f"checkpoint-{step}"
@@ -76,8 +77,8 @@ def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):
     half.mkdir(parents=True)
     (half / "model.safetensors").write_bytes(b"half")
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
-    remove_unfinished(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
+    take_folder(str(tmp_path), in_place=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_running.lock", "checkpoint-1"]
 
 
 def test_a_name_that_is_taken_is_kept_beside(tmp_path):
@@ -89,12 +90,11 @@ def test_a_name_that_is_taken_is_kept_beside(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
 
 
-def test_rotation_keeps_the_newest_whole_and_the_best(tmp_path):
-    for step in (1, 2, 3, 4):
+def test_rotation_keeps_the_best_and_the_one_just_written(tmp_path):
+    for step in (1, 2, 3):
         make(tmp_path, step)
-    truncate(tmp_path / "checkpoint-4")
     for limit in (1, None):
-        rotate(tmp_path, limit, str(tmp_path / "checkpoint-1"))
+        rotate(tmp_path, limit, str(tmp_path / "checkpoint-1"), tmp_path / "checkpoint-3", None)
         assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
 
 
@@ -103,6 +103,4 @@ def test_a_checkpoint_of_transformers_is_taken_unverified(tmp_path):
     folder.mkdir()
     assert "neither" in str(why_broken(folder))
     (folder / "trainer_state.json").write_text("{}")
-    assert "holds no weights" in str(why_broken(folder))
-    save_file({}, folder / "adapter_model.safetensors")
     assert why_broken(folder) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -80,15 +79,6 @@ def test_values_that_json_has_not_are_read(one, other):
     assert data_fingerprint(Dataset.from_list([{"answer": one}])) != data_fingerprint(
         Dataset.from_list([{"answer": other}])
     )
-
-
-def test_other_threads_of_an_earlier_version_are_other_bits(tmp_path):
-    saved = {"settings": {"rollout_threads": 2}, "data": None, "model": {}, "tokenizer": None, "rewards": []}
-    (tmp_path / FINGERPRINT).write_text(json.dumps(saved))
-    for exact, threads, refused in ((True, 1, True), (True, 2, False), (False, 1, False)):
-        current = {**saved, "settings": {"bitwise_invariant": exact, "bitwise_threads": threads}}
-        with pytest.raises(CheckpointError, match="sampled with rollout_threads=2") if refused else nullcontext():
-            check_same_run(tmp_path, current, ["bitwise_invariant", "bitwise_threads"])
 
 
 def test_the_remedy_of_every_change_is_named(tmp_path):

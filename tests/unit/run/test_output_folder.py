@@ -11,8 +11,8 @@ from accelerate import PartialState
 from filelock import FileLock
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.run import output_folder
-from grpo_ext.run.output_folder import take_folder
+from grpo_ext.run import checkpoint
+from grpo_ext.run.checkpoint import take_folder
 
 
 @pytest.fixture(autouse=True)
@@ -42,24 +42,17 @@ def test_a_folder_that_was_released_is_taken_again(tmp_path):
 
 
 def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_path, monkeypatch):
-    folder, acquire = tmp_path / "out", output_folder._acquire
+    folder, acquire = tmp_path / "out", checkpoint._acquire
 
     def late(name: str) -> Any:
         if name == str(folder):
             (folder / "checkpoint-1").mkdir(parents=True)
         return acquire(name)
 
-    monkeypatch.setattr(output_folder, "_acquire", late)
+    monkeypatch.setattr(checkpoint, "_acquire", late)
     assert take_folder(str(folder), in_place=False)[0] == f"{folder}-2"
     monkeypatch.undo()
     assert take_folder(str(folder), in_place=True)[0] == str(folder)  # its lock was released
-
-
-def test_what_a_run_that_was_killed_left_unfinished_is_cleared_once_the_folder_is_taken(tmp_path):
-    half = tmp_path / "_writing-77-aa" / "checkpoint-2"
-    half.mkdir(parents=True)
-    take_folder(str(tmp_path), in_place=True)
-    assert not half.parent.exists()
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_sentence():

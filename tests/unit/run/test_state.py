@@ -62,8 +62,8 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
 
 
 def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(tmp_path, caplog):
-    RunState(rollout=rollout(kinds=[int, float]), rollout_name=(0, 1), step=3).save(tmp_path)
+    RunState(rollout=rollout(kinds=[int, float]), rollout_name=(0, 1), sampled_at=3).save(tmp_path)
     assert "cannot hold kinds of this rollout batch" in caplog.text
     state = RunState.load(tmp_path, 2)
     assert state is not None
-    assert (state.rollout, state.rollout_name, state.step) == (None, None, 3)
+    assert (state.rollout, state.rollout_name, state.sampled_at) == (None, None, 3)

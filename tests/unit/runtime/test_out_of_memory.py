@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from accelerate import PartialState
@@ -65,8 +67,8 @@ def test_a_resumed_run_keeps_the_smaller_sizes():
     found = MicroBatchLimits(8)
     found.shrink(8, 100)
     resumed = MicroBatchLimits(16)
-    resumed.restore(found.state())
+    resumed.restore(**asdict(found))
     assert (resumed.rows, resumed.failures) == (4, 1)
     untouched = MicroBatchLimits(16)
-    untouched.restore(MicroBatchLimits(2).state())
+    untouched.restore(**asdict(MicroBatchLimits(2)))
     assert untouched.rows == 16  # it never failed: the size is the user's choice
