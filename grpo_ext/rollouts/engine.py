@@ -1,8 +1,9 @@
 """Engines: what samples the next tokens of transcripts. Here: the model's own `generate`, by key and in chunks.
 
 Differs from TRL, which generates for all rows of a process at once from one generator: here the random number of a
-token depends on the transcript's key and its position alone, and chunks are cut by global order, so they have the same
-shapes on every number of processes. vLLM is in rollouts.vllm. Called by the worker, once for every turn.
+token depends on the transcript's key and its position alone. Chunks are cut by global order: where each is a call of
+its own, it has the same shapes on every number of processes. vLLM is in rollouts.vllm. Called by the worker, once for
+every turn.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig
 
+from ..batching.sizes import BatchGeometry
 from ..errors import PrecisionError
 from ..forward.images import RowImages
 from ..precision.non_finite import FirstModule, bad_weight, explanation
@@ -49,6 +51,7 @@ class EngineSettings:
     Attributes:
         device: of the model.
         chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
+        together: completions of a `generate` call, at most, where it samples several chunks; None: those of a chunk.
         eos_token_ids: any of these ends a completion.
         filler: a token, for rows that no result contains.
         pad: the padding token of TRL's dictionary.
@@ -63,6 +66,7 @@ class EngineSettings:
     eos_token_ids: Sequence[int]
     filler: int
     pad: int
+    together: int | None = None
     multiple: int | None = None
     compact: bool = True
     sharded: bool = False
@@ -70,19 +74,31 @@ class EngineSettings:
 
     def groups_of(self, num_generations: int) -> int | None:
         """Completions of a chunk in whole groups, at least one."""
-        return None if self.chunk_size is None else max(1, self.chunk_size // num_generations) * num_generations
+        return _whole_groups(self.chunk_size, num_generations)
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """The transcripts of each chunk, in order; later turns keep the chunks of the first.
+        """The transcripts of each `generate` call, in order; later turns keep the calls of the first.
 
         A process starts at the border of a chunk (`batching.sizes.process_prompts`), so places on a process cut the
         chunks of the whole rollout batch.
         """
-        size = self.groups_of(num_generations)
+        size = _whole_groups(self.together or self.chunk_size, num_generations)
         chunks: dict[int, list[Transcript]] = {}
         for transcript in transcripts:
             chunks.setdefault(0 if size is None else transcript.place // size, []).append(transcript)
         return list(chunks.values())
+
+
+def chunk_sizes(geometry: BatchGeometry) -> dict[str, int | None]:
+    """The fields of `EngineSettings` that follow from the batch sizes of a run."""
+    return {
+        "chunk_size": geometry.rollout_chunk_size,
+        "together": geometry.generate_size if geometry.together else None,
+    }
+
+
+def _whole_groups(rows: int | None, num_generations: int) -> int | None:
+    return None if rows is None else max(1, rows // num_generations) * num_generations
 
 
 @dataclass
