@@ -9,6 +9,7 @@ every turn.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,13 +19,18 @@ from transformers import GenerationConfig
 
 from ..batching.sizes import BatchGeometry
 from ..errors import PrecisionError
+from ..forward.architecture import cached_numbers
 from ..forward.images import RowImages
+from ..forward.reference import base_model_of
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.collectives import max_over_processes
-from ..runtime.out_of_memory import Halving
+from ..runtime.out_of_memory import Halving, available_bytes
 from .decoding import decodes_compactly, own_generate, without_router_logits
 from .keyed import can_sample_by_key, sample_chunk
 from .transcript import Transcript
+
+_ROOM = 1.25  # of a cache that grows, at most, times what it holds
+_SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and what filters and the choice make of it
 
 Sampled = tuple[list[int], "list[float | None] | None"]  # new token ids, and the log-probabilities an engine returns
 
@@ -138,13 +144,25 @@ class TransformersEngine:
         with without_router_logits(self.model().config), self.generating() as model:
             for number in range(calls):
                 chunk = chunks[number] if number < len(chunks) else stand_in
-                pieces = self.memory.run(range(len(chunk)), lambda part: self._sample(model, chunk, part, config))  # noqa: B023
+                expected = self._expected_rows(model, chunk, config)
+                sample = functools.partial(self._sample, model, chunk, config)
+                pieces = self.memory.run(range(len(chunk)), sample, expected)
                 if number < len(chunks):
                     sampled += [(ids, None) for piece in pieces for ids in piece]
         return sampled
 
+    def _expected_rows(self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig) -> int | None:
+        """How many completions of a chunk fit into the free memory at their longest; None where that is not known."""
+        free = available_bytes(self.settings.device)
+        if free is None or config.max_new_tokens is None:
+            return None
+        policy = base_model_of(model)
+        tokens = max(len(row.prompt_ids) + len(row.ids) for row in chunk) + config.max_new_tokens
+        cache = cached_numbers(policy.config, tokens) * policy.dtype.itemsize * _ROOM
+        return int(free // (cache + policy.config.get_text_config().vocab_size * _SCORE_BYTES))
+
     def _sample(
-        self, model: Any, chunk: Sequence[Transcript], part: Sequence[int], config: GenerationConfig
+        self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, part: Sequence[int]
     ) -> list[list[int]]:
         rows, settings = [chunk[i] for i in part], self.settings
         prompts, images = [row.prompt_ids + row.ids for row in rows], self.images_of(rows)
