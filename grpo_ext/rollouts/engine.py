@@ -95,7 +95,7 @@ class EngineSettings:
         return list(chunks.values())
 
 
-def chunk_sizes(geometry: BatchGeometry) -> dict[str, int | None]:
+def chunk_sizes(geometry: BatchGeometry) -> dict[str, Any]:
     """The fields of `EngineSettings` that follow from the batch sizes of a run."""
     return {
         "chunk_size": geometry.rollout_chunk_size,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from typing import Any
 
+import peft
 import pytest
+import torch
 from datasets import Dataset
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
@@ -45,6 +49,24 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
+
+
+# Qwen2.5, from their configurations
+QWEN: dict[str, dict[str, Any]] = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+}
+_VOCABULARIES = {"0.5B": 151936, "1.5B": 151936, "7B": 152064}
+RANK = 32  # of adapters
+SAVED_TOLERANCE = 0.15  # attention on fake tensors keeps a copy of its output that the CPU's kernel does not
+
+
+def qwen(size: str) -> dict[str, Any]:
+    """The fields of a config.json."""
+    heads = 4 if size == "7B" else 2
+    others = {"num_key_value_heads": heads, "tie_word_embeddings": size != "7B", "vocab_size": _VOCABULARIES[size]}
+    return {"model_type": "qwen2", **QWEN[size], **others}
 
 
 class SecondStep(TrainerCallback):
@@ -109,6 +131,82 @@ def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing
     step = expected["training"] - expected["weights"] - expected["optimizer"]
     print(f"step: expected {step / 2**20:.1f} MiB, measured {watch.peak() / 2**20:.1f} MiB")
     assert 0.75 < step / watch.peak() < 1.25
+
+
+@dataclasses.dataclass
+class Held:
+    """Bytes of a model and its step; `casts`: of weights in half precision."""
+
+    weights: int
+    saved: int
+    casts: int
+    gradients: int
+    state: int
+    shards: int
+
+
+def held_by(size: str, lora: bool, tokens: int) -> Held:
+    """What a whole model on fake tensors holds, which have sizes and no memory: forward, backward and optimizer."""
+    with FakeTensorMode():
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**qwen(size)), dtype=torch.float32).train()
+        plain = {p.shape for p in model.parameters()}
+        weights = sum(p.nbytes for p in model.parameters())
+        if lora:
+            config = peft.LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=0.0)
+            model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        fixed = {p.untyped_storage()._cdata for p in model.parameters()}
+        saved: dict[int, tuple[Any, torch.Tensor]] = {}
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            if (storage := tensor.untyped_storage())._cdata not in fixed:
+                saved[storage._cdata] = (storage, tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            hidden = model.get_base_model().model if lora else model.model
+            output = hidden(input_ids=ids, use_cache=False).last_hidden_state
+        is_cast = [
+            tensor.shape in plain or tensor.t().shape in plain for _, tensor in saved.values() if tensor.dim() < 3
+        ]
+        stored = [(storage.nbytes(), tensor.dim() < 3 and _of(tensor, plain)) for storage, tensor in saved.values()]
+        assert any(is_cast)
+        optimizer = torch.optim.AdamW(trained)
+        output.float().sum().backward()
+        optimizer.step()
+        gradients = sum(p.grad.nbytes for p in trained if p.grad is not None)
+        states = (value for values in optimizer.state.values() for value in values.values())
+        return Held(
+            weights=weights,
+            saved=sum(n for n, weight in stored if not weight),
+            casts=sum(n for n, weight in stored if weight),
+            gradients=gradients,
+            state=sum(value.nbytes for value in states if value.dim()),
+            shards=sum(-(-p.size(0) // 8) * p[0].nbytes for p in trained),  # FSDP2 cuts the first dimension
+        )
+
+
+def _of(tensor: torch.Tensor, shapes: set[torch.Size]) -> bool:
+    return tensor.shape in shapes or tensor.t().shape in shapes
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("size", QWEN)
+def test_the_arithmetic_is_what_a_whole_model_holds(size, lora):
+    tokens = 1024
+    held = held_by(size, lora, tokens)
+    sizes = measure(AutoConfig.for_model(**qwen(size)), lora_rank=RANK if lora else None)
+    one = memory_of(sizes, MemoryLayout("ddp", 1, tokens, 1, checkpointing=False))
+    eight = memory_of(sizes, MemoryLayout("fsdp2", 8, tokens, 1, checkpointing=False))
+    print(f"{size}: {one['activations'] / held.saved:.3f} of the saved activations")
+    assert one["weights"] == held.weights
+    assert one["gradients"] == held.gradients
+    assert one["optimizer"] == held.state == 2 * held.gradients
+    assert eight["optimizer"] == pytest.approx(2 * held.shards, rel=1e-3)
+    assert eight["gradients"] >= held.shards
+    assert one["activations"] == pytest.approx(held.saved, rel=SAVED_TOLERANCE)
+    assert one["half-precision copies"] >= held.casts
 
 
 SIZES = ModelSizes(
