@@ -77,6 +77,7 @@ class Gradients(TrainerCallback):
             if isinstance(module, FSDPModule):
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     grads += [part.unsharded_accumulated_grad for part in group.fsdp_params]
+                    grads += [part._unsharded_param.grad for part in group.fsdp_params]
         local = [getattr(grad, "_local_tensor", grad).untyped_storage() for grad in grads if grad is not None]
         held = {storage.data_ptr(): storage.nbytes() for storage in local}  # those of a layer share one
         whole = sum(p.numel() * p.element_size() for p in model.parameters())
