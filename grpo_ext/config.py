@@ -98,8 +98,10 @@ class GRPOConfig(trl.GRPOConfig):
     )
     rollout_chunk_size: int | None = _setting(
         None,
-        "Completions per generate call on one device, and per call of a reward function; a multiple of "
-        "num_generations, and the same for every number of processes. Default: 64, rounded down to whole groups.",
+        "Completions of a chunk, a multiple of num_generations: for each chunk, reward functions and generate are "
+        "called once, so that completions are the same for every number of processes. Default: an eighth of the "
+        "rollout batch, at most 64, in whole groups; a process then samples its chunks in one call, and a few "
+        "completions may differ by rounding (bitwise_invariant: 64, a call for each). A resumed run keeps its chunks.",
     )
     rollout_lag: int = _setting(
         0,

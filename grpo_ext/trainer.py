@@ -47,7 +47,7 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .step.evaluation import PassAtK
-from .step.gradients import clear_cache_every
+from .step.gradients import clear_cache_every, replicate
 from .step.loss import assemble_loss
 from .step.optimizer_step import Attempt, StepPlanner
 from .step.settings import StepSettings, loss_config_of, step_settings_of
@@ -181,6 +181,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             compat.forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
             install_loss_scaler(self.accelerator)
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Like transformers' method; without DDP, see `step.gradients.replicate`."""
+        model = super()._wrap_model(model, training, dataloader)
+        return replicate(self.accelerator, model) if training else model
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per optimizer step over all processes, for the Trainer's reports."""

@@ -15,6 +15,7 @@ def describe_plan(
     form: str | None = None,
     precision: str | None = None,
     ahead: str | None = None,
+    longest: int | None = None,
 ) -> str:
     """The resolved plan as text, for people: one line a fact.
 
@@ -23,6 +24,7 @@ def describe_plan(
         epochs: passes over the training set, or None when the run is limited by steps.
         micro_batch_tokens: tokens per forward on one device, or None.
         form, precision, ahead: the form of the forward, its precision, and what sampling ahead takes; None: no line.
+        longest: tokens of the longest completion; None where this package's own engine does not sample.
     """
     g, group = geometry, geometry.num_generations
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
@@ -35,11 +37,13 @@ def describe_plan(
         ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
         ("micro-batches per step", f"{g.accumulation_steps} per process ({'or more' if budget else 'derived'})"),
     ]
+    if longest is not None:
+        rows.insert(2, ("sampling", _sampling(g, longest)))
     more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
     rows += [(name, text) for name, text in more if text is not None]
     if g.global_batch_size % group:
         rows.append(("note", "steps cut groups; advantages are over whole groups"))
-    if chunks < g.num_processes:
+    if longest is not None and chunks < g.num_processes:
         rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
     if num_prompts is None:
         rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
@@ -47,6 +51,15 @@ def describe_plan(
         rows += _epoch_rows(EpochLayout(g, num_prompts, drop_last), epochs)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _sampling(geometry: BatchGeometry, longest: int) -> str:
+    g = geometry
+    idle = f", {g.idle_share:.0%} of the processes' time idle" if g.num_processes > 1 else ""
+    return (
+        f"{g.generate_calls} batch(es) of up to {g.generate_size} completions per process, up to "
+        f"{g.generate_calls * longest} decode steps{idle}"
+    )
 
 
 def _smaller_chunk(geometry: BatchGeometry) -> str:

@@ -14,7 +14,9 @@ from typing import Any
 
 from ..errors import ConfigError
 
-DEFAULT_ROLLOUT_CHUNK = 64  # completions per `generate` call; a constant, so that no layout can change it
+# without a rollout_chunk_size; constants, so that neither a device nor a number of processes can change the chunks
+CHUNK = 64  # the most completions of a chunk, unless a group has more
+CHUNKS = 8  # the fewest chunks of a rollout batch, where it has as many groups
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -61,7 +63,8 @@ class BatchGeometry:
         num_iterations: times a rollout batch is trained on (mu in the GRPO paper).
         micro_batch_size: completions per forward on one device.
         num_processes: processes the run is laid onto.
-        rollout_chunk_size: completions per `generate` call on one device, in whole groups.
+        rollout_chunk_size: completions of a chunk of the rollout batch, in whole groups.
+        together: a process samples its chunks in one `generate` call, instead of one call for each.
     """
 
     num_generations: int
@@ -71,6 +74,7 @@ class BatchGeometry:
     micro_batch_size: int
     num_processes: int
     rollout_chunk_size: int
+    together: bool = False
 
     @property
     def prompts_per_rollout(self) -> int:
@@ -86,6 +90,27 @@ class BatchGeometry:
     def accumulation_steps(self) -> int:
         """Micro-batches of the busiest process in a full step."""
         return ceil_div(ceil_div(self.global_batch_size, self.num_processes), self.micro_batch_size)
+
+    @property
+    def sampled_share(self) -> int:
+        """Completions of a rollout batch that the busiest process samples."""
+        sizes = (self.prompts_per_rollout, self.num_generations, self.rollout_chunk_size, self.num_processes)
+        return len(process_prompts(*sizes, rank=0)) * self.num_generations
+
+    @property
+    def generate_size(self) -> int:
+        """The most completions of one `generate` call on one device."""
+        return self.sampled_share if self.together else min(self.rollout_chunk_size, self.sampled_share)
+
+    @property
+    def generate_calls(self) -> int:
+        """`generate` calls of the busiest process for a rollout batch."""
+        return ceil_div(self.sampled_share, self.generate_size)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the processes' time that the busiest one's sampling leaves idle, where completions take alike."""
+        return 1 - self.rollout_batch_size / (self.num_processes * self.sampled_share)
 
 
 # settings of GRPOConfig that the batch sizes follow from, and TRL's default of each
@@ -124,14 +149,16 @@ def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometr
         if value is not None:
             require_whole(name, value)
     step = _global_batch(sizes)
+    rollout, bitwise = _rollout_batch(sizes, step), bool(settings.get("bitwise_invariant", False))
     return BatchGeometry(
         num_generations=generations,
         global_batch_size=step,
-        rollout_batch_size=_rollout_batch(sizes, step),
+        rollout_batch_size=rollout,
         num_iterations=sizes["num_iterations"],
         micro_batch_size=sizes["per_device_train_batch_size"],
         num_processes=num_processes,
-        rollout_chunk_size=_chunk_size(sizes["rollout_chunk_size"], generations),
+        rollout_chunk_size=_chunk_size(sizes["rollout_chunk_size"], generations, rollout, bitwise),
+        together=sizes["rollout_chunk_size"] is None and not bitwise,
     )
 
 
@@ -210,9 +237,16 @@ def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any
         )
 
 
-def _chunk_size(requested: int | None, num_generations: int) -> int:
+def _chunk_size(requested: int | None, num_generations: int, rollout: int, bitwise: bool) -> int:
+    """Completions of a chunk; the default follows from what the run means, never from how it is laid out.
+
+    Args:
+        rollout: completions of a rollout batch.
+        bitwise: bitwise mode, whose chunks are what `generate` sees, and as large as they can be.
+    """
     if requested is None:
-        return max(1, DEFAULT_ROLLOUT_CHUNK // num_generations) * num_generations
+        most = CHUNK if bitwise else min(CHUNK, rollout // CHUNKS)
+        return max(1, most // num_generations) * num_generations
     if requested % num_generations:
         raise ConfigError(
             f"rollout_chunk_size={requested} is not a multiple of num_generations={num_generations}; groups stay whole;"

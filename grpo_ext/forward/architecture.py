@@ -6,6 +6,7 @@ trainer (cost of a token), the memory plan and the bench.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -60,8 +61,18 @@ def attention_sizes(config: Any) -> tuple[int, int]:
         Heads times head dimension, and the numbers cached of a token (keys and values), each summed over the layers
         that attend to all tokens or a window of them; recurrent ones do not.
     """
+    layers = list(_attention_layers(config))
+    return sum(width for width, _, _ in layers), sum(cached for _, cached, _ in layers)
+
+
+def cached_numbers(config: Any, tokens: int) -> int:
+    """Numbers in the cache of a sequence of `tokens` tokens: a layer with a window holds at most the window."""
+    return sum(cached * min(tokens, window or tokens) for _, cached, window in _attention_layers(config))
+
+
+def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
+    """Of each layer that attends: heads times head dimension, numbers cached of a token, tokens of its window."""
     kinds = layer_kinds(config)
-    width = cached = 0
     for number, layer in enumerate(_layer_configs(config)):
         kind = kinds[number] if number < len(kinds) else ""
         heads, hidden = _number(layer, "num_attention_heads"), _number(layer, "hidden_size")
@@ -71,9 +82,11 @@ def attention_sizes(config: Any) -> tuple[int, int]:
         parts = [_number(layer, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
         latent = sum(part for part in parts if part is not None) if None not in parts else None
         both = latent or 2 * (_number(layer, "head_dim") or hidden // heads)
-        width += heads * both // 2
-        cached += (_number(layer, "num_key_value_heads") or heads) * both
-    return width, cached
+        # as transformers' cache reads them: without kinds, every layer has the window that there is
+        names = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
+        windows = names.get(kind, () if kinds else ("sliding_window", "attention_chunk_size"))
+        cached = (_number(layer, "num_key_value_heads") or heads) * both
+        yield heads * both // 2, cached, _number(layer, *windows)
 
 
 def weight_sizes(model: Any) -> tuple[int, int]:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import trl
-from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
@@ -23,7 +21,7 @@ from transformers import AutoConfig
 
 from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
 from ..errors import ModelError
-from ..runtime.collectives import any_process, broadcast_tensor
+from ..runtime.collectives import any_process, copy_from_main_process
 from .lm_head import gathered, install
 
 logger = get_logger(__name__)
@@ -92,10 +90,8 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _as_on_main_process(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a copy the weights it has on the main process, as DDP, FSDP and ZeRO do with the policy."""
-    if PartialState().num_processes > 1:
-        for tensor in itertools.chain(model.parameters(), model.buffers()):
-            tensor.data.copy_(broadcast_tensor(tensor.data.to(device).contiguous()))
+    """Give a copy the weights it has on the main process, as the policy gets them."""
+    copy_from_main_process(model, device)
     return model
 
 

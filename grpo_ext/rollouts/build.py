@@ -31,7 +31,7 @@ from ..runtime.collectives import shards_parameters, wait_for_all
 from ..runtime.out_of_memory import Halving
 from ..runtime.transfer import to_device
 from .chat import Chat
-from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
+from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine, chunk_sizes
 from .environments import Environments
 from .images import ImageSource
 from .local import Hooks, Terms
@@ -116,8 +116,6 @@ def _worker(
 def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
     return EngineSettings(
         device=trainer.accelerator.device,
-        # vLLM batches by itself
-        chunk_size=None if trainer.use_vllm else trainer.geometry.rollout_chunk_size,
         eos_token_ids=trainer.eos_token_ids,
         filler=tokenizer.eos_token_id,
         pad=tokenizer.pad_token_id,
@@ -125,6 +123,7 @@ def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
         compact=trainer.args.compact_rollouts,
         sharded=shards_parameters(trainer.accelerator),
         fp16=trainer.args.fp16,
+        **({"chunk_size": None} if trainer.use_vllm else chunk_sizes(trainer.geometry)),  # vLLM batches by itself
     )
 
 

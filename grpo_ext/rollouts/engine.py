@@ -1,13 +1,15 @@
 """Engines: what samples the next tokens of transcripts. Here: the model's own `generate`, by key and in chunks.
 
 Differs from TRL, which generates for all rows of a process at once from one generator: here the random number of a
-token depends on the transcript's key and its position alone, and chunks are cut by global order, so they have the same
-shapes on every number of processes. vLLM is in rollouts.vllm. Called by the worker, once for every turn.
+token depends on the transcript's key and its position alone. Chunks are cut by global order: where each is a call of
+its own, it has the same shapes on every number of processes. vLLM is in rollouts.vllm. Called by the worker, once for
+every turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,14 +17,20 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig
 
+from ..batching.sizes import BatchGeometry
 from ..errors import PrecisionError
+from ..forward.architecture import cached_numbers
 from ..forward.images import RowImages
+from ..forward.reference import base_model_of
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.collectives import max_over_processes
-from ..runtime.out_of_memory import Halving
+from ..runtime.out_of_memory import Halving, available_bytes
 from .decoding import decodes_compactly, own_generate, without_router_logits
 from .keyed import can_sample_by_key, sample_chunk
 from .transcript import Transcript
+
+_ROOM = 1.25  # of a cache that grows, at most, times what it holds
+_SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and what filters and the choice make of it
 
 Sampled = tuple[list[int], "list[float | None] | None"]  # new token ids, and the log-probabilities an engine returns
 
@@ -49,6 +57,7 @@ class EngineSettings:
     Attributes:
         device: of the model.
         chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
+        together: completions of a `generate` call, at most, where it samples several chunks; None: those of a chunk.
         eos_token_ids: any of these ends a completion.
         filler: a token, for rows that no result contains.
         pad: the padding token of TRL's dictionary.
@@ -63,6 +72,7 @@ class EngineSettings:
     eos_token_ids: Sequence[int]
     filler: int
     pad: int
+    together: int | None = None
     multiple: int | None = None
     compact: bool = True
     sharded: bool = False
@@ -70,19 +80,31 @@ class EngineSettings:
 
     def groups_of(self, num_generations: int) -> int | None:
         """Completions of a chunk in whole groups, at least one."""
-        return None if self.chunk_size is None else max(1, self.chunk_size // num_generations) * num_generations
+        return _whole_groups(self.chunk_size, num_generations)
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """The transcripts of each chunk, in order; later turns keep the chunks of the first.
+        """The transcripts of each `generate` call, in order; later turns keep the calls of the first.
 
         A process starts at the border of a chunk (`batching.sizes.process_prompts`), so places on a process cut the
         chunks of the whole rollout batch.
         """
-        size = self.groups_of(num_generations)
+        size = _whole_groups(self.together or self.chunk_size, num_generations)
         chunks: dict[int, list[Transcript]] = {}
         for transcript in transcripts:
             chunks.setdefault(0 if size is None else transcript.place // size, []).append(transcript)
         return list(chunks.values())
+
+
+def chunk_sizes(geometry: BatchGeometry) -> dict[str, Any]:
+    """The fields of `EngineSettings` that follow from the batch sizes of a run."""
+    return {
+        "chunk_size": geometry.rollout_chunk_size,
+        "together": geometry.generate_size if geometry.together else None,
+    }
+
+
+def _whole_groups(rows: int | None, num_generations: int) -> int | None:
+    return None if rows is None else max(1, rows // num_generations) * num_generations
 
 
 @dataclass
@@ -122,13 +144,25 @@ class TransformersEngine:
         with without_router_logits(self.model().config), self.generating() as model:
             for number in range(calls):
                 chunk = chunks[number] if number < len(chunks) else stand_in
-                pieces = self.memory.run(range(len(chunk)), lambda part: self._sample(model, chunk, part, config))  # noqa: B023
+                expected = self._expected_rows(model, chunk, config)
+                sample = functools.partial(self._sample, model, chunk, config)
+                pieces = self.memory.run(range(len(chunk)), sample, expected)
                 if number < len(chunks):
                     sampled += [(ids, None) for piece in pieces for ids in piece]
         return sampled
 
+    def _expected_rows(self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig) -> int | None:
+        """How many completions of a chunk fit into the free memory at their longest; None where that is not known."""
+        free = available_bytes(self.settings.device)
+        if free is None or config.max_new_tokens is None:
+            return None
+        policy = base_model_of(model)
+        tokens = max(len(row.prompt_ids) + len(row.ids) for row in chunk) + config.max_new_tokens
+        cache = cached_numbers(policy.config, tokens) * policy.dtype.itemsize * _ROOM
+        return int(free // (cache + policy.config.get_text_config().vocab_size * _SCORE_BYTES))
+
     def _sample(
-        self, model: Any, chunk: Sequence[Transcript], part: Sequence[int], config: GenerationConfig
+        self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, part: Sequence[int]
     ) -> list[list[int]]:
         rows, settings = [chunk[i] for i in part], self.settings
         prompts, images = [row.prompt_ids + row.ids for row in rows], self.images_of(rows)

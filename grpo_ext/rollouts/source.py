@@ -21,7 +21,7 @@ from accelerate.logging import get_logger
 
 from ..algorithms.dynamic_sampling import fill_places
 from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepRows
-from ..batching.sizes import StepLayout, ceil_div
+from ..batching.sizes import BatchGeometry, StepLayout, ceil_div
 from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError
 from ..forward.snapshot import Weights
@@ -30,6 +30,7 @@ from ..runtime.collectives import gather_lists, uneven_gathers
 from ..runtime.out_of_memory import Halving
 from .ahead import RolloutsAhead
 from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
+from .engine import TransformersEngine, chunk_sizes
 from .images import ImageSource
 from .join import Round, exchange, join
 from .keyed import BEYOND
@@ -105,6 +106,14 @@ class Rollouts:
         # vLLM batches by itself, and tensor parallel engines need as many rows from every process: a chunk is one group
         chunk = num_generations if self.args.use_vllm else self.args.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, processes, rank)
+
+    def resize_chunks(self, geometry: BatchGeometry) -> None:
+        """Sample and score in the chunks of `geometry` from now on."""
+        self.args.geometry = geometry
+        if not self.args.use_vllm:
+            self.worker.settings = dataclasses.replace(self.worker.settings, **chunk_sizes(geometry))
+            if isinstance(self.worker.engine, TransformersEngine):
+                self.worker.engine.settings = self.worker.settings
 
     def divide_threads(self) -> int | None:
         """CPU threads of training, where sampling ahead takes half of them; None: as many as torch has."""

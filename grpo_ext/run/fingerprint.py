@@ -275,6 +275,12 @@ def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any,
             yield name, old, new
 
 
+def saved_settings(folder: str | Path) -> dict[str, Any]:
+    """The settings that a checkpoint was written with; none where another trainer wrote it."""
+    path = Path(folder) / FINGERPRINT
+    return dict(json.loads(path.read_text())["settings"]) if path.is_file() else {}
+
+
 def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Compare a checkpoint's fingerprint with that of the run that resumes it.
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..batching.plan_text import describe_plan
+from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
 from ..errors import CheckpointError
 from ..rollouts.build_ahead import described
@@ -44,7 +45,15 @@ from .checkpoint import (
     write_listing,
     writing_folder,
 )
-from .fingerprint import FINGERPRINT, KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, state_hashes
+from .fingerprint import (
+    FINGERPRINT,
+    KEEPS_ROLLOUT,
+    check_same_run,
+    differences,
+    fingerprint_of,
+    saved_settings,
+    state_hashes,
+)
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .log import RunLog
 from .state import RunState
@@ -72,6 +81,7 @@ class RunKeeper(TrainerCallback):
         self.say = self.watch.say
         self.output_dir: str | None = None
         self.resumed = TrainerState()
+        self._geometry: BatchGeometry = trainer.geometry  # as it was configured
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
@@ -110,6 +120,7 @@ class RunKeeper(TrainerCallback):
         """
         vars(self).pop("fingerprint", None)
         self.resumed, self._run_state = TrainerState(), None
+        self._resize_chunks({})
         output_dir = str(self.args.output_dir)
 
         def take() -> tuple[str, str | None, bool, str]:
@@ -157,6 +168,8 @@ class RunKeeper(TrainerCallback):
                 "run with it."
             )
         allowed = self.args.allow_changed_on_resume or ()
+        if "rollout_chunk_size" not in allowed:
+            self._resize_chunks(from_main_process(self.accelerator, lambda: saved_settings(checkpoint)))
         changes = from_main_process(self.accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
         for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
@@ -172,11 +185,26 @@ class RunKeeper(TrainerCallback):
         self._run_state = state
         self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
 
+    def _resize_chunks(self, saved: Mapping[str, Any]) -> None:
+        """Keep the chunks of a checkpoint where the configuration leaves their size open.
+
+        Args:
+            saved: the checkpoint's settings; none for a new run, whose chunks are those of the configuration.
+        """
+        trainer, geometry = self.trainer, self._geometry
+        size = saved.get("rollout_chunk_size")
+        if geometry.together and size is not None and size % geometry.num_generations == 0:
+            geometry = dataclasses.replace(geometry, rollout_chunk_size=size)
+        if geometry != trainer.geometry:
+            trainer.geometry = geometry
+            trainer._rollouts.resize_chunks(geometry)
+
     def announce(self) -> str:
         """Print the plan of the run; returns it."""
         trainer, args = self.trainer, self.args
         prompts = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
+        continuous = trainer.use_transformers_continuous_batching
         plan = describe_plan(
             trainer.geometry,
             prompts,
@@ -186,6 +214,7 @@ class RunKeeper(TrainerCallback):
             form=trainer._forwards.choice.described(trainer.model),
             precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
             ahead=described(trainer),
+            longest=None if args.use_vllm or continuous else trainer.max_completion_length,
         )
         self.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
         return plan

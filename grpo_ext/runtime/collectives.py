@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -138,6 +139,14 @@ def broadcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The main process's tensor, on every process."""
     _refuse_alone()
     return broadcast(tensor)
+
+
+def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> None:
+    """Give the parameters and buffers of a model their values on the main process."""
+    if PartialState().num_processes == 1:
+        return
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        tensor.data.copy_(broadcast_tensor(tensor.data.to(device).contiguous()))
 
 
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:

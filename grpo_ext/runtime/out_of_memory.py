@@ -31,6 +31,14 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
 
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that new tensors on a device can take, torch's unused cache included; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 class Halving:
     """Runs work on rows in pieces that fit into memory, and remembers their size.
 
@@ -43,14 +51,27 @@ class Halving:
     def __init__(self, what: str, remedy: str, enabled: bool = True) -> None:
         self.what, self.remedy, self.enabled = what, remedy, enabled
         self.limit: int | None = None
+        self._foreseen: int | None = None  # the size that was reported last
 
-    def run(self, rows: Sequence[int], work: Callable[[Sequence[int]], T]) -> list[T]:
+    def run(self, rows: Sequence[int], work: Callable[[Sequence[int]], T], expected: int | None = None) -> list[T]:
         """The results of `work` on consecutive pieces of `rows`.
+
+        Args:
+            expected: rows that are expected to fit; more are cut beforehand, into pieces of about one size. None:
+                not known.
 
         Raises:
             MemoryShortageError: one row alone does not fit, or cutting is not allowed.
         """
         size = len(rows) if self.limit is None else min(self.limit, len(rows))
+        if self.enabled and expected is not None and expected < size:
+            size = ceil_div(size, ceil_div(size, max(1, expected)))
+            if size != self._foreseen:
+                self._foreseen = size
+                logger.warning(
+                    f"{self.what} of {len(rows)} completions at their longest is expected to exceed the free memory, "
+                    f"which holds about {expected}; it runs with {size} at a time."
+                )
         results: list[T] = []
         start = 0
         while start < len(rows):

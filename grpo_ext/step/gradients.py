@@ -22,8 +22,31 @@ from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 
 from ..precision.fixed_point import FixedPointSum, check_terms
-from ..runtime.collectives import max_over_processes, stack_over_processes, sum_in_place, sum_over_processes
+from ..runtime.collectives import (
+    copy_from_main_process,
+    max_over_processes,
+    shards_parameters,
+    stack_over_processes,
+    sum_in_place,
+    sum_over_processes,
+)
 from ..runtime.out_of_memory import StepOutOfMemory, is_out_of_memory
+
+_PREPARED = "_is_accelerate_prepared"  # Accelerate's mark
+
+
+def replicate(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    """Prepare a model that every process holds whole, with the main process's weights; others are returned as they are.
+
+    Accelerate would wrap it in DDP, whose buckets take the memory of another gradient, for a reduction that the step
+    does not use.
+    """
+    if accelerator.num_processes == 1 or shards_parameters(accelerator) or hasattr(model, _PREPARED):
+        return model
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    copy_from_main_process(model, accelerator.device)
+    setattr(model, _PREPARED, True)  # `accelerator.prepare` returns it as it is
+    return model
 
 
 def _used_anywhere(used: Sequence[bool], accelerator: Accelerator) -> list[bool]:
@@ -164,8 +187,10 @@ class Accumulation:
     def __init__(self, accelerator: Accelerator, model: Any, count: int, by_engine: bool) -> None:
         self.accelerator, self.model = accelerator, model
         deepspeed = by_engine and accelerator.distributed_type == DistributedType.DEEPSPEED
-        # `steps` exceeds the count, so no backward synchronises; a power of two, so that dividing by it is exact
-        self.steps = count if by_engine else 1 << count.bit_length()
+        # without an engine `steps` exceeds the count, so no backward synchronises; a power of two divides exactly.
+        # FSDP reduces in every backward: gradients that wait for the last one are whole on every process
+        whole = 1 if accelerator.distributed_type == DistributedType.FSDP else count
+        self.steps = whole if by_engine else 1 << count.bit_length()
         self.scale = (accelerator.num_processes if by_engine else 1) * (1 if deepspeed else self.steps)
         self.options: dict[str, Any] = {"scale_wrt_gas": False} if deepspeed else {}
 
@@ -188,7 +213,8 @@ def accumulating(
     """A context for the backward passes of a step; at its end one sum over the processes.
 
     Args:
-        gradients: how gradients are added up; None where the engine (FSDP, DeepSpeed) does it, in its last backward.
+        gradients: how gradients are added up; None where the engine does it: DeepSpeed in its last backward, FSDP in
+            every one.
         count: micro-batches of this process.
 
     Raises:

@@ -106,7 +106,10 @@ def plan(
 
         check_lag(lag, engine != "ddp")
     ahead = f"{lag} rollout batch(es)" if lag else None
-    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, micro_batch_tokens=tokens, ahead=ahead))
+    others = settings.get("use_vllm") or settings.get("use_transformers_continuous_batching")
+    longest = None if others else settings.get("max_completion_length", 512)  # TRL's default
+    sizes = {"micro_batch_tokens": tokens, "longest": longest}
+    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, ahead=ahead, **sizes))
     if (model := settings.get("model_name_or_path")) is not None:
         from .plan import expected_memory
 

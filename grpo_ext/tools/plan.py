@@ -32,6 +32,7 @@ HUB = "https://huggingface.co"
 _PROMPT_TOKENS = 512  # assumed
 _TOKENS = 192  # of the forward pass that is measured
 _WEIGHT_BYTES = 4
+_SLICE_BYTES = 64 * 2**20  # of a gradient and its integers, while they are added up (precision.fixed_point)
 _QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4 bits have a float32 factor for every 64 weights
 
 
@@ -42,6 +43,8 @@ class ModelSizes:
     Attributes:
         parameters: all weights; trained: those with a gradient.
         largest_layer: parameters of the largest layer, which is gathered as a whole.
+        outside: parameters outside of the layers, which FSDP2 gathers for a whole step.
+        head: trained parameters of the language-model head, whose gradient is one tensor beside those of the step.
         layers, hidden, vocabulary: of the configuration.
         compute_bytes: per number in a forward (2: autocast to a half precision).
         token_bytes: saved per token and layer for the backward pass.
@@ -61,6 +64,8 @@ class ModelSizes:
     cache_bytes: float
     quantised: int = 0
     quantised_bytes: float = 0.0
+    outside: int = 0
+    head: int = 0
     form: Form = "packed"
     form_in_words: str = ""
 
@@ -109,8 +114,14 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     shards_weights = layout.engine in ("zero3", "fsdp2")
     holders = layout.processes if layout.engine != "ddp" else 1  # of gradients and optimizer states
     held_weights = whole / layout.processes if shards_weights else whole
-    # one layer in use and the next one being gathered
+    # one layer in use and the next one being gathered; what stands outside of layers, FSDP2 gathers once
     gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0
+    reduced = 0.0
+    if layout.engine == "fsdp2":
+        gathered += model.outside * model.compute_bytes
+        # a gradient is reduced in every micro-batch: for one unit at a time it is whole, and in float32 once more
+        unit = max(model.largest_layer, model.outside) * model.trained / model.parameters
+        reduced = unit * (model.compute_bytes + _WEIGHT_BYTES)
     casts = plain * model.compute_bytes if half and not deepspeed and not shards_weights else 0
     # with checkpointing the input of every layer, and one layer that is run again
     inputs = model.hidden * _WEIGHT_BYTES * model.layers
@@ -119,9 +130,10 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         "weights": held_weights + gathered,
         "half-precision copies": casts,
         "reference": held_weights if layout.reference else 0,
-        "gradients": (width if deepspeed else 4) * model.trained / holders,
+        "gradients": (width if deepspeed else 4) * model.trained / holders + reduced,
+        "gradient of the head": 4 * model.head,
         "optimizer": (8 + masters) * model.trained / holders,
-        "bitwise sums": 8 * model.trained if layout.bitwise else 0,
+        "bitwise sums": 8 * model.trained + _SLICE_BYTES if layout.bitwise else 0,
         "activations": layout.tokens * saved,
         # float32 values and what becomes of them; in half precision the products too
         "logits": min(layout.tokens * model.vocabulary, layout.head_tile) * (8 + (model.compute_bytes if half else 0)),
@@ -129,7 +141,8 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         "key-value cache": model.cache_bytes * layout.sampled_tokens,
     }
     held = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))
-    step = sum(parts[n] for n in ("half-precision copies", "gradients", "bitwise sums", "activations", "logits"))
+    in_a_step = ("half-precision copies", "gradients", "gradient of the head", "bitwise sums", "activations", "logits")
+    step = sum(parts[n] for n in in_a_step)
     # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer
     sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0)
     if layout.weights_ahead:  # both at a time
@@ -189,11 +202,14 @@ def measure(
     adapters = None if lora_rank is None else sum(lora_rank * (m.in_features + m.out_features) for m in linear)
     stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers]
     layers = [sum(p.numel() for p in layer.parameters()) for stack in stacks for layer in stack]
+    trains_head = lora_rank is None and head is not None
     size, choice = getattr(torch, compute).itemsize, ForwardChoice(forms, torch.device("cpu"))
     return ModelSizes(
         parameters=parameters,
         trained=parameters if adapters is None else adapters,
         largest_layer=max(layers, default=parameters),
+        outside=parameters - sum(layers),
+        head=sum(p.numel() for p in head.parameters()) if trains_head else 0,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
@@ -279,7 +295,7 @@ def expected_memory(
         engine,
         geometry.num_processes,
         tokens,
-        sampled_tokens=min(geometry.rollout_chunk_size, geometry.rollout_batch_size) * (longest_prompt + longest),
+        sampled_tokens=geometry.generate_size * (longest_prompt + longest),
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
         reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
         bitwise=bool(settings.get("bitwise_invariant", False)),

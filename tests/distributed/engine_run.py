@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import accelerate
 import accelerate.state
@@ -18,6 +21,7 @@ import torch
 from accelerate.utils import DistributedType
 from peft import LoraConfig
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 PICTURES = {"per_prompt": (1, 2), "shapes": ((8, 8), (16, 8))}  # no prompt without
@@ -62,10 +66,29 @@ class OverflowOnTheLast(TrainerCallback):
             self.hook.remove()
 
 
+class Gradients(TrainerCallback):
+    """The most that is held of gradients between two micro-batches, as a share of those of the whole model."""
+
+    share = 0.0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        grads = [parameter.grad for parameter in model.parameters()]
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    grads += [part.unsharded_accumulated_grad for part in group.fsdp_params]
+                    grads += [part._unsharded_param.grad for part in group.fsdp_params]
+        local = [getattr(grad, "_local_tensor", grad).untyped_storage() for grad in grads if grad is not None]
+        held = {storage.data_ptr(): storage.nbytes() for storage in local}  # those of a layer share one
+        whole = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.share = max(self.share, sum(held.values()) / whole)
+
+
 def main(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from grpo_ext import GRPOConfig, GRPOTrainer
+    from grpo_ext.step import gradients
     from tests.support import tool_runs
     from tests.support.cases import LORA
     from tests.support.images import FAMILIES, image_processor, image_rows, picture_reward
@@ -96,7 +119,11 @@ def main(folder: Path) -> None:
         if run["config"].get("fp16"):
             trainer.accelerator.scaler.value, trainer.accelerator.scaler.patience = 1024.0, 1
             trainer.add_callback(OverflowOnTheLast())
-        trainer.train(resume_from_checkpoint=run["resume"])
+        trainer.add_callback(held := Gradients())
+        # the control: gradients that wait for the last micro-batch
+        kinds = SimpleNamespace(FSDP=None, DEEPSPEED=DistributedType.DEEPSPEED)
+        with mock.patch.object(gradients, "DistributedType", kinds) if run["whole"] else nullcontext():
+            trainer.train(resume_from_checkpoint=run["resume"])
         # weights that are saved in shards are not put together by the engine
         state = {} if run["env"] else trainer.accelerator.get_state_dict(trainer.model_wrapped)
         parameters = list(trainer.model.parameters())
@@ -106,6 +133,7 @@ def main(folder: Path) -> None:
             about = {
                 "engine": trainer.accelerator.distributed_type.value,
                 "log": trainer.state.log_history,
+                "gradients": held.share,
                 "sharded": any(type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in parameters),
             }
             (folder / f"{number}.json").write_text(json.dumps(about, default=float))

@@ -62,6 +62,7 @@ class Job:
     env: dict[str, str] = field(default_factory=dict)
     nameless: bool = False  # a model object that cannot be loaded again by name
     model: str = "model"
+    whole: bool = False  # gradients are not reduced before the last micro-batch
     tools: bool = False  # which processes are done with in different turns
 
 
@@ -86,6 +87,7 @@ FEW = [
     Job("few", FEW_ROWS),  # one group: others have none
     Job("images_saved", IMAGES, prompts=8, model="llava"),
     Job("images_resumed", IMAGES, prompts=8, model="llava", resume="images_saved/checkpoint-1"),
+    Job("whole", {"max_steps": 2}, whole=True),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("resumed", SAVED, resume="saved/checkpoint-1"),
     Job("shards", LAST, env=SHARDS),  # last: the environment stays
@@ -111,6 +113,7 @@ class Outcome:
     log: list[dict[str, Any]]
     engine: str
     sharded: bool
+    gradients: float
 
 
 def prepare(folder: Path, model: Path, jobs: list[Job]) -> None:
@@ -128,7 +131,7 @@ def outcomes(folder: Path, jobs: list[Job]) -> dict[str, Outcome]:
     for number, job in enumerate(jobs):
         about = json.loads((folder / f"{number}.json").read_text())
         state = load_file(folder / f"{number}.safetensors")
-        by_name[job.name] = Outcome(state, about["log"], about["engine"], about["sharded"])
+        by_name[job.name] = Outcome(state, about["log"], about["engine"], about["sharded"], about["gradients"])
     return by_name
 
 
@@ -257,6 +260,12 @@ def test_a_run_is_resumed_where_it_was(launches, engine, processes):
         assert gap(saved, resumed, MODEL_OF[f"{name}saved"]) <= 1e-6, name  # the first step is not trained again
         assert resumed.log[-2]["step"] == saved.log[-2]["step"] >= 3
         assert resumed.log[-2]["loss"] == pytest.approx(saved.log[-2]["loss"], rel=1e-5)
+
+
+def test_fsdp_holds_its_part_of_the_gradients(launches):
+    two = launches("fsdp2", 2)
+    assert 0.4 < two["saved"].gradients < 0.6, two["saved"].gradients
+    assert two["whole"].gradients > 0.9  # the control
 
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}

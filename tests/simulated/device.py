@@ -309,7 +309,8 @@ def simulated_gpu() -> Iterator[Ledger]:
     """
     _setup_privateuseone_for_python_backend("simulated")
     torch._C._set_only_lift_cpu_tensors(True)
-    answers = {"current_device": 0, "get_device_name": "simulated", "get_device_capability": (9, 0)}
+    answers: dict[str, Any] = {"current_device": 0, "get_device_name": "simulated", "get_device_capability": (9, 0)}
+    answers["mem_get_info"] = (80 * 2**30, 80 * 2**30)  # free, and in all
     answers |= dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "synchronize"))
     with ExitStack() as stack:
         for name, answer in answers.items():

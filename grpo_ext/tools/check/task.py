@@ -70,6 +70,8 @@ def _config(settings: Mapping[str, Any], load: dict[str, Any]) -> dict[str, Any]
     geometry = geometry_of(fields_of(settings, GRPOConfig), 1)
     config = {name: value for name, value in fields_of(settings, GRPOConfig).items() if name not in _SIZES}
     config["global_batch_size"] = geometry.global_batch_size
+    # a call for each chunk, so that every split trains on the same completions
+    config["rollout_chunk_size"] = geometry.rollout_chunk_size
     if geometry.steps_per_rollout > 1:
         config["rollout_batch_size"] = geometry.rollout_batch_size
     return {**config, "model_init_kwargs": load}

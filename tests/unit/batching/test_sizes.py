@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from grpo_ext.batching.plan_text import describe_plan
 from grpo_ext.batching.sizes import (
-    DEFAULT_ROLLOUT_CHUNK,
+    CHUNK,
+    CHUNKS,
     BatchGeometry,
     EpochLayout,
     ceil_div,
@@ -138,12 +139,31 @@ def test_a_step_may_cut_groups_as_in_trl(phase):
         assert (g.steps_per_rollout, g.prompts_per_rollout, g.accumulation_steps) == (2, 9, 3)
 
 
-@given(st.integers(2, 100))
-def test_the_default_chunk_is_whole_groups_and_at_least_one(generations):
-    chunk = resolve(num_generations=generations, global_batch_size=generations).rollout_chunk_size
-    assert chunk % generations == 0
-    assert chunk == generations or chunk <= DEFAULT_ROLLOUT_CHUNK
-    assert chunk + generations > DEFAULT_ROLLOUT_CHUNK  # no room for another group
+@given(st.integers(2, 100), st.integers(1, 200), st.integers(1, 8))
+def test_the_default_chunks_are_whole_groups_that_up_to_eight_processes_share(generations, groups, processes):
+    sizes = {"num_generations": generations, "global_batch_size": generations * groups}
+    g = resolve(**sizes, num_processes=processes)
+    assert g.rollout_chunk_size == resolve(**sizes, micro_batch_size=7).rollout_chunk_size
+    assert g.rollout_chunk_size % generations == 0
+    assert g.rollout_chunk_size == generations or g.rollout_chunk_size <= CHUNK
+    assert ceil_div(groups * generations, g.rollout_chunk_size) >= min(groups, CHUNKS)
+    shares = [process_prompts(groups, generations, g.rollout_chunk_size, processes, rank) for rank in range(processes)]
+    assert all(shares) or groups < processes
+    assert g.sampled_share == generations * max(map(len, shares)) == g.generate_size
+    assert g.generate_calls == 1
+    assert g.idle_share == pytest.approx(1 - groups / (processes * max(map(len, shares))))
+
+
+@given(st.integers(2, 100), st.integers(1, 200))
+def test_bitwise_mode_and_a_chunk_size_of_the_users_have_a_call_for_each_chunk(generations, groups):
+    sizes = {"num_generations": generations, "global_batch_size": generations * groups}
+    bitwise = resolve(**sizes, bitwise_invariant=True)
+    assert bitwise.rollout_chunk_size == max(1, 64 // generations) * generations
+    mine = resolve(**sizes, rollout_chunk_size=2 * generations)
+    for g in (bitwise, mine):
+        assert not g.together
+        assert g.generate_size == min(g.rollout_chunk_size, g.rollout_batch_size)
+        assert g.generate_calls == ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
 
 
 # ---- Shares and micro-batches ---------------------------------------------------------------------------------------
@@ -252,16 +272,24 @@ def test_a_step_takes_up_the_group_that_the_one_before_has_cut():
 def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
     layout = {"num_processes": 2, "micro_batch_size": 5, "rollout_chunk_size": 8}
     g = resolve(global_batch_size=12, rollout_batch_size=24, num_iterations=2, **layout)
-    text = describe_plan(g, num_prompts=10, drop_last=True, epochs=2.0)
-    for part in ("12 completions = 3 prompts x 4", "24 completions", "6 optimizer steps, 1 prompt(s) dropped"):
+    text = describe_plan(g, num_prompts=10, drop_last=True, epochs=2.0, longest=100)
+    for part in (
+        "12 completions = 3 prompts x 4",
+        "24 completions, 3 chunk(s) of up to 8",
+        "2 batch(es) of up to 8 completions per process, up to 200 decode steps, 25% of the processes' time idle",
+        "6 optimizer steps, 1 prompt(s) dropped",
+    ):
         assert part in text, f"{part!r} is not in\n{text}"
+    alone = describe_plan(resolve(global_batch_size=512), 1000, False, None, longest=1024)
+    assert "1 batch(es) of up to 512 completions per process, up to 1024 decode steps\n" in alone
     for part in ("cut groups", "only", "not known"):
         assert part not in text
     odd = resolve(global_batch_size=18, rollout_batch_size=36, rollout_chunk_size=36, num_processes=2)
-    text = describe_plan(odd, num_prompts=5, drop_last=True, epochs=None)
+    text = describe_plan(odd, num_prompts=5, drop_last=True, epochs=None, longest=8)
     for part in ("18 completions = 4.5 prompts x 4", "cut groups", "2 completion(s) dropped", "only 1 of 2 processes"):
         assert part in text, f"{part!r} is not in\n{text}"
     assert "rollout_chunk_size=" in text
+    assert "sampl" not in describe_plan(odd, None, False, None)  # vLLM does
     assert "not known, for want of data" in describe_plan(odd, None, False, None)
 
 

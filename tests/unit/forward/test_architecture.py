@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from grpo_ext.forward.architecture import attention_sizes, experts_of, token_cost, weight_sizes
+from grpo_ext.forward.architecture import attention_sizes, cached_numbers, experts_of, token_cost, weight_sizes
 from grpo_ext.tools.plan import measure
 
 _SMALL: dict[str, Any] = {
@@ -103,6 +103,20 @@ def test_head_dimensions_that_differ_from_layer_to_layer_are_added_up(kind):
     width, cached = attention_sizes(config)
     assert width == sum(outputs)
     assert measure(config, compute="float32").cache_bytes == 4 * cached
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("qwen2", {}), ("mistral", {"sliding_window": 8}), ("gemma3_text", {})])
+def test_a_cache_holds_what_was_counted(kind, changes):
+    if kind == "gemma3_text":
+        changes = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    model, cache = AutoModelForCausalLM.from_config(config_of(kind, **changes)), None
+    for number in range(40):  # token by token: a longer input stays whole until the next
+        cache = model(torch.tensor([[5 + number % 20]]), past_key_values=cache, use_cache=True).past_key_values
+    held = sum(states.numel() for layer in cache.layers for states in (layer.keys, layer.values))
+    windows = sum(getattr(layer, "is_sliding", False) for layer in cache.layers)
+    # transformers leaves out the last token of a window, which the next one pushes out
+    assert cached_numbers(model.config, 40) == held + windows * 2 * model.config.num_key_value_heads * 8
+    assert (windows > 0) == (kind != "qwen2")
 
 
 MOE = ["qwen2_moe", "mixtral", "granitemoe", "deepseek_v2", "ernie4_5_moe", "aria_text", "llama4_text", "jetmoe"]

@@ -254,9 +254,10 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
     assert [{place // size for place in part} for part in parts] == [{c} for c in sorted({p // size for p in places})]
 
 
-def engine_of(model, sharded: bool = False) -> TransformersEngine:
+def engine_of(model, sharded: bool = False, together: int | None = None) -> TransformersEngine:
     """With chunks of two groups of four."""
-    settings = EngineSettings(CPU, chunk_size=8, eos_token_ids=[EOS], filler=EOS, pad=EOS, sharded=sharded)
+    ends = {"eos_token_ids": [EOS], "filler": EOS, "pad": EOS}
+    settings = EngineSettings(CPU, chunk_size=8, together=together, sharded=sharded, **ends)
     memory = Halving("generation", "", not sharded)
     return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
 
@@ -282,6 +283,40 @@ def test_a_later_turn_goes_on_where_the_completion_is(model):
     assert found == sample(model, histories, keys_B, config, offsets)
     assert found != sample(model, histories, keys_B, config, offsets - 1)
     assert [row.ids for row in rows if row.place % 3 == 0] == first[::3]
+
+
+def counting(monkeypatch) -> list[int]:
+    """The rows of every `sample_chunk` from now on."""
+    sizes, inner = [], sample_chunk
+
+    def counted(model, prompts, *rest):
+        sizes.append(len(prompts))
+        return inner(model, prompts, *rest)
+
+    monkeypatch.setattr(engine_module, "sample_chunk", counted)
+    return sizes
+
+
+@pytest.mark.parametrize(("together", "sizes"), [(None, [8, 8, 4]), (20, [20]), (12, [12, 8])])
+def test_chunks_are_sampled_together_and_scored_apart(model, monkeypatch, together, sizes):
+    engine, asked, config = engine_of(model, together=together), counting(monkeypatch), sampling(max_new_tokens=4)
+    with torch.no_grad():
+        found = engine.generate(transcripts(range(20)), config, 4)
+        assert found == engine_of(model).generate(transcripts(range(20)), config, 4)
+    assert asked[: len(sizes)] == sizes
+    assert engine.settings.groups_of(4) == 8  # of a call of a reward function
+
+
+def test_a_cache_that_is_foreseen_not_to_fit_is_cut_beforehand(model, monkeypatch):
+    # keys and values of 2 layers, 1 head of 8 float32, for 1 + 4 tokens and room to grow; scores of the vocabulary
+    one = 2 * 2 * 1 * 8 * 4 * 5 * 1.25 + 16 * VOCABULARY
+    asked, config = counting(monkeypatch), sampling(max_new_tokens=4)
+    monkeypatch.setattr(engine_module, "available_bytes", lambda device: 8 * one - 1)
+    with torch.no_grad():
+        found = engine_of(model, together=20).generate(transcripts(range(20)), config, 4)
+        assert asked == [7, 7, 6]
+        assert found == engine_of(model, sharded=True, together=20).generate(transcripts(range(20)), config, 4)
+    assert asked[3:] == [20]  # calls are collectives
 
 
 def test_forwards_that_only_join_those_of_other_processes_change_no_tokens(model, monkeypatch):

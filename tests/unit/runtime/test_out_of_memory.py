@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState
 
 from grpo_ext.errors import MemoryShortageError
-from grpo_ext.runtime.out_of_memory import Halving, MicroBatchLimits
+from grpo_ext.runtime.out_of_memory import Halving, MicroBatchLimits, available_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,30 @@ def test_every_row_is_done_once_in_order_and_the_size_is_kept(most):
     tried = len(seen)
     halving.run(range(8), limited(most, seen))
     assert all(size <= most for size in seen[tried:])
+
+
+@pytest.mark.parametrize(("expected", "sizes"), [(8, [8]), (5, [4, 4]), (3, [3, 3, 2]), (0, [1] * 8), (None, [8])])
+def test_what_is_expected_not_to_fit_is_cut_beforehand_and_said_once(expected, sizes, caplog):
+    halving, seen = Halving("scoring", "help"), []
+    for _ in range(2):
+        results = halving.run(range(8), limited(max(sizes), seen), expected)
+        assert [row for piece in results for row in piece] == list(range(8))
+    assert seen == sizes * 2
+    assert halving.limit is None  # memory did not run out
+    assert caplog.text.count("expected to exceed the free memory") == (len(sizes) > 1)
+    fixed, seen = Halving("scoring", "help", enabled=False), []
+    fixed.run(range(8), limited(8, seen), expected)
+    assert seen == [8]
+
+
+def test_an_expectation_that_was_too_high_is_halved():
+    seen: list[int] = []
+    Halving("scoring", "help").run(range(8), limited(2, seen), 6)
+    assert seen == [4, 2, 2, 2, 2]
+
+
+def test_the_memory_of_the_cpu_is_not_foreseen():
+    assert available_bytes(torch.device("cpu")) is None
 
 
 def test_what_cannot_be_cut_is_an_error_with_the_remedy():

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,8 +83,16 @@ def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
         run_micro_batches(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
 
 
-@pytest.mark.parametrize(("kind", "last"), [("native", False), ("sharded", True)])
-def test_only_a_sharded_engine_synchronises_and_in_the_last_micro_batch_alone(accelerator, kind, last):
+@pytest.mark.parametrize(
+    ("kind", "engine", "expected"),
+    [
+        ("native", DistributedType.NO, [False] * 4),
+        ("sharded", DistributedType.NO, [False, False, False, True]),  # as under DeepSpeed
+        ("sharded", DistributedType.FSDP, [True] * 4),  # gradients that wait are whole on every process
+    ],
+)
+def test_only_a_sharded_engine_synchronises(accelerator, monkeypatch, kind, engine, expected):
+    monkeypatch.setattr(Accelerator, "distributed_type", engine)
     synced, model = [], torch.nn.Linear(4, 1)
 
     def loss_of(part: MicroBatch) -> torch.Tensor:
@@ -96,7 +104,7 @@ def test_only_a_sharded_engine_synchronises_and_in_the_last_micro_batch_alone(ac
         run_micro_batches(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
         assert accelerator.gradient_accumulation_steps == 1
         assert accelerator.sync_gradients  # the optimizer may step
-    assert synced == [False, False, False, last] * 2
+    assert synced == expected * 2
 
 
 # ---- What is logged -------------------------------------------------------------------------------------------------

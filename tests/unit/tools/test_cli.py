@@ -136,7 +136,7 @@ def test_a_check_takes_model_data_rewards_and_adapter_of_the_run(checked, tmp_pa
     loaded = seen["config"].pop("model_init_kwargs")
     assert loaded == {"revision": "main", "trust_remote_code": False, "attn_implementation": "eager"}
     expected = {"beta": 0.1, "seed": 7, "max_completion_length": 32, "bf16": False, "global_batch_size": 8}
-    assert seen["config"] == expected
+    assert seen["config"] == {**expected, "rollout_chunk_size": 8}  # every split samples alike
     assert f"LoRA of rank 4; float32; without {', '.join(sorted(written))}" in result.output
     assert seen["quantization"] is None
     seen, _ = checked(file, "--model_name_or_path", "other/model", "--load_in_8bit", "True")  # an option wins

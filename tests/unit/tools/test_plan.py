@@ -6,8 +6,11 @@ import json
 import subprocess
 from typing import Any
 
+import peft
 import pytest
+import torch
 from datasets import Dataset
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
@@ -45,6 +48,24 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
+
+
+# Qwen2.5, from their configurations
+QWEN: dict[str, dict[str, Any]] = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+}
+_VOCABULARIES = {"0.5B": 151936, "1.5B": 151936, "7B": 152064}
+RANK = 32  # of adapters
+SAVED_TOLERANCE = 0.15  # attention on fake tensors keeps a copy of its output that the CPU's kernel does not
+
+
+def qwen(size: str) -> dict[str, Any]:
+    """The fields of a config.json."""
+    heads = 4 if size == "7B" else 2
+    others = {"num_key_value_heads": heads, "tie_word_embeddings": size != "7B", "vocab_size": _VOCABULARIES[size]}
+    return {"model_type": "qwen2", **QWEN[size], **others}
 
 
 class SecondStep(TrainerCallback):
@@ -111,6 +132,70 @@ def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing
     assert 0.75 < step / watch.peak() < 1.25
 
 
+def saved_by(model: Any, tokens: int) -> tuple[int, int]:
+    """Bytes that autograd keeps of a forward in bfloat16: activations, and weights in half precision."""
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    shapes = {p.shape for p in model.parameters()}
+    saved: dict[int, tuple[Any, bool]] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage, tensor.shape in shapes or tensor.shape[::-1] in shapes
+        return tensor
+
+    half = torch.autocast("cpu", torch.bfloat16)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), half:
+        output = model.model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False).last_hidden_state
+    output.float().sum().backward()
+    activations, casts = (sum(storage.nbytes() for storage, cast in saved.values() if cast == kind) for kind in (0, 1))
+    return activations, casts
+
+
+@pytest.mark.parametrize("size", ["0.5B", *(pytest.param(size, marks=pytest.mark.full) for size in ("1.5B", "7B"))])
+def test_the_arithmetic_is_what_a_whole_model_holds(size):
+    """A step of all layers on fake tensors, which have sizes and no memory."""
+    tokens, config = 1024, AutoConfig.for_model(**qwen(size))
+    sizes = measure(config)
+    one, eight = (
+        memory_of(sizes, MemoryLayout(*on, tokens, 1, checkpointing=False)) for on in (("ddp", 1), ("fsdp2", 8))
+    )
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        activations, casts = saved_by(model, tokens)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        optimizer.step()
+        states = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
+        assert one["weights"] == sum(p.nbytes for p in model.parameters())
+        assert one["gradients"] == sum(p.grad.nbytes for p in model.parameters())
+        assert one["optimizer"] == sum(value.nbytes for value in states)
+        assert one["gradient of the head"] == model.lm_head.weight.nbytes
+        layers = sum(p.numel() for p in model.model.layers.parameters())
+        outside = sum(p.numel() for p in model.parameters()) - layers
+        shards = sum(-(-p.size(0) // 8) * p[0].nbytes for p in model.parameters())  # FSDP2 cuts the first dimension
+    assert eight["optimizer"] == pytest.approx(2 * shards, rel=1e-3)
+    # and what is reduced last, in bfloat16 and float32
+    assert eight["gradients"] == pytest.approx(shards + 6 * outside, rel=1e-3)
+    print(f"{size}: {one['activations'] / activations:.3f} of the saved activations")
+    assert one["activations"] == pytest.approx(activations, rel=SAVED_TOLERANCE)
+    assert one["half-precision copies"] >= casts
+
+
+@pytest.mark.parametrize("size", ["0.5B"])
+def test_adapters_are_counted(size):
+    config = AutoConfig.for_model(**qwen(size))
+    with torch.device("meta"):
+        model = peft.get_peft_model(
+            AutoModelForCausalLM.from_config(config), peft.LoraConfig(r=RANK, target_modules="all-linear")
+        )
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    parts = memory_of(measure(config, lora_rank=RANK), MemoryLayout("ddp", 1, 1024, 1))
+    assert parts["gradients"] == 4 * trained == parts["optimizer"] / 2
+    assert parts["gradient of the head"] == 0
+
+
 SIZES = ModelSizes(
     parameters=10**9,
     trained=10**9,
@@ -135,7 +220,9 @@ def test_engines_share_what_they_share():
     assert parts["zero2"]["optimizer"] == parts["zero3"]["optimizer"] == 12 * 10**9 / 8
     assert parts["ddp"]["weights"] == 2 * parts["zero2"]["weights"] == 4 * 10**9
     assert parts["zero2"]["half-precision copies"] == 0 < parts["ddp"]["half-precision copies"]
-    assert parts["ddp"]["gradients"] == 8 * parts["fsdp2"]["gradients"] == 16 * parts["zero3"]["gradients"]
+    assert parts["ddp"]["gradients"] == 16 * parts["zero3"]["gradients"] == 4 * 10**9
+    # its part, and what is being reduced: a layer in bfloat16, and in float32
+    assert parts["fsdp2"]["gradients"] == 4 * 10**9 / 8 + 6 * 3 * 10**7
     assert parts["fsdp2"]["weights"] < parts["ddp"]["weights"] / 3
     assert len({found["activations"] for found in parts.values()}) == 1
     assert training("ddp", 8) == training("ddp", 1) > training("zero2", 8) > training("zero3", 8)
@@ -144,7 +231,7 @@ def test_engines_share_what_they_share():
 def test_what_costs_memory_costs_memory():
     assert training("ddp", 1, checkpointing=False) > training("ddp", 1)
     assert training("ddp", 1, reference=True) - training("ddp", 1) == 4 * 10**9
-    assert training("ddp", 1, bitwise=True) - training("ddp", 1) == 8 * 10**9
+    assert training("ddp", 1, bitwise=True) - training("ddp", 1) == 8 * 10**9 + 64 * 2**20
     # sampled ahead by one: two copies of the weights, and the cache while the step runs
     assert training("ddp", 1, weights_ahead=2) - training("ddp", 1) == 2 * 4 * 10**9 + 50_000 * 64 * 1024
     with pytest.raises(ConfigError, match="engine='ring'"):
