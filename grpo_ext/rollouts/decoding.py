@@ -10,18 +10,46 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
+from transformers.generation import EosTokenCriteria
 
 from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
 from ..forward.reference import base_model_of
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
+_LOOK_EVERY = {"cuda": 16}  # tokens between two looks at which rows have ended; on other devices 1
 _HEADROOM = 64  # tokens of room a growing layer keeps at least
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The rows of a batch that stay: the last of them take the places of rows that leave.
+
+    Attributes:
+        index: for every new row the row it was.
+        places, moved: the new rows that were others, and what they were.
+    """
+
+    index: torch.Tensor
+    places: torch.Tensor
+    moved: torch.Tensor
+
+    @staticmethod
+    def without(done: Sequence[bool], device: torch.device) -> RowOrder:
+        """The order in which rows that are done leave."""
+        staying = [row for row, ended in enumerate(done) if not ended]
+        places = [row for row in range(len(staying)) if done[row]]
+        moved = staying[len(staying) - len(places) :]
+        index = list(range(len(staying)))
+        for place, row in zip(places, moved):
+            index[place] = row
+        return RowOrder(*torch.tensor([*index, *places, *moved], device=device).split([len(index), *2 * [len(places)]]))
 
 
 class GrowingLayer(DynamicLayer):
@@ -48,15 +76,14 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :total] for room in self._room)
         return self.keys, self.values
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Keep these rows, at most as many as there are; a row that stays where it is is not copied."""
+    def keep(self, order: RowOrder) -> None:
+        """Keep the rows of the order; a row that stays where it is is not copied."""
         if self._room is None:
-            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+            self.reorder_cache(order.index)  # type: ignore[arg-type]
             return
-        length, rows = self.get_seq_length(), len(beam_idx)
-        moved = (beam_idx != torch.arange(rows, device=beam_idx.device)).nonzero().squeeze(1)
+        length, rows = self.get_seq_length(), len(order.index)
         for room in self._room:
-            room[moved, :, :length] = room[beam_idx[moved], :, :length]
+            room[order.places, :, :length] = room[order.moved, :, :length]
         self._room = [room[:rows] for room in self._room]
         self.keys, self.values = (room[:, :, :length] for room in self._room)
 
@@ -140,12 +167,15 @@ def compact_decode(
     of_prompts: Sequence[str] = (),
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Decode greedily (the keyed choice is the last processor), for `generate(custom_generate=...)`.
+    """Decode by key, for `generate(custom_generate=...)`.
+
+    On CUDA the host looks at which rows have ended once in several tokens, so that it need not wait for every one; what
+    a row has after its end is cut off.
 
     Args:
         input_ids: (P, width), each prompt once.
         rows_B: for every row the number of its prompt.
-        choice: the keyed choice, which has to know the rows that remain.
+        choice: the keyed choice.
         of_prompts: arguments that only the forward of the prompts takes (images).
 
     Returns:
@@ -154,28 +184,38 @@ def compact_decode(
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
+    model_kwargs["past_key_values"].reorder_cache(rows_B)
     logits, ids = logits[rows_B], input_ids[rows_B]
     alive = torch.arange(len(rows_B), device=ids.device)  # row of each sequence in the batch
     done = torch.zeros(len(rows_B), dtype=torch.bool, device=ids.device)
-    columns: list[torch.Tensor] = []
-    pad = generation_config.pad_token_id
+    width, longest, pad = input_ids.size(1), stopping_criteria.max_length, generation_config.pad_token_id
+    ended: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows, and the ids they have
+    look_every = _LOOK_EVERY.get(ids.device.type, 1)
     while True:
         scores = logits_processor(ids, logits)
-        tokens = scores.argmax(-1).masked_fill(done, pad)
-        columns.append(torch.full((len(rows_B),), pad, dtype=ids.dtype, device=ids.device).index_copy(0, alive, tokens))
+        tokens = choice.tokens(ids, scores).masked_fill(done, pad)
         ids = torch.cat([ids, tokens[:, None]], dim=1)
-        done = done | stopping_criteria(ids, scores)
-        finished = int(done.sum())
-        if finished == len(alive):
-            break
-        if finished * _LEAVE_SHARE >= len(alive):
-            order = _unfinished(done)
-            _select(model_kwargs, logits_processor, order, len(alive))
-            ids, alive, done = ids[order], alive[order], done[order]
-            choice.keep(order)
+        if (ids.size(1) - width) % look_every == 0 or ids.size(1) == longest:
+            # with fewer new tokens than these the row is as long as it may be
+            done = done | _ends(ids[:, -look_every:], stopping_criteria).any(1) | stopping_criteria(ids, scores)
+            is_done = done.tolist()
+            if all(is_done):
+                break
+            if sum(is_done) * _LEAVE_SHARE >= len(is_done):
+                order = RowOrder.without(is_done, ids.device)
+                ended.append((alive, ids))
+                _select(model_kwargs, logits_processor, order.index, len(is_done))
+                _keep(model_kwargs["past_key_values"], order)
+                ids, alive, done = ids[order.index], alive[order.index], done[order.index]
+                choice.keep(order.index)
         inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
         logits, model_kwargs = _next(model, model(**inputs, return_dict=True), model_kwargs)
-    return torch.cat([input_ids[rows_B], torch.stack(columns, dim=1)], dim=1)
+    output = ids.new_full((len(rows_B), ids.size(1)), pad)
+    for rows, part in (*ended, (alive, ids)):
+        output[rows, : part.size(1)] = part
+    is_end = _ends(output[:, width:], stopping_criteria)
+    output[:, width:].masked_fill_(is_end.cumsum(1) > is_end, pad)
+    return output
 
 
 def _next(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -183,16 +223,14 @@ def _next(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> tuple[torch
     return outputs.logits[:, -1].float(), model._update_model_kwargs_for_generation(outputs, model_kwargs)
 
 
-def _unfinished(done: torch.Tensor) -> torch.Tensor:
-    """The rows without an end: the last of them take the places of finished rows, the others keep theirs."""
-    rows = (~done).nonzero().squeeze(1)
-    order = torch.arange(len(rows), device=done.device)
-    order[done[: len(rows)]] = rows[rows >= len(rows)]
-    return order
+def _ends(ids_BT: torch.Tensor, stopping_criteria: Any) -> torch.Tensor:
+    """Which tokens (B, T) end a row."""
+    ends = [criterion.eos_token_id for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
+    return torch.isin(ids_BT, torch.cat([ids.to(ids_BT.device).view(-1) for ids in ends] or [ids_BT.new_empty(0)]))
 
 
 def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, rows: int) -> None:
-    """Select rows of processors, arguments and cache.
+    """Select rows of processors and arguments.
 
     Args:
         rows: of the batch; an argument of this size has an entry for each.
@@ -204,4 +242,12 @@ def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, 
     for name, value in model_kwargs.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
             model_kwargs[name] = value[index]
-    model_kwargs["past_key_values"].reorder_cache(index)
+
+
+def _keep(cache: DynamicCache, order: RowOrder) -> None:
+    """Keep the rows of a cache that stay."""
+    for layer in cache.layers:
+        if isinstance(layer, GrowingLayer):
+            layer.keep(order)
+        else:
+            layer.reorder_cache(order.index)
