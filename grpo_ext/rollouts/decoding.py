@@ -88,11 +88,27 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :length] for room in self._room)
 
 
-def growing_cache(model: Any) -> DynamicCache:
-    """The cache `generate` would make for `model`, with room to grow in its full-attention layers."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
+class RolloutCache(DynamicCache):
+    """The cache `generate` would make for a model, with room to grow in its full-attention layers.
+
+    Under autocast it holds keys and values in autocast's type, to which attention casts them.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        super().__init__(config=model.config.get_text_config(decoder=True))
+        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        half = torch.is_autocast_enabled(device.type)
+        self.dtype = torch.get_autocast_dtype(device.type) if half else None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append states (B, heads, tokens, dim) to a layer; returns all its states so far."""
+        layer = self.layers[layer_idx]
+        in_place = isinstance(layer, GrowingLayer) and layer.get_seq_length() > 0  # casts as it writes
+        if self.dtype is not None and not in_place and key_states.dtype == torch.float32:
+            key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def decodes_compactly(model: Any, config: GenerationConfig) -> bool:

@@ -25,7 +25,7 @@ from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, complet
 from ..batching.prompt_order import RolloutRequest
 from ..errors import PrecisionError
 from ..forward.images import TOKEN_TYPES, RowImages
-from .decoding import compact_decode, growing_cache, unique
+from .decoding import RolloutCache, compact_decode, unique
 from .ragged import padded
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -187,7 +187,7 @@ def sample_chunk(
         of_prompts = inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES}
         rows = torch.tensor(numbers, device=device)
         decode = functools.partial(compact_decode, rows_B=rows, choice=keyed, of_prompts=tuple(of_prompts))
-        inputs |= {"custom_generate": decode, "past_key_values": growing_cache(model)}
+        inputs |= {"custom_generate": decode, "past_key_values": RolloutCache(model, device)}
     output = model.generate(**inputs, generation_config=config)
     if keyed is not None and keyed.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")
