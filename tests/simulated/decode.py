@@ -4,7 +4,7 @@
 
 `who` is ours or stock (transformers' `generate`). Counts are those of a long completion less those of a short one, over
 the tokens between, of a Llama with 2 and with 4 layers: what a layer needs, and what a token needs beside its layers.
-Settings: `filters` of the configuration; `ends`, the share of the vocabulary that ends a completion; `planted`, another
+Settings: `filters` of the configuration; `ends`, tokens that end a completion; `planted`, another
 copy to the device and another wait for every token.
 """
 
