@@ -1,7 +1,7 @@
 """Sampling in the precision of training: the weights that autocast casts in every forward are cast once.
 
-Differs from TRL, where an adapter's model samples in float32, because PEFT generates with the model inside the one whose
-forward autocasts, and any other casts all of its weights for every token. Used by rollouts.build around `generate`.
+Differs from TRL. There the model of an adapter samples in float32, because PEFT generates with the model inside the one
+whose forward autocasts, and any other model casts all its weights for every token. Used by rollouts.build.
 """
 
 from __future__ import annotations
@@ -49,12 +49,15 @@ def as_in_training(model: nn.Module, accelerator: Any) -> Iterator[None]:
 
     Under FSDP and DeepSpeed, which cast and gather weights themselves, and with quantised weights nothing changes.
     """
-    quantised = any(getattr(module, "is_quantized", False) for module in model.modules())  # PEFT's has no such attribute
+    quantised = any(
+        getattr(module, "is_quantized", False) for module in model.modules()
+    )  # PEFT's has no such attribute
     half = accelerator.native_amp and accelerator.mixed_precision in ("bf16", "fp16")
     if not half or quantised or shards_parameters(accelerator):
         yield
         return
     # without autocast's cache, which outlives this block inside an autocast of the user's
-    with accelerator.autocast(AutocastKwargs(cache_enabled=False)):
-        with half_weights(model, torch.get_autocast_dtype(accelerator.device.type)):
-            yield
+    with ExitStack() as stack:
+        stack.enter_context(accelerator.autocast(AutocastKwargs(cache_enabled=False)))
+        stack.enter_context(half_weights(model, torch.get_autocast_dtype(accelerator.device.type)))
+        yield

@@ -169,6 +169,56 @@ def unique(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     return list(firsts.values()), [numbers[key] for key in keys]
 
 
+class _Rows:
+    """Rows of tokens that grow together; a row that has ended may leave.
+
+    On CUDA the host looks at which rows have ended once in several tokens, so that it need not wait for every one.
+
+    Attributes:
+        ids: (B, tokens), prompts included.
+        done: rows (B,) that had ended at the last look.
+    """
+
+    def __init__(self, ids: torch.Tensor, stopping_criteria: Any, pad: int) -> None:
+        self.ids, self._criteria, self._pad = ids, stopping_criteria, pad
+        self._prompts = ids.size(1)
+        self.done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        self._numbers = torch.arange(len(ids), device=ids.device)  # of these rows, among all
+        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []  # numbers and ids of rows before some left
+        self._look_every = _LOOK_EVERY.get(ids.device.type, 1)
+        ends = [criterion.eos_token_id for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
+        self._ends = torch.cat([end.to(ids.device).view(-1) for end in ends] or [ids.new_empty(0)])
+
+    def append(self, tokens: torch.Tensor) -> None:
+        """Add a token (B,) to every row, padding to those that are done."""
+        self.ids = torch.cat([self.ids, tokens.masked_fill(self.done, self._pad)[:, None]], dim=1)
+
+    def ended(self, scores: torch.Tensor) -> list[bool]:
+        """Which rows have ended; none between two looks."""
+        length, every = self.ids.size(1), self._look_every
+        if (length - self._prompts) % every and length != self._criteria.max_length:
+            return [False] * len(self.ids)
+        # transformers' criteria look at the last token; at the greatest length, where all rows end, this may see prompts
+        ended = torch.isin(self.ids[:, -every:], self._ends).any(1)
+        self.done = self.done | ended | self._criteria(self.ids, scores)
+        return self.done.tolist()
+
+    def keep(self, order: RowOrder) -> None:
+        """Keep the rows of the order."""
+        self._left.append((self._numbers, self.ids))
+        self.ids, self._numbers, self.done = (t[order.index] for t in (self.ids, self._numbers, self.done))
+
+    def output(self) -> torch.Tensor:
+        """All rows, padded after the end of each."""
+        parts = [*self._left, (self._numbers, self.ids)]
+        output = self.ids.new_full((len(parts[0][0]), self.ids.size(1)), self._pad)
+        for numbers, ids in parts:
+            output[numbers, : ids.size(1)] = ids
+        is_end = torch.isin(output[:, self._prompts :], self._ends)
+        output[:, self._prompts :].masked_fill_(is_end.cumsum(1) > is_end, self._pad)
+        return output
+
+
 def compact_decode(
     model: Any,
     input_ids: torch.Tensor,
@@ -185,9 +235,6 @@ def compact_decode(
 ) -> torch.Tensor:
     """Decode by key, for `generate(custom_generate=...)`.
 
-    On CUDA the host looks at which rows have ended once in several tokens, so that it need not wait for every one; what
-    a row has after its end is cut off.
-
     Args:
         input_ids: (P, width), each prompt once.
         rows_B: for every row the number of its prompt.
@@ -200,49 +247,28 @@ def compact_decode(
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
-    model_kwargs["past_key_values"].reorder_cache(rows_B)
-    logits, ids = logits[rows_B], input_ids[rows_B]
-    alive = torch.arange(len(rows_B), device=ids.device)  # row of each sequence in the batch
-    done = torch.zeros(len(rows_B), dtype=torch.bool, device=ids.device)
-    width, longest, pad = input_ids.size(1), stopping_criteria.max_length, generation_config.pad_token_id
-    ended: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows, and the ids they have
-    look_every = _LOOK_EVERY.get(ids.device.type, 1)
+    cache = model_kwargs["past_key_values"]
+    cache.reorder_cache(rows_B)
+    logits, rows = logits[rows_B], _Rows(input_ids[rows_B], stopping_criteria, generation_config.pad_token_id)
     while True:
-        scores = logits_processor(ids, logits)
-        tokens = choice.tokens(ids, scores).masked_fill(done, pad)
-        ids = torch.cat([ids, tokens[:, None]], dim=1)
-        if (ids.size(1) - width) % look_every == 0 or ids.size(1) == longest:
-            # with fewer new tokens than these the row is as long as it may be
-            done = done | _ends(ids[:, -look_every:], stopping_criteria).any(1) | stopping_criteria(ids, scores)
-            is_done = done.tolist()
-            if all(is_done):
-                break
-            if sum(is_done) * _LEAVE_SHARE >= len(is_done):
-                order = RowOrder.without(is_done, ids.device)
-                ended.append((alive, ids))
-                _select(model_kwargs, logits_processor, order.index, len(is_done))
-                _keep(model_kwargs["past_key_values"], order)
-                ids, alive, done = ids[order.index], alive[order.index], done[order.index]
-                choice.keep(order.index)
-        inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
+        scores = logits_processor(rows.ids, logits)
+        rows.append(choice.tokens(rows.ids, scores))
+        ended = rows.ended(scores)
+        if all(ended):
+            return rows.output()
+        if sum(ended) * _LEAVE_SHARE >= len(ended):
+            order = RowOrder.without(ended, rows_B.device)
+            _select(model_kwargs, logits_processor, order.index, len(ended))
+            _keep(cache, order)
+            rows.keep(order)
+            choice.keep(order.index)
+        inputs = model.prepare_inputs_for_generation(rows.ids, next_sequence_length=1, **model_kwargs)
         logits, model_kwargs = _next(model, model(**inputs, return_dict=True), model_kwargs)
-    output = ids.new_full((len(rows_B), ids.size(1)), pad)
-    for rows, part in (*ended, (alive, ids)):
-        output[rows, : part.size(1)] = part
-    is_end = _ends(output[:, width:], stopping_criteria)
-    output[:, width:].masked_fill_(is_end.cumsum(1) > is_end, pad)
-    return output
 
 
 def _next(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
     """Logits of the next token (B, V), and the model's arguments for it, the cache among them."""
     return outputs.logits[:, -1].float(), model._update_model_kwargs_for_generation(outputs, model_kwargs)
-
-
-def _ends(ids_BT: torch.Tensor, stopping_criteria: Any) -> torch.Tensor:
-    """Which tokens (B, T) end a row."""
-    ends = [criterion.eos_token_id for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
-    return torch.isin(ids_BT, torch.cat([ids.to(ids_BT.device).view(-1) for ids in ends] or [ids_BT.new_empty(0)]))
 
 
 def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, rows: int) -> None:
@@ -260,7 +286,7 @@ def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, 
             model_kwargs[name] = value[index]
 
 
-def _keep(cache: DynamicCache, order: RowOrder) -> None:
+def _keep(cache: Any, order: RowOrder) -> None:
     """Keep the rows of a cache that stay."""
     for layer in cache.layers:
         if isinstance(layer, GrowingLayer):

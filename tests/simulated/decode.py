@@ -1,4 +1,4 @@
-"""Run by test_simulated_gpu.py in a process of its own: what sampling does for each token on the simulated device, as JSON.
+"""Run by test_simulated_gpu.py in a process of its own: what sampling a token does on the simulated device, as JSON.
 
     python -m tests.simulated.decode '{"who": "ours"}'
 
@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from grpo_ext.rollouts import keyed
-from tests.simulated.device import LEDGER, CUDA, ReferenceKernels, simulated_gpu
+from tests.simulated.device import CUDA, LEDGER, ReferenceKernels, simulated_gpu
 from tests.support.tiny import tiny_model
 
 ROWS, SHORT, LONG = 16, 32, 96

@@ -1,4 +1,4 @@
-"""Training and sampling on a simulated CUDA device: no operator mixes devices, and the host waits and copies no more than it has to.
+"""A simulated CUDA device: no operator mixes devices, and the host waits and copies no more than it has to.
 
 What runs here is not a GPU: kernels are the CPU's, and nothing is timed (see device.py).
 """

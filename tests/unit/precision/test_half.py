@@ -16,7 +16,7 @@ from grpo_ext.rollouts import keyed
 from grpo_ext.rollouts.decoding import RolloutCache
 from tests.support.architectures import architecture
 from tests.support.tiny import tiny_model
-from tests.support.trainers import LORA, make
+from tests.support.trainers import LORA, make, update
 
 KINDS = ("qwen2", "gpt2", "moe", "lora", "dora", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")
 READ_ELSEWHERE = ("dora", "falcon_h1")  # weights that more reads than autocast's products: rounded, like the products
@@ -198,3 +198,13 @@ def test_an_adapter_samples_in_the_precision_of_training(tmp_path, bf16, lag):
     assert kinds == {(torch.bfloat16 if bf16 else torch.float32,) * 2}
     assert [id(parameter) for parameter in trainer.model.parameters()] == start
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+
+
+def test_a_bitwise_run_with_an_adapter_keeps_its_bits_across_splits(tmp_path):
+    settings = {"peft_config": LoraConfig(**LORA), "bf16": True, "bitwise_invariant": True, "max_steps": 2}
+    settings |= {"canonical_unit_size": 3, "rollout_chunk_size": 8}
+    changes = [update(tmp_path / str(size), per_device_train_batch_size=size, **settings)[0] for size in (16, 5)]
+    assert float(changes[0].abs().max()) > 0
+    assert torch.equal(*changes)
+    other, _ = update(tmp_path / "plain", per_device_train_batch_size=5, **(settings | {"bitwise_invariant": False}))
+    assert not torch.equal(other, changes[0])
