@@ -198,7 +198,7 @@ class _Rows:
         length, every = self.ids.size(1), self._look_every
         if (length - self._prompts) % every and length != self._criteria.max_length:
             return [False] * len(self.ids)
-        # transformers' criteria look at the last token; at the greatest length, where all rows end, this may see prompts
+        # transformers' criteria look at the last token; prompts are among these only where every row ends
         ended = torch.isin(self.ids[:, -every:], self._ends).any(1)
         self.done = self.done | ended | self._criteria(self.ids, scores)
         return self.done.tolist()
