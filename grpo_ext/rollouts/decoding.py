@@ -98,7 +98,9 @@ class RolloutCache(DynamicCache):
         super().__init__(config=model.config.get_text_config(decoder=True))
         self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         half = torch.is_autocast_enabled(device.type)
-        self.dtype = torch.get_autocast_dtype(device.type) if half else None
+        self._states_dtype = (
+            torch.get_autocast_dtype(device.type) if half else None
+        )  # Accelerate casts what has a dtype
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -106,8 +108,8 @@ class RolloutCache(DynamicCache):
         """Append states (B, heads, tokens, dim) to a layer; returns all its states so far."""
         layer = self.layers[layer_idx]
         in_place = isinstance(layer, GrowingLayer) and layer.get_seq_length() > 0  # casts as it writes
-        if self.dtype is not None and not in_place and key_states.dtype == torch.float32:
-            key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
+        if self._states_dtype is not None and not in_place and key_states.dtype == torch.float32:
+            key_states, value_states = key_states.to(self._states_dtype), value_states.to(self._states_dtype)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
