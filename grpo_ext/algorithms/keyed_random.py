@@ -11,6 +11,7 @@ import torch
 
 TRAIN_STREAM, EVAL_STREAM, ORDER_STREAM, FURTHER_STREAM = 1, 2, 3, 4
 _MASK64 = (1 << 64) - 1
+_BLOCK = 128  # tokens; a divisor of most large vocabularies
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -85,28 +86,37 @@ def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     """
     if scores_BV.device.type == "mps":  # which has no float64
         return choose(scores_BV.cpu(), uniforms_B.cpu()).to(scores_BV.device)
-    probabilities_BV = torch.softmax(scores_BV.to(torch.float64), dim=-1)
-    if scores_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
-        return choose_by_integers(probabilities_BV, uniforms_B)
-    cdf = probabilities_BV.cumsum(dim=-1)
+    if scores_BV.is_cuda:
+        return choose_by_blocks(scores_BV, uniforms_B)
+    cdf = torch.softmax(scores_BV.to(torch.float64), dim=-1).cumsum(dim=-1)
     total = cdf[:, -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniforms_B.to(cdf)[:, None] * total, below_total)
     return torch.searchsorted(cdf, target, right=True).squeeze(1)
 
 
-def choose_by_integers(probabilities_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """`choose` with a running sum of whole numbers, which is the same in every order, as CUDA's of floats is not.
+def choose_by_blocks(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """`choose` for CUDA: inverse transform over blocks of the vocabulary, then over the tokens of one block.
 
-    Probabilities are rounded down to multiples of 2**-52, float64's resolution at 1.
-
-    Args:
-        probabilities_BV: float64; a row that is not finite gives V.
-        uniforms_B: float64 in [0, 1).
+    Differs from `choose` in float32 probabilities, and in that only the sums of blocks are float64, which leaves
+    tensors (B, V) of float32. Running sums are of whole numbers, because CUDA's of floats differ from run to run and
+    may fall. Probabilities below 2**-52 are rounded to a multiple of it, so boundaries between tokens move by less than
+    V * 2**-52.
     """
-    broken_B = ~probabilities_BV.isfinite().all(dim=-1)
-    shares_BV = (probabilities_BV.nan_to_num() * 2.0**52).floor().long()
-    cdf = shares_BV.cumsum(dim=-1)
-    target_B = (uniforms_B.to(probabilities_BV) * cdf[:, -1]).floor().long().clamp(max=cdf[:, -1] - 1)
-    chosen_B = torch.searchsorted(cdf, target_B[:, None], right=True).squeeze(1)
-    return chosen_B.masked_fill(broken_B, probabilities_BV.size(-1))
+    vocabulary = scores_BV.size(-1)
+    probabilities_BV = torch.softmax(scores_BV, dim=-1, dtype=torch.float32)
+    if rest := -vocabulary % _BLOCK:
+        probabilities_BV = torch.nn.functional.pad(probabilities_BV, (0, rest))
+    blocks_BNK = probabilities_BV.unflatten(-1, (-1, _BLOCK))
+    shares_BN = (blocks_BNK.sum(dim=-1, dtype=torch.float64).nan_to_num(0.0) * 2.0**52).long()
+    cdf_BN = shares_BN.cumsum(dim=-1)
+    total_B = cdf_BN[:, -1]
+    # below the total, because a product with a number below 1 is rounded to one below it
+    target_B1 = (uniforms_B * total_B).long()[:, None]
+    block_B1 = torch.searchsorted(cdf_BN, target_B1, right=True).clamp(max=cdf_BN.size(-1) - 1)
+    # of a block that can be chosen the largest probability is at least 2**-52 / _BLOCK, so not all shares are zero
+    block_BK = blocks_BNK.gather(1, block_B1[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    cdf_BK = (block_BK * 2.0**60).long().cumsum(dim=-1)
+    inside_B1 = (target_B1 - (cdf_BN - shares_BN).gather(1, block_B1)) * 2**8
+    token_B1 = torch.searchsorted(cdf_BK, torch.minimum(inside_B1, cdf_BK[:, -1:] - 1), right=True)
+    return torch.add(token_B1, block_B1, alpha=_BLOCK).squeeze(1).masked_fill(total_B == 0, vocabulary)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..errors import ConfigError
 from ..forward.images import PromptProcessor
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner
+from ..precision.half import as_in_training
 from ..rewards.guard import Faults
 from ..rewards.runner import RewardFunctions, RewardRunner
 from ..rewards.workers import RewardWorkers
@@ -138,7 +140,13 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
         return VllmEngine(generation, profile)
     if trainer.use_transformers_continuous_batching:
         return ContinuousBatching(trainer.trl_turn, model)
-    return TransformersEngine(model, lambda: compat.generating(trainer), settings, images.of_transcripts, memory)
+
+    @contextmanager
+    def generating() -> Iterator[Any]:
+        with compat.generating(trainer) as policy, as_in_training(policy, trainer.accelerator):
+            yield policy
+
+    return TransformersEngine(model, generating, settings, images.of_transcripts, memory)
 
 
 def log_probabilities(trainer: Any, forwards: ForwardRunner) -> Callable[[Any, TokenRows, Terms], torch.Tensor]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .. import compat
@@ -16,6 +17,7 @@ from ..forward.lm_head import install
 from ..forward.reference import base_model_of
 from ..forward.runner import ForwardRunner
 from ..forward.snapshot import Snapshot, Weights
+from ..precision.half import as_in_training
 from ..rewards.runner import RewardRunner
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import wait_for_all
@@ -138,9 +140,12 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, forwards: Forwar
     def policy() -> Any:
         return snapshot.policy
 
-    def generating() -> Any:
+    @contextmanager
+    def generating() -> Iterator[Any]:
         kwargs, checkpointing = trainer.generation_kwargs, trainer.args.gradient_checkpointing_kwargs
-        return compat.unwrapped_for_generation(policy(), accelerator, checkpointing, generation_kwargs=kwargs)
+        unwrapped = compat.unwrapped_for_generation(policy(), accelerator, checkpointing, generation_kwargs=kwargs)
+        with unwrapped as model, as_in_training(model, accelerator):
+            yield model
 
     if trainer.use_vllm:
         engine: Any = VllmServer(main.engine.generation, main.engine.client)

@@ -10,18 +10,46 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
+from transformers.generation import EosTokenCriteria
 
 from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
 from ..forward.reference import base_model_of
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
+_LOOK_EVERY = {"cuda": 16}  # tokens between two looks at which rows have ended; on other devices 1
 _HEADROOM = 64  # tokens of room a growing layer keeps at least
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The rows of a batch that stay: the last of them take the places of rows that leave.
+
+    Attributes:
+        index: for every new row the row it was.
+        places, moved: the new rows that were others, and what they were.
+    """
+
+    index: torch.Tensor
+    places: torch.Tensor
+    moved: torch.Tensor
+
+    @staticmethod
+    def without(done: Sequence[bool], device: torch.device) -> RowOrder:
+        """The order in which rows that are done leave."""
+        staying = [row for row, ended in enumerate(done) if not ended]
+        places = [row for row in range(len(staying)) if done[row]]
+        moved = staying[len(staying) - len(places) :]
+        index = list(range(len(staying)))
+        for place, row in zip(places, moved):
+            index[place] = row
+        return RowOrder(*torch.tensor([*index, *places, *moved], device=device).split([len(index), *2 * [len(places)]]))
 
 
 class GrowingLayer(DynamicLayer):
@@ -48,24 +76,41 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :total] for room in self._room)
         return self.keys, self.values
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Keep these rows, at most as many as there are; a row that stays where it is is not copied."""
+    def keep(self, order: RowOrder) -> None:
+        """Keep the rows of the order; a row that stays where it is is not copied."""
         if self._room is None:
-            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+            self.reorder_cache(order.index)  # type: ignore[arg-type]
             return
-        length, rows = self.get_seq_length(), len(beam_idx)
-        moved = (beam_idx != torch.arange(rows, device=beam_idx.device)).nonzero().squeeze(1)
+        length, rows = self.get_seq_length(), len(order.index)
         for room in self._room:
-            room[moved, :, :length] = room[beam_idx[moved], :, :length]
+            room[order.places, :, :length] = room[order.moved, :, :length]
         self._room = [room[:rows] for room in self._room]
         self.keys, self.values = (room[:, :, :length] for room in self._room)
 
 
-def growing_cache(model: Any) -> DynamicCache:
-    """The cache `generate` would make for `model`, with room to grow in its full-attention layers."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
+class RolloutCache(DynamicCache):
+    """The cache `generate` would make for a model, with room to grow in its full-attention layers.
+
+    Under autocast it holds keys and values in autocast's type, to which attention casts them.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        super().__init__(config=model.config.get_text_config(decoder=True))
+        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        half = torch.is_autocast_enabled(device.type)
+        self._states_dtype = (
+            torch.get_autocast_dtype(device.type) if half else None
+        )  # Accelerate casts what has a dtype
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append states (B, heads, tokens, dim) to a layer; returns all its states so far."""
+        layer = self.layers[layer_idx]
+        in_place = isinstance(layer, GrowingLayer) and layer.get_seq_length() > 0  # casts as it writes
+        if self._states_dtype is not None and not in_place and key_states.dtype == torch.float32:
+            key_states, value_states = key_states.to(self._states_dtype), value_states.to(self._states_dtype)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
@@ -126,6 +171,56 @@ def unique(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     return list(firsts.values()), [numbers[key] for key in keys]
 
 
+class _Rows:
+    """Rows of tokens that grow together; a row that has ended may leave.
+
+    On CUDA the host looks at which rows have ended once in several tokens, so that it need not wait for every one.
+
+    Attributes:
+        ids: (B, tokens), prompts included.
+        done: rows (B,) that had ended at the last look.
+    """
+
+    def __init__(self, ids: torch.Tensor, stopping_criteria: Any, pad: int) -> None:
+        self.ids, self._criteria, self._pad = ids, stopping_criteria, pad
+        self._prompts = ids.size(1)
+        self.done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        self._numbers = torch.arange(len(ids), device=ids.device)  # of these rows, among all
+        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []  # numbers and ids of rows before some left
+        self._look_every = _LOOK_EVERY.get(ids.device.type, 1)
+        ends = [criterion.eos_token_id for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
+        self._ends = torch.cat([end.to(ids.device).view(-1) for end in ends] or [ids.new_empty(0)])
+
+    def append(self, tokens: torch.Tensor) -> None:
+        """Add a token (B,) to every row, padding to those that are done."""
+        self.ids = torch.cat([self.ids, tokens.masked_fill(self.done, self._pad)[:, None]], dim=1)
+
+    def ended(self, scores: torch.Tensor) -> list[bool]:
+        """Which rows have ended; none between two looks."""
+        length, every = self.ids.size(1), self._look_every
+        if (length - self._prompts) % every and length != self._criteria.max_length:
+            return [False] * len(self.ids)
+        # transformers' criteria look at the last token; prompts are among these only where every row ends
+        ended = torch.isin(self.ids[:, -every:], self._ends).any(1)
+        self.done = self.done | ended | self._criteria(self.ids, scores)
+        return self.done.tolist()
+
+    def keep(self, order: RowOrder) -> None:
+        """Keep the rows of the order."""
+        self._left.append((self._numbers, self.ids))
+        self.ids, self._numbers, self.done = (t[order.index] for t in (self.ids, self._numbers, self.done))
+
+    def output(self) -> torch.Tensor:
+        """All rows, padded after the end of each."""
+        parts = [*self._left, (self._numbers, self.ids)]
+        output = self.ids.new_full((len(parts[0][0]), self.ids.size(1)), self._pad)
+        for numbers, ids in parts:
+            output[numbers, : ids.size(1)] = ids
+        is_end = torch.isin(output[:, self._prompts :], self._ends)
+        output[:, self._prompts :].masked_fill_(is_end.cumsum(1) > is_end, self._pad)
+        return output
+
+
 def compact_decode(
     model: Any,
     input_ids: torch.Tensor,
@@ -140,12 +235,12 @@ def compact_decode(
     of_prompts: Sequence[str] = (),
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Decode greedily (the keyed choice is the last processor), for `generate(custom_generate=...)`.
+    """Decode by key, for `generate(custom_generate=...)`.
 
     Args:
         input_ids: (P, width), each prompt once.
         rows_B: for every row the number of its prompt.
-        choice: the keyed choice, which has to know the rows that remain.
+        choice: the keyed choice.
         of_prompts: arguments that only the forward of the prompts takes (images).
 
     Returns:
@@ -154,28 +249,23 @@ def compact_decode(
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
-    logits, ids = logits[rows_B], input_ids[rows_B]
-    alive = torch.arange(len(rows_B), device=ids.device)  # row of each sequence in the batch
-    done = torch.zeros(len(rows_B), dtype=torch.bool, device=ids.device)
-    columns: list[torch.Tensor] = []
-    pad = generation_config.pad_token_id
+    cache = model_kwargs["past_key_values"]
+    cache.reorder_cache(rows_B)
+    logits, rows = logits[rows_B], _Rows(input_ids[rows_B], stopping_criteria, generation_config.pad_token_id)
     while True:
-        scores = logits_processor(ids, logits)
-        tokens = scores.argmax(-1).masked_fill(done, pad)
-        columns.append(torch.full((len(rows_B),), pad, dtype=ids.dtype, device=ids.device).index_copy(0, alive, tokens))
-        ids = torch.cat([ids, tokens[:, None]], dim=1)
-        done = done | stopping_criteria(ids, scores)
-        finished = int(done.sum())
-        if finished == len(alive):
-            break
-        if finished * _LEAVE_SHARE >= len(alive):
-            order = _unfinished(done)
-            _select(model_kwargs, logits_processor, order, len(alive))
-            ids, alive, done = ids[order], alive[order], done[order]
-            choice.keep(order)
-        inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
+        scores = logits_processor(rows.ids, logits)
+        rows.append(choice.tokens(rows.ids, scores))
+        ended = rows.ended(scores)
+        if all(ended):
+            return rows.output()
+        if sum(ended) * _LEAVE_SHARE >= len(ended):
+            order = RowOrder.without(ended, rows_B.device)
+            _select(model_kwargs, logits_processor, order.index, len(ended))
+            _keep(cache, order)
+            rows.keep(order)
+            choice.keep(order.index)
+        inputs = model.prepare_inputs_for_generation(rows.ids, next_sequence_length=1, **model_kwargs)
         logits, model_kwargs = _next(model, model(**inputs, return_dict=True), model_kwargs)
-    return torch.cat([input_ids[rows_B], torch.stack(columns, dim=1)], dim=1)
 
 
 def _next(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -183,16 +273,8 @@ def _next(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> tuple[torch
     return outputs.logits[:, -1].float(), model._update_model_kwargs_for_generation(outputs, model_kwargs)
 
 
-def _unfinished(done: torch.Tensor) -> torch.Tensor:
-    """The rows without an end: the last of them take the places of finished rows, the others keep theirs."""
-    rows = (~done).nonzero().squeeze(1)
-    order = torch.arange(len(rows), device=done.device)
-    order[done[: len(rows)]] = rows[rows >= len(rows)]
-    return order
-
-
 def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, rows: int) -> None:
-    """Select rows of processors, arguments and cache.
+    """Select rows of processors and arguments.
 
     Args:
         rows: of the batch; an argument of this size has an entry for each.
@@ -204,4 +286,12 @@ def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, 
     for name, value in model_kwargs.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
             model_kwargs[name] = value[index]
-    model_kwargs["past_key_values"].reorder_cache(index)
+
+
+def _keep(cache: Any, order: RowOrder) -> None:
+    """Keep the rows of a cache that stay."""
+    for layer in cache.layers:
+        if isinstance(layer, GrowingLayer):
+            layer.keep(order)
+        else:
+            layer.reorder_cache(order.index)

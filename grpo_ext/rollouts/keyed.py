@@ -25,11 +25,12 @@ from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, complet
 from ..batching.prompt_order import RolloutRequest
 from ..errors import PrecisionError
 from ..forward.images import TOKEN_TYPES, RowImages
-from .decoding import compact_decode, growing_cache, unique
+from .decoding import RolloutCache, compact_decode, unique
 from .ragged import padded
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _ADD_UP = (TopHLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)  # filters by running sums of probabilities
+_DRAW = 16  # tokens whose random numbers are drawn at once
 BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
 _NOT_PLAIN = (
     "watermarking_config",
@@ -43,27 +44,44 @@ _NOT_PLAIN = (
 
 
 class KeyedChoice(LogitsProcessor):
-    """Last processor of a greedy `generate`: leaves only the token that the row's key samples.
+    """Samples the token of each row by its key.
 
-    With `do_sample=False` the processors passed to `generate` run after the model's, in their order, so the filters can
-    stand before this one; arg-max then picks the token.
+    As the last processor of a greedy `generate` it leaves only that token: with `do_sample=False` the processors passed
+    to `generate` run after the model's, in their order, so the filters can stand before this one. rollouts.decoding
+    calls `tokens` instead.
     """
 
     def __init__(self, keys_B: torch.Tensor, offsets_B: torch.Tensor, prompt_width: int) -> None:
         self.keys_B, self.offsets_B, self.prompt_width = keys_B, offsets_B, prompt_width
-        self.broken = torch.zeros((), dtype=torch.bool, device=keys_B.device)  # read once, after the last token
+        self._uniforms_BT, self._drawn = keys_B[:, None], range(0)  # of these positions
+        self._largest = torch.zeros((), dtype=torch.int64, device=keys_B.device)
+        self._vocabulary = 0
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        position = input_ids.size(1) - self.prompt_width
-        tokens = choose(scores, uniform(self.keys_B, self.offsets_B + position))
-        self.broken |= (tokens == scores.size(1)).any().to(self.broken.device)
-        tokens = tokens.clamp(max=scores.size(1) - 1)
+        tokens_B = self.tokens(input_ids, scores)
         chosen = torch.full_like(scores, -torch.inf)
-        return chosen.scatter_(1, tokens[:, None], 0.0)  # type: ignore[return-value]
+        return chosen.scatter_(1, tokens_B[:, None], 0.0)  # type: ignore[return-value]
+
+    def tokens(self, input_ids: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        """Token ids (B,) after `input_ids` (B, tokens so far); any token where the scores are no distribution."""
+        position = input_ids.size(1) - self.prompt_width
+        if position not in self._drawn:
+            self._drawn = range(position, position + _DRAW)
+            steps_T = torch.arange(position, position + _DRAW, device=self.keys_B.device)
+            self._uniforms_BT = uniform(self.keys_B[:, None], self.offsets_B[:, None] + steps_T)
+        tokens_B = choose(scores_BV, self._uniforms_BT[:, position - self._drawn.start])
+        self._vocabulary = scores_BV.size(1)
+        self._largest = torch.maximum(self._largest, tokens_B.max())
+        return tokens_B.clamp(max=self._vocabulary - 1)
 
     def keep(self, index: torch.Tensor) -> None:
         """Go on with these rows only."""
         self.keys_B, self.offsets_B = self.keys_B[index], self.offsets_B[index]
+        self._uniforms_BT = self._uniforms_BT[index]
+
+    def was_broken(self) -> bool:
+        """Whether scores were no distribution; the host waits for the device."""
+        return bool(self._largest == self._vocabulary)
 
 
 def sampling_filters(model: Any, config: GenerationConfig) -> LogitsProcessorList:
@@ -162,15 +180,16 @@ def sample_chunk(
     width, keyed = inputs["input_ids"].size(1), None
     if keys_B is not None:
         keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
-        inputs["logits_processor"] = LogitsProcessorList([*sampling_filters(model, config), keyed])
+        filters = sampling_filters(model, config)
+        inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, keyed])
         config = greedy_config(config)
     if compact:
         of_prompts = inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES}
         rows = torch.tensor(numbers, device=device)
         decode = functools.partial(compact_decode, rows_B=rows, choice=keyed, of_prompts=tuple(of_prompts))
-        inputs |= {"custom_generate": decode, "past_key_values": growing_cache(model)}
+        inputs |= {"custom_generate": decode, "past_key_values": RolloutCache(model, device)}
     output = model.generate(**inputs, generation_config=config)
-    if keyed is not None and bool(keyed.broken):
+    if keyed is not None and keyed.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")
     ends = frozenset(eos_token_ids)
     return [_until_eos(row, ends) for row in output[:, width:].tolist()]

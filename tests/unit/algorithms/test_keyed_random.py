@@ -15,7 +15,7 @@ from grpo_ext.algorithms.keyed_random import (
     EVAL_STREAM,
     TRAIN_STREAM,
     choose,
-    choose_by_integers,
+    choose_by_blocks,
     completion_keys,
     mix,
     mix_int,
@@ -129,36 +129,50 @@ def test_a_choice_is_the_inverse_of_the_distribution_function(scores, u):
 
 
 EDGES = [0.0, 2.0**-53, 0.5, 1.0 - 2.0**-53]
+RULES = [choose, choose_by_blocks]  # on the CPU, on CUDA
 
 
 @pytest.mark.parametrize("u", EDGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_filtered_token_is_never_chosen_even_at_the_edges(u, dtype):
+@pytest.mark.parametrize("rule", RULES)
+def test_a_filtered_token_is_never_chosen_even_at_the_edges(u, dtype, rule):
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(300, 50, generator=generator).to(dtype)
-    scores[torch.rand(300, 50, generator=generator) < 0.8] = -torch.inf
-    scores[:, [0, 1, 48, 49]] = -torch.inf  # where u = 0 and u -> 1 would land
-    scores[:, 20] = 0.0
-    tokens = choose(scores, torch.full((300,), u, dtype=torch.float64))
+    scores = 9 * torch.randn(300, 500, generator=generator).to(dtype)
+    scores[torch.rand(300, 500, generator=generator) < 0.8] = -torch.inf
+    scores[:, [0, 1, 498, 499]] = -torch.inf  # where u = 0 and u -> 1 would land
+    scores[:, 200] = 0.0
+    scores[::2, 202:] = -40.0  # of a block that has next to nothing
+    scores[::2, 256:] = -torch.inf
+    tokens = rule(scores, torch.full((300,), u, dtype=torch.float64))
     assert torch.isfinite(scores.gather(1, tokens[:, None])).all()
 
 
-# ---- Running sums of whole numbers, for CUDA ------------------------------------------------------------------------
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_token_is_chosen_where_scores_are_no_distribution(value, rule):
+    scores = torch.zeros(2, 300)
+    scores[1, :] = value
+    assert rule(scores, torch.tensor([0.501, 0.5], dtype=torch.float64)).tolist() == [150, 300]
 
 
-def test_whole_numbers_choose_what_floats_choose():
-    generator = torch.Generator().manual_seed(0)
-    scores = 3 * torch.randn(4000, 997, generator=generator)
+# ---- By blocks, for CUDA --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [60, 128, 997, 1280])
+def test_blocks_choose_what_the_distribution_function_chooses(vocabulary):
+    generator = torch.Generator().manual_seed(vocabulary)
+    scores = 3 * torch.randn(4000, vocabulary, generator=generator)
     scores[:, ::7] = -torch.inf
     u = torch.rand(4000, generator=generator, dtype=torch.float64)
-    probabilities = scores.double().softmax(-1)
-    assert torch.equal(choose_by_integers(probabilities, u), choose(scores, u))
-    assert not torch.equal(choose_by_integers(probabilities, 1 - u), choose(scores, u))
+    # float32 moves a boundary by 1e-7 at most
+    assert (choose_by_blocks(scores, u) != choose(scores, u)).sum() <= 1
+    assert (choose_by_blocks(scores, 1 - u) != choose(scores, u)).sum() > 1000
 
 
-def test_whole_numbers_choose_possible_tokens_at_the_edges_and_none_of_a_broken_row():
-    probabilities = torch.zeros(3, 8, dtype=torch.float64)
-    probabilities[0, [2, 5]] = probabilities[1, [2, 5]] = 0.5
-    probabilities[2] = torch.nan
-    u = torch.tensor([0.0, 1.0 - 2.0**-53, 0.5], dtype=torch.float64)
-    assert choose_by_integers(probabilities, u).tolist() == [2, 5, 8]
+def test_rare_tokens_of_a_block_are_as_frequent_as_they_are_probable():
+    probabilities = torch.full((4,), 2.0**-40)
+    probabilities[0] = 1 - 3 * 2.0**-40
+    scores = torch.full((1, 400), -torch.inf)
+    scores[0, [0, 130, 131, 390]] = probabilities.log()
+    u = 1 - torch.tensor([3.5, 2.5, 1.5, 0.5], dtype=torch.float64) * 2.0**-40
+    assert choose_by_blocks(scores.expand(4, -1), u).tolist() == [0, 130, 131, 390]

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
-from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.rollouts.decoding import GrowingLayer, decodes_compactly, own_generate
+from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, choose_by_blocks, completion_keys
+from grpo_ext.rollouts import decoding, keyed
+from grpo_ext.rollouts.decoding import GrowingLayer, RowOrder, decodes_compactly, own_generate
 from grpo_ext.rollouts.keyed import sample_chunk
 from tests.support.architectures import HYBRID, architecture
 from tests.support.tiny import tiny_model
@@ -90,20 +93,58 @@ def test_prompts_run_once_and_finished_rows_leave():
     assert sum(rows) < 0.8 * sum(n for n, _ in theirs[1:])
 
 
+def test_the_way_of_cuda_gives_the_same_completions(monkeypatch):
+    """Tokens by blocks of the vocabulary, and a look at the rows that ended once in several tokens."""
+    model = model_of("qwen2")
+    expected, often = sample(model, compact=True), forwards(model, compact=True)
+    monkeypatch.setattr(keyed, "choose", choose_by_blocks)
+    monkeypatch.setattr(decoding, "_LOOK_EVERY", {"cpu": 7})
+    assert sample(model, compact=True) == expected
+    rows = [n for n, _ in forwards(model, compact=True)[1:]]
+    assert {len(set(rows[start : start + 7])) for start in range(6, len(rows), 7)} == {1}
+    assert rows[-1] < rows[0]
+    assert sum(rows) > sum(n for n, _ in often[1:])
+    assert sample(model, compact=True, max_new_tokens=10) == [row[:10] for row in expected]
+
+
+def test_what_follows_an_end_is_padding(monkeypatch):
+    monkeypatch.setattr(decoding, "_LOOK_EVERY", {"cpu": 16})
+    monkeypatch.setattr(keyed, "_until_eos", lambda tokens, ends: tokens)
+    rows = sample(model_of("qwen2"), compact=True)
+    ends = [next((i for i, token in enumerate(row) if token in ENDS), len(row)) for row in rows]
+    assert len(set(ends)) > 4
+    assert all(set(row[end + 1 :]) <= {PAD} for row, end in zip(rows, ends))
+
+
 def test_a_growing_layer_holds_what_a_dynamic_one_holds():
     generator = torch.Generator().manual_seed(0)
     ours, theirs = GrowingLayer(), DynamicLayer()
-    rows = {1: [0, 0, 1, 1, 1], 50: [0, 4, 2]}  # prompts are repeated, finished rows leave
     count = 2
     for step, tokens in enumerate([5, *[1] * 90, 3]):
-        if step in rows:
-            count = len(rows[step])
+        if step == 1:  # prompts are repeated
+            count = 5
             for layer in (ours, theirs):
-                layer.reorder_cache(torch.tensor(rows[step]))
+                layer.reorder_cache(torch.tensor([0, 0, 1, 1, 1]))
+        if step == 50:  # finished rows leave
+            count = 3
+            order = RowOrder.without([False, True, False, True, False], torch.device("cpu"))
+            assert order.index.tolist() == [0, 4, 2]
+            ours.keep(order)
+            theirs.reorder_cache(order.index)
         states = torch.randn(2, count, 2, tokens, 8, generator=generator)
         for held, expected in zip(ours.update(*states), theirs.update(*states)):
             assert torch.equal(held, expected)
         assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+@given(st.lists(st.booleans(), max_size=20))
+def test_rows_that_stay_are_in_the_order_once_and_few_move(done):
+    order = RowOrder.without(done, torch.device("cpu"))
+    index = order.index.tolist()
+    assert sorted(index) == [row for row, ended in enumerate(done) if not ended]
+    moved = [(place, row) for place, row in enumerate(index) if place != row]
+    assert moved == list(zip(order.places.tolist(), order.moved.tolist()))
+    assert all(done[place] for place, _ in moved)
 
 
 @pytest.mark.parametrize(

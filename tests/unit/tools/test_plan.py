@@ -232,8 +232,9 @@ def test_what_costs_memory_costs_memory():
     assert training("ddp", 1, checkpointing=False) > training("ddp", 1)
     assert training("ddp", 1, reference=True) - training("ddp", 1) == 4 * 10**9
     assert training("ddp", 1, bitwise=True) - training("ddp", 1) == 8 * 10**9 + 64 * 2**20
-    # sampled ahead by one: two copies of the weights, and the cache while the step runs
-    assert training("ddp", 1, weights_ahead=2) - training("ddp", 1) == 2 * 4 * 10**9 + 50_000 * 64 * 1024
+    # sampled ahead by one: two copies of the weights, those in half precision, and the cache while the step runs
+    ahead = 2 * 4 * 10**9 + 2 * 10**9 + 50_000 * 64 * 1024
+    assert training("ddp", 1, weights_ahead=2) - training("ddp", 1) == ahead
     with pytest.raises(ConfigError, match="engine='ring'"):
         training("ring", 1)
 
