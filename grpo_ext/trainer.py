@@ -39,6 +39,7 @@ from .rollouts.batch import RolloutBatch
 from .rollouts.build import LOGPS, build_rollouts, terms_of
 from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
+from .rollouts.vllm_weights import engine_options
 from .run.keeper import RunKeeper
 from .run.loading import all_loaded, fill_missing_state
 from .run.output_folder import create_output_dir
@@ -117,22 +118,23 @@ class GRPOTrainer(trl.GRPOTrainer):
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
-        super().__init__(
-            model=model,
-            reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
-            args=loop_args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        with compat.engine_options(**engine_options(config, model, peft_config)):
+            super().__init__(
+                model=model,
+                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
+                args=loop_args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
         train_in_float32(self.model, adapters)
         if reference is not None:
             use_reference(reference, self, config)

@@ -31,6 +31,7 @@ from ..runtime.collectives import shards_parameters, wait_for_all
 from ..runtime.out_of_memory import Halving
 from .chat import Chat
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
+from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .environments import Environments
 from .images import ImageSource
 from .local import Hooks, Terms
@@ -39,6 +40,7 @@ from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Rollouts
 from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine, VllmServer
+from .vllm_weights import Generation, versions_of
 
 SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
@@ -67,7 +69,7 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
     memory = Halving("generation", remedy, not (forwards.sharded or trainer.args.bitwise_invariant))
     worker = _worker(trainer, images, forwards, memory, clock)
     send = functools.partial(load_weights, trainer)
-    return forwards, Rollouts(trainer.accelerator, trainer.args, worker, memory, send)
+    return forwards, Rollouts(trainer.accelerator, trainer.args, worker, memory, send, _check(trainer, worker.engine))
 
 
 def _worker(
@@ -133,12 +135,28 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
 
     if trainer.use_vllm:
         generation, profile = trainer.vllm_generation, functools.partial(compat.profiling_context, trainer)
-        if trainer.vllm_mode == "server":
-            return VllmServer(generation, compat.client_of(generation), profile)
-        return VllmEngine(generation, profile)
+        client = compat.client_of(generation) if trainer.vllm_mode == "server" else None
+        generation = trainer.vllm_generation = Generation.of(generation, versions_of(trainer, client))
+        if client is not None:
+            return VllmServer(generation, client, trainer.args.vllm_seeds, profile)
+        return VllmEngine(generation, trainer.args.vllm_seeds, profile)
     if trainer.use_transformers_continuous_batching:
         return ContinuousBatching(trainer.trl_turn, model)
     return TransformersEngine(model, lambda: compat.generating(trainer), settings, images.of_transcripts, memory)
+
+
+def _check(trainer: Any, engine: Any) -> EngineCheck | None:
+    if not (trainer.use_vllm and trainer.args.vllm_check):
+        return None
+
+    def surplus() -> float | None:
+        mode = "processed_logprobs"  # as TRL starts an engine
+        if isinstance(engine, VllmServer):
+            mode = engine.client.get_server_info()["model_config"]["logprobs_mode"]
+        return surplus_of(engine.generation, mode)
+
+    layers = trainer.model.config.get_text_config().num_hidden_layers
+    return EngineCheck(functools.cache(surplus), rounding_bound(layers))
 
 
 def log_probabilities(trainer: Any, forwards: ForwardRunner) -> Callable[[Any, TokenRows, Terms], torch.Tensor]:
@@ -188,6 +206,9 @@ def terms_of(trainer: Any) -> Terms:
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     bounds = (trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max) if corrects else ()
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
+    old_logps = steps > 1 or corrects or (training and bool(args.rollout_lag))
+    hooks, check = hooks_of(trainer), rollouts.check
+    checks = check is not None and not (hooks.sampling or (check.done and not old_logps))
     with_images = rollouts.images.prepare is not None
     context = context_length(trainer.model.config, with_images, trainer.vllm_generation if trainer.use_vllm else None)
     recorders = {name: trainer._override_of(method) for name, method in _RECORDERS.items()}
@@ -209,8 +230,10 @@ def terms_of(trainer: Any) -> Terms:
         pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         state=trainer.state,
         generation_config=None if trainer.use_vllm else trainer.generation_config,
-        old_logps=steps > 1 or corrects or (training and bool(args.rollout_lag)),
+        old_logps=old_logps or checks,
         reference=trainer.beta != 0.0,
+        checks_engine=checks,
+        only_checked=checks and not old_logps,
         batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
         max_tokens=trainer._step_planner.limits.tokens,
         ends=frozenset((*trainer.eos_token_ids, rollouts.worker.settings.pad)),
@@ -223,7 +246,7 @@ def terms_of(trainer: Any) -> Terms:
             args.tool_timeout,
         ),
         ratios=RatioRule(trainer.vllm_importance_sampling_mode, *bounds) if corrects else None,
-        hooks=hooks_of(trainer),
+        hooks=hooks,
     )
 
 
