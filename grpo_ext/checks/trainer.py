@@ -271,7 +271,7 @@ def check_bitwise(trainer: Any) -> None:
     if trainer.use_vllm and not compat.is_batch_invariant(getattr(trainer._rollouts.worker.engine, "client", None)):
         raise ConfigError(
             "bitwise_invariant=True cannot be kept with this vLLM engine, which does not say that its bits are the "
-            "same in every batch; set VLLM_BATCH_INVARIANT=1 where it starts (on an NVIDIA GPU that vLLM's mode supports)."
+            "same in every batch; set VLLM_BATCH_INVARIANT=1 where it starts, on an NVIDIA GPU."
         )
     override = own_sampling(trainer)
     if override is not None or not (trainer.use_vllm or samples_by_key(trainer)):
