@@ -20,7 +20,6 @@ import transformers
 import trl
 
 from .errors import ConfigError, ContractError
-from .runtime.attributes import assigned
 
 try:
     from trl import SyncRefModelCallback as SyncRefModelCallback
@@ -190,8 +189,12 @@ def engine_options(**options: Any) -> Iterator[None]:
     if not options:
         yield
         return
-    with assigned(vllm_generation, LLM=functools.partial(vllm_generation.LLM, **options)):
+    engine = vllm_generation.LLM
+    vllm_generation.LLM = functools.partial(engine, **options)
+    try:
         yield
+    finally:
+        vllm_generation.LLM = engine
 
 
 def lora_request(name: str, number: int, path: Path) -> Any:

@@ -206,9 +206,6 @@ def terms_of(trainer: Any) -> Terms:
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     bounds = (trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max) if corrects else ()
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
-    old_logps = steps > 1 or corrects or (training and bool(args.rollout_lag))
-    hooks, check = hooks_of(trainer), rollouts.check
-    checks = check is not None and not (hooks.sampling or (check.done and not old_logps))
     with_images = rollouts.images.prepare is not None
     context = context_length(trainer.model.config, with_images, trainer.vllm_generation if trainer.use_vllm else None)
     recorders = {name: trainer._override_of(method) for name, method in _RECORDERS.items()}
@@ -230,10 +227,9 @@ def terms_of(trainer: Any) -> Terms:
         pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         state=trainer.state,
         generation_config=None if trainer.use_vllm else trainer.generation_config,
-        old_logps=old_logps or checks,
+        old_logps=steps > 1 or corrects or (training and bool(args.rollout_lag)),
         reference=trainer.beta != 0.0,
-        checks_engine=checks,
-        only_checked=checks and not old_logps,
+        unchecked=rollouts.check is not None and not rollouts.check.done,
         batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
         max_tokens=trainer._step_planner.limits.tokens,
         ends=frozenset((*trainer.eos_token_ids, rollouts.worker.settings.pad)),
@@ -246,7 +242,7 @@ def terms_of(trainer: Any) -> Terms:
             args.tool_timeout,
         ),
         ratios=RatioRule(trainer.vllm_importance_sampling_mode, *bounds) if corrects else None,
-        hooks=hooks,
+        hooks=hooks_of(trainer),
     )
 
 

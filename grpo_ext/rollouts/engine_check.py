@@ -40,9 +40,9 @@ def rounding_bound(layers: int) -> float:
 def surplus_of(generation: Any, logprobs_mode: str) -> float | None:
     """How far (nats) vLLM's log-probability of a token may exceed the trainer's where both have the same weights.
 
-    The trainer's are those of the whole distribution at the temperature. vLLM's "processed" ones are of what `top_p`
-    leaves, which has at least that mass, or `top_k` and `min_p`, which may leave any; its "raw" ones are before all
-    that and before the temperature. None: they cannot be compared (penalties, a grammar, logits instead).
+    The trainer's are those of the whole distribution at the temperature. vLLM's "processed" ones are of the part that
+    filters leave: at least `top_p` of it; what `top_k` and `min_p` leave is taken to be half of it or more. Its "raw"
+    ones are before filters and temperature. None: they cannot be compared (penalties, a grammar, logits instead).
 
     Args:
         generation: TRL's `VLLMGeneration`, for its settings.
@@ -55,9 +55,8 @@ def surplus_of(generation: Any, logprobs_mode: str) -> float | None:
     penalised = setting["repetition_penalty"] != 1.0 or generation.structured_outputs_regex is not None
     if logprobs_mode != "processed_logprobs" or penalised or further.keys() - _NEUTRAL:
         return None
-    if (setting["top_k"] or 0) > 0 or setting["min_p"]:
-        return math.inf
-    return -math.log(setting["top_p"])
+    others = (setting["top_k"] or 0) > 0 or setting["min_p"]
+    return -math.log(setting["top_p"]) + (math.log(2) if others else 0.0)
 
 
 @dataclass
@@ -96,5 +95,5 @@ class EngineCheck:
                 f"nats on average (at most {off.max().item():.3g}); rounding in half precision explains "
                 f"{self.bound:.2g}. The engine samples with other weights or at another temperature: check that it "
                 "serves this model, in a precision like the trainer's, and that weights reach it. If the difference is "
-                "known and wanted, set vllm_check=False."
+                "known and wanted (for example a top_k that leaves less than half), set vllm_check=False."
             )

@@ -210,9 +210,9 @@ class Rollouts:
                 rewards_BF = calculate(*reward_columns(local.transcripts))
                 rewards = rewards_BF.cpu(), [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
         joined = join(shares, terms, self.accelerator.process_index, rewards)
-        if self.check is not None and terms.checks_engine:
+        if self.check is not None and not terms.hooks.sampling:
             self.check.compare(joined.batch)
-        if terms.only_checked:
+        if not terms.old_logps:  # computed for the check alone
             joined.batch.columns.pop("old_per_token_logps", None)
         return joined
 

@@ -6,6 +6,7 @@ half precision that moves the base a little every time. Here the trained model i
 
 from __future__ import annotations
 
+import atexit
 import copy
 import shutil
 import tempfile
@@ -89,6 +90,8 @@ class AdapterVersions:
         """
         earlier, self.number = self._name, self.number + 1
         writes = self.client is None or generation.accelerator.is_main_process
+        if writes:
+            shutil.rmtree(self.folder, ignore_errors=True)  # earlier versions, which no request names any more
         path = generation.save_adapter(self.folder / self._name, writes)
         if self.client is None:
             generation.llm.adapter = compat.lora_request(self._name, self.number, path)
@@ -96,8 +99,6 @@ class AdapterVersions:
             if writes:
                 self._load(path, earlier)
             self.client.model = self._name
-        if writes:
-            shutil.rmtree(self.folder / earlier, ignore_errors=True)
 
     @property
     def _name(self) -> str:
@@ -217,9 +218,9 @@ def merged_copy(layer: Any) -> nn.Module:
 
 
 def _copy_of(parameter: nn.Parameter | None) -> nn.Parameter | None:
-    if parameter is None or type(parameter) is not nn.Parameter:
-        return copy.deepcopy(parameter)  # bitsandbytes' kinds, whose merge assigns a new one
-    return nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    if type(parameter) is nn.Parameter or hasattr(parameter, "full_tensor"):
+        return nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    return copy.deepcopy(parameter)  # bitsandbytes' kinds, whose merge assigns a new one
 
 
 def versions_of(trainer: Any, client: Any | None) -> AdapterVersions | None:
@@ -231,23 +232,25 @@ def versions_of(trainer: Any, client: Any | None) -> AdapterVersions | None:
     Raises:
         ConfigError: `vllm_lora=True`, and vLLM cannot serve the adapter.
     """
-    wanted, reason = trainer.args.vllm_lora, None
-    if wanted is False or (wanted is None and client is None):
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    if args.vllm_lora is False or (args.vllm_lora is None and client is None):
         return None
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if client is None:
-        asleep = "vllm_enable_sleep_mode=True drops the engine's weights, so all are sent again"
-        reason = asleep if trainer.args.vllm_enable_sleep_mode else why_not_alone(model)
-        folder = Path(tempfile.mkdtemp(prefix="grpo-ext-adapter-"))
-    else:
+    if client is not None:
         reason = _why_not_served(model, client.get_server_info())
-        folder = Path(trainer.args.output_dir) / "vllm_adapter"
+    elif args.vllm_enable_sleep_mode:
+        reason = "vllm_enable_sleep_mode=True drops the engine's weights, so all are sent again"
+    else:
+        reason = why_not_alone(model)
     if reason is not None:
-        if wanted:
+        if args.vllm_lora:
             raise ConfigError(f"vllm_lora=True cannot be kept: {reason}. Set it to None or False.")
         return None
     (run, *_) = gather_lists([uuid.uuid4().hex[:8]])
-    return AdapterVersions(folder, run, client)
+    if client is not None:
+        return AdapterVersions(Path(args.output_dir) / "vllm_adapter", run, client)
+    folder = Path(tempfile.mkdtemp(prefix="grpo-ext-adapter-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return AdapterVersions(folder, run)
 
 
 def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:

@@ -60,3 +60,13 @@ def test_a_method_that_is_gone_is_named(monkeypatch, verify_anew):
     monkeypatch.delattr(transformers.Trainer, "_finalize_training")
     with pytest.raises(ContractError, match=r"GRPOTrainer\._finalize_training is missing"):
         verify_anew()
+
+
+def test_trl_starts_its_engine_with_further_options_for_as_long_as_it_takes_none_itself(monkeypatch):
+    monkeypatch.setattr(compat.vllm_generation, "LLM", dict, raising=False)
+    with compat.engine_options(enable_lora=True):
+        assert compat.vllm_generation.LLM(model="name") == {"model": "name", "enable_lora": True}
+    with compat.engine_options():
+        assert compat.vllm_generation.LLM(model="name") == {"model": "name"}
+    taken = inspect.signature(compat.VLLMGeneration.__init__).parameters
+    assert not [name for name in taken if "lora" in name or "engine" in name]  # else pass `enable_lora` there
