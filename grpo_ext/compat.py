@@ -202,11 +202,19 @@ def lora_request(name: str, number: int, path: Path) -> Any:
     return importlib.import_module("vllm.lora.request").LoRARequest(name, number, str(path))
 
 
+def server_info(client: Any) -> dict[str, Any]:
+    """A vLLM server's `vllm_config` and `vllm_env`; empty dictionaries where it does not tell.
+
+    TRL's `get_server_info` leaves the environment out, and TRL 1.15 has none.
+    """
+    answer = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
+    return {"vllm_config": {}, "vllm_env": {}} | (answer.json() if answer.status_code == 200 else {})
+
+
 def is_batch_invariant(client: Any | None) -> bool:
     """Whether vLLM says that its bits do not depend on the batch: this process's, or a server that a client asks."""
-    if client is not None:  # TRL's `get_server_info` leaves the environment out
-        answer = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
-        return bool(answer.json().get("vllm_env", {}).get("VLLM_BATCH_INVARIANT"))
+    if client is not None:
+        return bool(server_info(client)["vllm_env"].get("VLLM_BATCH_INVARIANT"))
     platform = importlib.import_module("vllm.platforms").current_platform
     return bool(platform.is_cuda() and importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT)
 

@@ -152,7 +152,8 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
     def surplus() -> float | None:
         mode = "processed_logprobs"  # as TRL starts an engine
         if isinstance(engine, VllmServer):
-            mode = engine.client.get_server_info()["model_config"]["logprobs_mode"]
+            about = compat.server_info(engine.client)["vllm_config"].get("model_config", {})
+            mode = about.get("logprobs_mode", "unknown")
         return surplus_of(engine.generation, mode)
 
     layers = trainer.model.config.get_text_config().num_hidden_layers

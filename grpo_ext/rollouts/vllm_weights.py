@@ -217,7 +217,7 @@ def merged_copy(layer: Any) -> nn.Module:
     return twin
 
 
-def _copy_of(parameter: nn.Parameter | None) -> nn.Parameter | None:
+def _copy_of(parameter: Any) -> Any:
     if type(parameter) is nn.Parameter or hasattr(parameter, "full_tensor"):
         return nn.Parameter(parameter.detach().clone(), requires_grad=False)
     return copy.deepcopy(parameter)  # bitsandbytes' kinds, whose merge assigns a new one
@@ -236,7 +236,7 @@ def versions_of(trainer: Any, client: Any | None) -> AdapterVersions | None:
     if args.vllm_lora is False or (args.vllm_lora is None and client is None):
         return None
     if client is not None:
-        reason = _why_not_served(model, client.get_server_info())
+        reason = _why_not_served(model, compat.server_info(client)["vllm_config"])
     elif args.vllm_enable_sleep_mode:
         reason = "vllm_enable_sleep_mode=True drops the engine's weights, so all are sent again"
     else:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,8 +36,24 @@ class StandIn:
         """How often weights were sent."""
         return len(list(self.folder.glob("*.safetensors")))
 
+    base_url = "http://server"
+    config: dict[str, Any] = {"model_config": {"logprobs_mode": "processed_logprobs"}}
+    env: dict[str, Any] = {}
+
+    @property
+    def session(self) -> Any:
+        """Its requests, as far as they are asked for."""
+        return SimpleNamespace(get=self.get, post=self.post)
+
+    def get(self, url: str, params: Any) -> Any:
+        assert url == "http://server/server_info"
+        return SimpleNamespace(status_code=200, json=lambda: {"vllm_config": self.config, "vllm_env": self.env})
+
+    def post(self, url: str, json: dict[str, Any]) -> Any:
+        raise AssertionError(f"nothing is asked of {url}")
+
     def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+        return self.config
 
     def reset_prefix_cache(self) -> None:
         pass

@@ -22,23 +22,13 @@ SERVER = {"use_vllm": True, "vllm_mode": "server", "learning_rate": 1e-2, "top_k
 class Serving(StandIn):
     """A server that was started with --enable-lora, with one adapter at a time; it outlives a run."""
 
-    adapters: dict[str, Any]
-    env: dict[str, Any]
     status = 200
 
     def __init__(self, folder: Path, policy: Any) -> None:
         super().__init__(folder, policy)
-        self.adapters, self.env, self.base, self.names = {}, {}, policy, []
-        self.base_url, self.model = "http://server", "base"
-        self.session = SimpleNamespace(post=self.post, get=self.get)
-
-    def get_server_info(self) -> dict[str, Any]:
-        info = {"lora_config": {"max_lora_rank": 8}, "parallel_config": {"data_parallel_size": 1}}
-        return super().get_server_info() | info
-
-    def get(self, url: str, params: Any) -> Any:
-        assert url == "http://server/server_info"
-        return SimpleNamespace(json=lambda: {"vllm_env": self.env})
+        self.adapters, self.env, self.base, self.names, self.model = {}, {}, policy, [], "base"
+        lora = {"lora_config": {"max_lora_rank": 8}, "parallel_config": {"data_parallel_size": 1}}
+        self.config = self.config | lora
 
     def post(self, url: str, json: dict[str, Any]) -> Any:
         kind, name = url.rsplit("/", 1)[1], json["lora_name"]
@@ -113,7 +103,7 @@ def test_a_resumed_run_samples_with_its_own_adapter_on_a_server_that_has_an_olde
 
 
 def test_what_cannot_be_sent_alone_is_an_error_where_it_is_asked_for(tmp_path, serving):
-    serving.get_server_info = lambda: {"lora_config": None, "model_config": {"logprobs_mode": "processed_logprobs"}}
+    serving.config["lora_config"] = None
     with pytest.raises(ConfigError, match="started without --enable-lora"):
         adapted(tmp_path, vllm_lora=True)
 
