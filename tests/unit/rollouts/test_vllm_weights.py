@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_ext.rollouts.vllm_weights import AdapterVersions, Generation, why_not_alone
+from grpo_ext.tools.check.runs import free_port
+from tests.support.launch import ROOT
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA
 
@@ -35,8 +41,6 @@ def generation(model: Any, cls: Any = Generation) -> Any:
     new = cls.__new__(cls)
     accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
     state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)
-    from trl.distributed import DistributedBackend
-
     backend = DistributedBackend(SimpleNamespace(state=state))
     vars(new).update(model=model, accelerator=accelerator, _dist=backend, versions=None)
     return new
@@ -80,6 +84,24 @@ def test_a_model_without_an_adapter_is_sent_as_trl_does():
     ours, theirs = sent(model, Generation), sent(model, VLLMGeneration)
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_shards_of_fsdp2_are_merged_and_saved_whole(tmp_path):
+    script = Path(__file__).with_name("fsdp2_weights.py")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(script), str(tmp_path / "adapter")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    loaded, ids = PeftModel.from_pretrained(tiny_model("qwen2"), tmp_path / "adapter"), torch.tensor([[3, 4, 5]])
+    assert torch.equal(loaded(input_ids=ids).logits, adapted("lora")(input_ids=ids).logits)
 
 
 # ---- Adapters by themselves -----------------------------------------------------------------------------------------
