@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from grpo_ext.rollouts.vllm_weights import Generation
-from tests.unit.rollouts.test_vllm_weights import adapted, generation, sent
+from tests.support.vllm_weights import adapted, generation, sent
 
 
 def main(folder: Path) -> None:
