@@ -13,7 +13,8 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -27,7 +28,9 @@ try:
     from trl.chat_template_utils import supports_tool_calling as supports_tool_calling
     from trl.data_utils import prepare_multimodal_messages as prepare_multimodal_messages
     from trl.extras.profiling import profiling_context
+    from trl.generation import vllm_generation
     from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration as VLLMGeneration
     from trl.models import prepare_deepspeed as prepare_deepspeed
     from trl.models import prepare_fsdp as prepare_fsdp
     from trl.models import unwrap_model_for_generation
@@ -198,6 +201,54 @@ def client_of(generation: Any) -> Any:
         return client
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
     return VLLMClient(base_url=url, connection_timeout=generation.server_timeout)
+
+
+@contextmanager
+def engine_options(**options: Any) -> Iterator[None]:
+    """Inside, TRL starts its vLLM engine with further options, as its `VLLMGeneration` takes none (`enable_lora`)."""
+    if not options:
+        yield
+        return
+    engine = vllm_generation.LLM
+    vllm_generation.LLM = functools.partial(engine, **options)
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = engine
+
+
+def lora_request(name: str, number: int, path: Path) -> Any:
+    """vLLM's request for a saved adapter; the number is its identity within an engine."""
+    return importlib.import_module("vllm.lora.request").LoRARequest(name, number, str(path))
+
+
+def server_info(client: Any) -> dict[str, Any]:
+    """A vLLM server's `vllm_config` and `vllm_env`; empty dictionaries where it does not tell.
+
+    TRL's `get_server_info` leaves the environment out, and TRL 1.15 has none.
+    """
+    answer = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
+    return {"vllm_config": {}, "vllm_env": {}} | (answer.json() if answer.status_code == 200 else {})
+
+
+def is_batch_invariant(client: Any | None) -> bool:
+    """Whether vLLM says that its bits do not depend on the batch: this process's, or a server that a client asks."""
+    if client is not None:
+        return bool(server_info(client)["vllm_env"].get("VLLM_BATCH_INVARIANT"))
+    platform = importlib.import_module("vllm.platforms").current_platform
+    return bool(platform.is_cuda() and importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT)
+
+
+def served_rank(rank: int) -> int:
+    """The least `max_lora_rank` that vLLM can be started with for adapters of this rank.
+
+    Raises:
+        ConfigError: vLLM serves none of this rank.
+    """
+    ranks = get_args(importlib.import_module("vllm.config.lora").MaxLoRARanks)
+    if rank > max(ranks):
+        raise ConfigError(f"vllm_lora=True with an adapter of rank {rank}: vLLM serves {max(ranks)} at most.")
+    return min(served for served in ranks if served >= rank)
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:

@@ -136,6 +136,26 @@ class GRPOConfig(trl.GRPOConfig):
         "cache in place. Models that cannot (own caches, sharded) sample as transformers does.",
     )
 
+    # vLLM.
+    vllm_seeds: bool = _setting(
+        True,
+        "Give every completion that vLLM samples a seed of its own. False: vLLM draws the rows of a batch together, 1 "
+        "to 2 ms less per token at 256 rows; completions then depend on the split and on what was sampled before, and "
+        "a resumed run samples others.",
+    )
+    vllm_lora: bool | None = _setting(
+        None,
+        "Send a LoRA adapter to vLLM by itself, instead of all weights with the adapter merged in. Default: where "
+        "the server was started with --enable-lora and can serve the adapter. True: a colocated engine is started with "
+        "LoRA, and an adapter that cannot be served is an error. False: never.",
+    )
+    vllm_check: bool = _setting(
+        True,
+        "End the run where vLLM's log-probabilities of its tokens differ from the trainer's by more than rounding in "
+        "half precision. Compared in every rollout batch for which the trainer computes them (by default all), and in "
+        "the first one in any case.",
+    )
+
     # The same bits.
     bitwise_invariant: bool = _setting(
         False,

@@ -86,10 +86,13 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
         ConfigError: names all of it.
     """
     by_timing = settings["use_transformers_continuous_batching"]
+    vllm, invariant = settings["use_vllm"], os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
+    varies = vllm and settings["vllm_mode"] == "colocate" and not invariant  # a server is asked later
     refused = {
         "FSDP (gradients are reduced as floating point numbers)": asks_for("fsdp", settings),
         "DeepSpeed (gradients are reduced as floating point numbers)": asks_for("deepspeed", settings),
-        "use_vllm (its batches, and with them its bits, follow from timing)": settings["use_vllm"],
+        "use_vllm without VLLM_BATCH_INVARIANT=1 (batches, and with them bits, follow from timing)": varies,
+        "vllm_seeds=False": vllm and not settings["vllm_seeds"],
         "use_transformers_continuous_batching (batches follow from timing)": by_timing,
         "micro_batch_tokens (units are canonical; canonical_unit_size sets their size)": settings["micro_batch_tokens"],
         "allow_split_dependent": settings["allow_split_dependent"],

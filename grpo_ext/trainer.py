@@ -39,6 +39,7 @@ from .rollouts.batch import RolloutBatch
 from .rollouts.build import LOGPS, build_rollouts, terms_of
 from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
+from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
 from .run.keeper import RunKeeper
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
@@ -118,7 +119,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
-        with compat.hiding_old_names():
+        with compat.hiding_old_names(), compat.engine_options(**engine_options(config, model, peft_config)):
             super().__init__(
                 model=model,
                 reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,

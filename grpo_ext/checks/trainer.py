@@ -268,8 +268,13 @@ def check_bitwise(trainer: Any) -> None:
             f"bitwise_invariant=True cannot be kept with reward models ({', '.join(models)}): the bits of a score "
             "depend on the batch it is computed in. Use a function that scores one completion at a time."
         )
+    if trainer.use_vllm and not compat.is_batch_invariant(getattr(trainer._rollouts.worker.engine, "client", None)):
+        raise ConfigError(
+            "bitwise_invariant=True cannot be kept with this vLLM engine, which does not say that its bits are the "
+            "same in every batch; set VLLM_BATCH_INVARIANT=1 where it starts, on an NVIDIA GPU."
+        )
     override = own_sampling(trainer)
-    if override is not None or not samples_by_key(trainer):
+    if override is not None or not (trainer.use_vllm or samples_by_key(trainer)):
         override = override or own_generate(trainer.accelerator.unwrap_model(trainer.model))
         raise ConfigError(
             "bitwise_invariant=True needs this trainer's own sampling; rollout_func, beam search, do_sample=False and "
@@ -309,6 +314,13 @@ def _uncovered_sampling(trainer: Any) -> str | None:
         )
     if override is not None:
         return f"{override} may sample in its own way; only the update is covered"
+    if trainer.use_vllm and not trainer.args.vllm_seeds:
+        return (
+            "vllm_seeds=False: completions depend on the split and on what was sampled before, and a resumed run "
+            "samples others; only the update is covered"
+        )
+    if trainer.use_vllm and trainer.args.bitwise_invariant:
+        return None
     if trainer.use_vllm:
         return (
             "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "

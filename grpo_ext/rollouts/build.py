@@ -34,6 +34,7 @@ from ..runtime.out_of_memory import Halving
 from ..runtime.transfer import to_device
 from .chat import Chat
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine, chunk_sizes
+from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .environments import Environments
 from .images import ImageSource
 from .local import Hooks, Terms
@@ -42,6 +43,7 @@ from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Rollouts
 from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine, VllmServer
+from .vllm_weights import Generation, versions_of
 
 SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
@@ -70,7 +72,7 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
     memory = Halving("generation", remedy, not (forwards.sharded or trainer.args.bitwise_invariant))
     worker = _worker(trainer, images, forwards, memory, clock)
     send = functools.partial(load_weights, trainer)
-    return forwards, Rollouts(trainer.accelerator, trainer.args, worker, memory, send)
+    return forwards, Rollouts(trainer.accelerator, trainer.args, worker, memory, send, _check(trainer, worker.engine))
 
 
 def _worker(
@@ -135,9 +137,11 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
 
     if trainer.use_vllm:
         generation, profile = trainer.vllm_generation, functools.partial(compat.profiling_context, trainer)
-        if trainer.vllm_mode == "server":
-            return VllmServer(generation, compat.client_of(generation), profile)
-        return VllmEngine(generation, profile)
+        client = compat.client_of(generation) if trainer.vllm_mode == "server" else None
+        generation = trainer.vllm_generation = Generation.of(generation, versions_of(trainer, client))
+        if client is not None:
+            return VllmServer(generation, client, trainer.args.vllm_seeds, profile)
+        return VllmEngine(generation, trainer.args.vllm_seeds, profile)
     if trainer.use_transformers_continuous_batching:
         return ContinuousBatching(trainer.trl_turn, model)
 
@@ -147,6 +151,21 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
             yield policy
 
     return TransformersEngine(model, generating, settings, images.of_transcripts, memory)
+
+
+def _check(trainer: Any, engine: Any) -> EngineCheck | None:
+    if not (trainer.use_vllm and trainer.args.vllm_check):
+        return None
+
+    def surplus() -> float | None:
+        mode = "processed_logprobs"  # as TRL starts an engine
+        if isinstance(engine, VllmServer):
+            about = compat.server_info(engine.client)["vllm_config"].get("model_config", {})
+            mode = about.get("logprobs_mode", "unknown")
+        return surplus_of(engine.generation, mode)
+
+    layers = trainer.model.config.get_text_config().num_hidden_layers
+    return EngineCheck(functools.cache(surplus), rounding_bound(layers))
 
 
 def log_probabilities(trainer: Any, forwards: ForwardRunner) -> Callable[[Any, TokenRows, Terms], torch.Tensor]:
@@ -220,6 +239,7 @@ def terms_of(trainer: Any) -> Terms:
         generation_config=None if trainer.use_vllm else trainer.generation_config,
         old_logps=steps > 1 or corrects or (training and bool(args.rollout_lag)),
         reference=trainer.beta != 0.0,
+        unchecked=rollouts.check is not None and not rollouts.check.done,
         batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
         max_tokens=trainer._step_planner.limits.tokens,
         ends=frozenset((*trainer.eos_token_ids, rollouts.worker.settings.pad)),

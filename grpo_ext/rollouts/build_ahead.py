@@ -148,7 +148,7 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, forwards: Forwar
             yield model
 
     if trainer.use_vllm:
-        engine: Any = VllmServer(main.engine.generation, main.engine.client)
+        engine: Any = VllmServer(main.engine.generation, main.engine.client, main.engine.seeded)
     else:
         engine = TransformersEngine(policy, generating, main.settings, images.of_transcripts, trainer._rollouts.memory)
     return RolloutWorker(

@@ -41,6 +41,11 @@ class Hooks:
     score: Callable[..., dict[str, Any]] | None = None
 
     @property
+    def sampling(self) -> bool:
+        """Whether completions, or their log-probabilities, may be the user's own."""
+        return any((self.generate, self.turn, self.rollout, self.score))
+
+    @property
     def any(self) -> bool:
         """Whether a process without prompts has to take part, because a hook may hold collectives."""
         return any(vars(self).values())
@@ -61,6 +66,7 @@ class Terms:
         state: of the Trainer; an argument of reward functions.
         generation_config: transformers' settings; None with vLLM.
         old_logps, reference: log-probabilities of the policy that samples, of the reference model, are needed.
+        unchecked: vLLM's log-probabilities were not compared with the policy's yet, and will be.
         batch_size, max_tokens: limits of a forward without gradients.
         ends: a completion that ends in none of these tokens is truncated.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
@@ -84,6 +90,7 @@ class Terms:
     generation_config: GenerationConfig | None
     old_logps: bool
     reference: bool
+    unchecked: bool
     batch_size: int
     max_tokens: int | None
     ends: Container[int]
@@ -92,6 +99,11 @@ class Terms:
     limits: TurnLimits
     ratios: RatioRule | None
     hooks: Hooks
+
+    @property
+    def scores_policy(self) -> bool:
+        """Whether the log-probabilities of the policy are computed."""
+        return self.old_logps or (self.unchecked and not self.hooks.sampling)
 
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
         """Which completions are masked out."""

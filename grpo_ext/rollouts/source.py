@@ -31,6 +31,7 @@ from ..runtime.out_of_memory import Halving
 from .ahead import RolloutsAhead
 from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
 from .engine import TransformersEngine, chunk_sizes
+from .engine_check import EngineCheck
 from .images import ImageSource
 from .join import Round, exchange, join
 from .keyed import BEYOND
@@ -52,6 +53,7 @@ class Rollouts:
         worker: samples this process's part.
         memory: the number of completions that fit into one `generate`, of the thread that samples ahead too.
         sync_vllm: sends the current weights to vLLM.
+        check: compares vLLM's log-probabilities with the trainer's; None without vLLM, or where it is turned off.
         batch, batch_name: the rollout batch that is trained on; its epoch and its index in the epoch.
         rewards_BF, scored_by: rewards of the rollout batch that was made last, of training or of an evaluation, and its
             terms; None before.
@@ -67,6 +69,7 @@ class Rollouts:
     worker: OverriddenWorker
     memory: Halving
     sync_vllm: Callable[[], None]
+    check: EngineCheck | None = None
     batch: RolloutBatch | None = field(default=None, init=False)
     batch_name: tuple[int, int] | None = field(default=None, init=False)
     rewards_BF: torch.Tensor | None = field(default=None, init=False)
@@ -215,7 +218,12 @@ class Rollouts:
             with assigned(self, _rewarded=local), uneven, self.worker.clock.phase("rewards"):
                 rewards_BF = calculate(*reward_columns(local.transcripts))
                 rewards = rewards_BF.cpu(), [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
-        return join(shares, terms, self.accelerator.process_index, rewards)
+        joined = join(shares, terms, self.accelerator.process_index, rewards)
+        if self.check is not None and not terms.hooks.sampling:
+            self.check.compare(joined.batch)
+        if not terms.old_logps:  # computed for the check alone
+            joined.batch.columns.pop("old_per_token_logps", None)
+        return joined
 
     # ---- Several rounds: dynamic sampling -------------------------------------------------------------------------
 

@@ -8,10 +8,9 @@ thread may sample.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +34,12 @@ class VllmEngine:
 
     Attributes:
         generation: TRL's `VLLMGeneration`.
+        seeded: each completion has a seed of its own.
         profile: TRL's profiling context of a name.
     """
 
     generation: Any
+    seeded: bool
     profile: Callable[[str], AbstractContextManager[Any]]
 
     def generate(
@@ -54,7 +55,7 @@ class VllmEngine:
         if not transcripts:
             return []
         images = [transcript.images or None for transcript in transcripts]
-        with seeded(self.generation, seeds_of(transcripts, num_generations)):
+        with seeded(self.generation, seeds_of(transcripts, num_generations)) if self.seeded else nullcontext():
             _, ids, logps, _ = self.generation.generate(
                 prompts=[transcript.prompt_ids + transcript.ids for transcript in transcripts],
                 images=images if any(images) else None,
@@ -71,12 +72,14 @@ class VllmServer:
     Attributes:
         generation: TRL's `VLLMGeneration`, for its settings.
         client: of this process.
+        seeded: each completion has a seed of its own.
         profile: TRL's profiling context of a name.
     """
 
     generation: Any
     client: Any
-    profile: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
+    seeded: bool = True
+    profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
@@ -98,7 +101,7 @@ class VllmServer:
         seeds = seeds_of(transcripts, num_generations)[::copies]
 
         def send(index: int) -> dict[str, Any]:  # a request has one seed
-            further = {**(settings.generation_kwargs or {}), "seed": seeds[index]}
+            further = (settings.generation_kwargs or {}) | ({"seed": seeds[index]} if self.seeded else {})
             image = None if features is None else features[index : index + 1]
             return self.client.generate(prompts=[prompts[index]], features=image, generation_kwargs=further, **options)
 

@@ -166,7 +166,7 @@ class RolloutWorker:
     def add_logprobs(self, local: LocalRollout) -> None:
         """Log-probabilities under the policy that samples and under the reference, only where the run needs them."""
         terms = local.terms
-        if not (terms.old_logps or terms.reference):
+        if not (terms.scores_policy or terms.reference):
             return
         rows = self._token_rows(local)
         counted = bool(len(rows))
@@ -178,7 +178,7 @@ class RolloutWorker:
             return list(logps_S.split(list(rows.completions_B))) if counted else []
 
         with self.clock.phase("logps"):
-            if terms.old_logps:
+            if terms.scores_policy:
                 local.old_logps = score(self.policy())
             if terms.reference and (reference := self.reference()) is not None:
                 local.ref_logps = score(reference)

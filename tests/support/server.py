@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from tests.support.tiny import tiny_model
 class StandIn:
     """A process's client, and the server itself: it loads what was sent last before it samples."""
 
-    def __init__(self, folder: Path, model: Any) -> None:
-        self.model, self.folder, self.numbers = model, folder, itertools.count()
+    def __init__(self, folder: Path, policy: Any) -> None:
+        self.policy, self.folder, self.numbers = policy, folder, itertools.count()
         self.loaded, self.loading = 0, threading.Lock()
 
     @property
@@ -35,15 +36,31 @@ class StandIn:
         """How often weights were sent."""
         return len(list(self.folder.glob("*.safetensors")))
 
+    base_url = "http://server"
+    config: dict[str, Any] = {"model_config": {"logprobs_mode": "processed_logprobs"}}
+    env: dict[str, Any] = {}
+
+    @property
+    def session(self) -> Any:
+        """Its requests, as far as they are asked for."""
+        return SimpleNamespace(get=self.get, post=self.post)
+
+    def get(self, url: str, params: Any) -> Any:
+        assert url == "http://server/server_info"
+        return SimpleNamespace(status_code=200, json=lambda: {"vllm_config": self.config, "vllm_env": self.env})
+
+    def post(self, url: str, json: dict[str, Any]) -> Any:
+        raise AssertionError(f"nothing is asked of {url}")
+
     def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+        return self.config
 
     def reset_prefix_cache(self) -> None:
         pass
 
     def update_named_params(self, described: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         found = {name: value.detach().cpu().contiguous().clone() for name, value in parameters}
-        assert found.keys() <= self.model.state_dict().keys()
+        assert found.keys() <= self.policy.state_dict().keys()
         assert not list(self.folder.glob("open_*")), "weights were sent while requests were open"
         time.sleep(0.05)
         number = self.sent + 1
@@ -57,8 +74,8 @@ class StandIn:
             with self.loading:  # requests come together
                 if self.sent > self.loaded:
                     self.loaded = self.sent
-                    self.model.load_state_dict(load_file(self.folder / f"{self.loaded}.safetensors"), strict=False)
-            seed = generation_kwargs["seed"]
+                    self.policy.load_state_dict(load_file(self.folder / f"{self.loaded}.safetensors"), strict=False)
+            seed = generation_kwargs.get("seed", next(self.numbers))
             answers = [self.sample(ids, seed + place, max_tokens) for ids in prompts for place in range(n)]
             time.sleep(random.SystemRandom().uniform(0, 0.02))
         finally:
@@ -74,13 +91,13 @@ class StandIn:
         generator, ids, found = torch.Generator().manual_seed(seed), [], []
         while len(ids) < length and (not ids or ids[-1] != 1):
             with torch.no_grad():
-                logps = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].log_softmax(-1)
+                logps = self.policy(input_ids=torch.tensor([prompt + ids])).logits[0, -1].log_softmax(-1)
             ids.append(int(torch.multinomial(logps.exp(), 1, generator=generator)))
             found.append(float(logps[ids[-1]]))
         return ids, found
 
 
-def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr) -> StandIn:
+def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr, kind: type[StandIn] = StandIn) -> StandIn:
     """Let trainers of this process ask a stand-in.
 
     Args:
@@ -88,7 +105,7 @@ def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr) -> St
         put: sets an attribute (`monkeypatch.setattr`).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    client = StandIn(folder, tiny_model())
+    client = kind(folder, tiny_model())
 
     class Generation(vllm_generation.VLLMGeneration):
         def _init_vllm(self) -> None:

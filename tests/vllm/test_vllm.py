@@ -54,6 +54,9 @@ def run(tmp_path_factory):
             launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
             command = [*launcher, "--main_process_port", "0", *command[1:]]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, cwd=ROOT)
+        if control == "sync":
+            assert done.returncode != 0
+            return [{"error": done.stderr}]
         assert done.returncode == 0, done.stderr[-3000:]
         return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(processes)]
 
@@ -95,11 +98,25 @@ def test_completions_of_a_group_differ(run):
 
 def test_the_engine_gets_the_new_weights(run):
     assert run(1)[0]["moved"] > 1.0
-    synced, stale = differences(run(1)), differences(run(1, "sync"))
+    synced, stale = differences(run(1)), differences(run(1, "unchecked"))
     print(f"log-probability difference by step: {synced}; without new weights: {stale}")
     assert len(synced) == len(stale) == STEPS
     assert max(synced) < 2e-3
     assert max(stale[1:]) > 20 * max(synced)
+
+
+def test_a_run_whose_weights_do_not_arrive_ends(run):
+    assert "vLLM's log-probabilities of the" in run(1, "sync")[0]["error"]
+
+
+@pytest.mark.parametrize("how", ["alone", "merged"])
+def test_the_engine_samples_with_the_adapter_that_is_trained(run, how):
+    one, two = run(1, how), run(2, how)
+    for step in range(STEPS):
+        assert completions(one, step) == completions(two, step), step
+    assert one[0]["moved"] > 1.0
+    print(f"{how}: log-probability difference by step: {differences(one)}")
+    assert max(differences(one)) < 2e-3
 
 
 def test_the_log_is_that_of_one_process(run):
@@ -109,7 +126,7 @@ def test_the_log_is_that_of_one_process(run):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory, request):
     """A vLLM server on the CPU, and TRL's client of it. Weights go to a server over NCCL, which no CPU has."""
     from trl.generation.vllm_client import VLLMClient
 
@@ -121,7 +138,8 @@ def server(tmp_path_factory):
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
     command += ["--dtype", "float32", "--port", str(port), "--max-model-len", "128", "--enforce-eager"]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "tests.vllm.from_file.FileWeights"]
-    env = environment() | {"VLLM_SERVER_DEV_MODE": "1"}
+    command += getattr(request, "param", [])
+    env = environment() | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -158,13 +176,22 @@ def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
     assert unseeded != together
 
 
+@pytest.mark.parametrize("server", [["--enable-lora", "--max-lora-rank", "8"]], indirect=True)
+def test_a_server_samples_with_the_adapter_alone(run, server):
+    results = run(1, "alone", server.base_url, 1)
+    assert results[0]["moved"] > 1.0
+    print(f"log-probability difference by step: {differences(results)}")
+    assert max(differences(results)) < 2e-3
+    assert max(line.get("sampling/ratio_max", 0.0) for line in results[0]["log"]) > 1.01
+
+
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_server_that_samples_ahead_has_the_weights_that_are_named(run, server, lag):
     url, steps = server.base_url, 5
     one, two = run(1, "", url, lag), run(2, "", url, lag)
     for step in range(steps):
         assert completions(one, step, steps) == completions(two, step, steps), step
-    synced, stale = differences(one), differences(run(1, "sync", url, lag))
+    synced, stale = differences(one), differences(run(1, "unchecked", url, lag))
     print(f"lag {lag}, log-probability difference by step: {synced}; without new weights: {stale}")
     assert max(synced) < 2e-3
     assert max(stale) > 20 * max(synced)

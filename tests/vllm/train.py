@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.rollouts import vllm
+import torch
+from peft import LoraConfig
+
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import change, make
+from tests.support.trainers import LORA, change, make
 from tests.vllm.from_file import send_by_file
 from tests.vllm.on_the_cpu import in_float32, keep_weights
 
@@ -30,17 +31,21 @@ def main(folder: Path, control: str, server: str = "", lag: int = 0) -> None:
     """Train.
 
     Args:
-        control: leaves something out: "" nothing, "seeds" the seeds, "sync" the new weights.
+        control: leaves something out: "" nothing, "seeds" the seeds, "sync" the new weights, "unchecked" the check too.
+            With "alone" and "merged" an adapter is trained, and sent so.
         server: that samples, instead of an engine of this process; lag: `rollout_lag`.
     """
     keep_weights()
     in_float32()
-    engine: dict[str, Any] = COLOCATE
+    engine: dict[str, Any] = dict(COLOCATE)
     if server:
         send_by_file(folder)
         engine = {"vllm_mode": "server", "vllm_server_base_url": server, "rollout_lag": lag, "max_steps": 5}
+    engine["vllm_check"] = control != "unchecked"
     if control == "seeds":
-        vllm.seeded = lambda *args: contextlib.nullcontext()
+        engine["vllm_seeds"] = False
+    if control in ("alone", "merged"):
+        engine |= {"vllm_lora": control == "alone", "learning_rate": 0.1}
     sampled: list[tuple[str, list[int]]] = []
 
     def reward(prompts: list[str], completions: list[str], completion_ids: Any, **kwargs: Any) -> list[float]:
@@ -49,8 +54,11 @@ def main(folder: Path, control: str, server: str = "", lag: int = 0) -> None:
 
     # vLLM loads the model by name
     parts = {"model": str(folder / "model"), "reward": reward, "train_dataset": prompts(22)}
+    if control in ("alone", "merged"):
+        torch.manual_seed(0)  # of the adapter's start
+        parts["peft_config"] = LoraConfig(**LORA)
     trainer = make(folder / "out", **parts, **{**SETTINGS, **engine})
-    if control == "sync":
+    if control in ("sync", "unchecked"):
         type(trainer.vllm_generation).sync_weights = lambda self: None
     moved = float(change(trainer).norm())
     result = {"sampled": sampled, "log": trainer.state.log_history, "moved": moved}

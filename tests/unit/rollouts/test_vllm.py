@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.vllm import VllmServer, seeded, seeds_of
+from grpo_ext.rollouts.vllm import VllmEngine, VllmServer, seeded, seeds_of
 
 
 def keys(prompts: range, group: int = 4, rollout: int = 0) -> torch.Tensor:
@@ -54,6 +56,21 @@ def test_colocated_engines_get_one_parameter_set_for_each_row():
     assert shared.seed is None
     generation.llm.generate(["a"], sampling_params=shared, use_tqdm=False)
     assert asked[1] is shared  # the engine itself is as it was
+
+
+@pytest.mark.parametrize("with_seeds", [True, False])
+def test_a_colocated_engine_draws_rows_together_without_seeds(with_seeds):
+    asked = []
+    llm = SimpleNamespace(generate=lambda prompts, sampling_params: asked.append(sampling_params))
+
+    def generate(prompts: Any, **options: Any) -> tuple[Any, ...]:
+        generation.llm.generate(prompts, sampling_params=Params(0.7))
+        return None, [[1] for _ in prompts], None, None
+
+    generation = SimpleNamespace(tensor_parallel_size=1, llm=llm, generate=generate)
+    VllmEngine(generation, with_seeds, contextlib.nullcontext).generate(transcripts(), None, 2)
+    rows = [params.seed for params in asked[0]] if with_seeds else asked[0].seed
+    assert rows == (seeds(range(3), 2) if with_seeds else None)
 
 
 SETTINGS = {"repetition_penalty": 1.0, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": None, "logprobs": 0}

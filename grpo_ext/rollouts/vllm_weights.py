@@ -1,0 +1,271 @@
+"""How trained weights reach a vLLM engine: a LoRA adapter by itself, or weights with the adapter merged into copies.
+
+Differs from TRL, which merges the adapter into the trained model, sends the weights and subtracts the adapter again: in
+half precision that moves the base a little every time. Here the trained model is only read. Called by rollouts.build.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
+from torch import nn
+
+from .. import compat
+from ..errors import ConfigError, RolloutError
+from ..runtime.collectives import gather_lists
+
+# fields of PEFT's LoraConfig that may have any value: vLLM reads them, or they do not change an adapter's output
+_SERVED = {
+    *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
+    *("peft_version", "megatron_core", "qalora_group_size", "init_lora_weights"),
+}
+_UNCHANGED_BASE = (True, False, "gaussian")  # initialisations of an adapter that leave the base as it was
+
+
+def why_not_alone(model: Any, max_rank: int | None = None) -> str | None:
+    """Why vLLM cannot serve the adapter of a model by itself, as a clause; None where it can.
+
+    vLLM ignores what it does not know of PEFT's settings, so everything but the plain LoRA of linear layers is named.
+
+    Args:
+        max_rank: `max_lora_rank` of the engine; None: an engine is started with the rank that is needed.
+    """
+    if not isinstance(model, PeftModel):
+        return "the model has no adapter"
+    if len(model.active_adapters) != 1 or type(config := model.peft_config[model.active_adapters[0]]) is not LoraConfig:
+        return f"the adapter is not one LoRA, but {', '.join(model.active_adapters)}"
+    defaults = LoraConfig().to_dict()
+    for name, value in config.to_dict().items():
+        if name not in _SERVED and value != defaults.get(name) and value:
+            return f"its setting {name}={value!r} is none that vLLM serves"
+    if config.init_lora_weights not in _UNCHANGED_BASE:
+        return (
+            f"init_lora_weights={config.init_lora_weights!r} has changed the base, of which the engine has the original"
+        )
+    kinds = {type(layer.get_base_layer()) for layer in model.modules() if isinstance(layer, BaseTunerLayer)}
+    if others := [kind.__name__ for kind in kinds if not issubclass(kind, nn.Linear)]:
+        return f"it adapts {', '.join(sorted(others))}; vLLM serves the LoRA of linear layers"
+    if max_rank is not None and config.r > max_rank:
+        return f"its rank is {config.r}, and the engine's max_lora_rank {max_rank}"
+    return None
+
+
+@dataclass
+class AdapterVersions:
+    """The adapter that an engine samples with, one version for each time weights are sent.
+
+    A version's name holds a token of this process's start, so what a server still has of an earlier run, or of the same
+    run before a resume, is never taken for it.
+
+    Attributes:
+        folder: where versions are saved; a server reads them there.
+        run: the token.
+        client: of this process, where a server samples.
+        number: of the version that the engine has; 0: none yet.
+    """
+
+    folder: Path
+    run: str
+    client: Any | None = None
+    number: int = field(default=0, init=False)
+
+    def send(self, generation: Generation) -> None:
+        """Save the adapter as the next version and let the engine sample with it.
+
+        Raises:
+            RolloutError: the server does not load it.
+        """
+        earlier, self.number = self._name, self.number + 1
+        writes = self.client is None or generation.accelerator.is_main_process
+        if writes:
+            shutil.rmtree(self.folder, ignore_errors=True)  # earlier versions, which no request names any more
+        path = generation.save_adapter(self.folder / self._name, writes)
+        if self.client is None:
+            generation.llm.adapter = compat.lora_request(self._name, self.number, path)
+        else:
+            if writes:
+                self._load(path, earlier)
+            self.client.model = self._name
+
+    @property
+    def _name(self) -> str:
+        return f"grpo-ext-{self.run}-v{self.number}"
+
+    def _load(self, path: Path, earlier: str) -> None:
+        client: Any = self.client
+        body = {"lora_name": self._name, "lora_path": str(path)}
+        try:
+            answer = client.session.post(f"{client.base_url}/v1/load_lora_adapter", json=body)
+            problem = "" if answer.status_code == 200 else f"{answer.status_code}: {answer.text}"
+        except OSError as error:  # after TRL's retries
+            problem = str(error)
+        if problem:
+            raise RolloutError(
+                f"the vLLM server does not load the adapter {path} ({problem}). Start it with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, where it can read that folder, or set vllm_lora=False."
+            )
+        if self.number > 1:
+            client.session.post(f"{client.base_url}/v1/unload_lora_adapter", json={"lora_name": earlier})
+
+
+class _WithAdapter:
+    """A vLLM engine that samples with an adapter, whoever calls it."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.adapter = engine, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def generate(self, *prompts: Any, **options: Any) -> Any:
+        return self.engine.generate(*prompts, **{"lora_request": self.adapter, **options})
+
+
+class Generation(compat.VLLMGeneration):
+    """TRL's `VLLMGeneration`, which sends weights without writing into the model.
+
+    Attributes:
+        versions: of the adapter that is sent by itself; None where weights are sent.
+    """
+
+    versions: AdapterVersions | None
+
+    @classmethod
+    def of(cls, generation: Any, versions: AdapterVersions | None) -> Generation:
+        """The same engine or server, with the weights sent by this class."""
+        new = cls.__new__(cls)
+        vars(new).update(vars(generation), versions=versions)
+        if versions is not None and versions.client is None:
+            new.llm = _WithAdapter(new.llm)
+        return new
+
+    def sync_weights(self) -> None:
+        """Send what was trained to the engine; called by every process."""
+        if self.versions is None:
+            super().sync_weights()
+        else:
+            self.versions.send(self)
+
+    def save_adapter(self, folder: Path, writes: bool) -> Path:
+        """Save the adapter as PEFT does, gathered from all processes; returns the absolute path of its folder.
+
+        Args:
+            writes: this process saves; the others take part in the gathering.
+        """
+        model: Any = self.model
+        (name,) = model.active_adapters
+        state = {key: value for key, value in model.state_dict(keep_vars=True).items() if "lora_" in key}
+        with self._dist.gather_params(list(state.values())):
+            whole = {key: self._whole(value).cpu() for key, value in state.items()}
+        if writes:
+            folder.mkdir(parents=True)
+            tensors = get_peft_model_state_dict(model, whole, name)
+            save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "adapter_model.safetensors")
+            model.peft_config[name].save_pretrained(str(folder))
+        return folder.absolute()
+
+    def _whole(self, parameter: Any) -> torch.Tensor:
+        """A parameter that is gathered where it is one of FSDP2's shards."""
+        if hasattr(parameter, "full_tensor"):
+            return parameter.detach().to(self.accelerator.device).full_tensor()
+        return parameter.detach()
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like TRL's method, with the adapter merged into a copy of one layer at a time."""
+        model: Any = self.model
+        if not isinstance(model, PeftModel) or self._dist.fsdp_version == 1:
+            yield from super()._iter_named_params()
+            return
+        merged_path, merged = "", nn.Module()
+        for name, parameter in model.named_parameters():
+            if model.prefix in name or "original_module" in name:
+                continue
+            path, is_adapted, rest = name.partition(".base_layer")
+            layer: Any = model.get_submodule(path) if is_adapted else None
+            with self._dist.gather_params([parameter] if layer is None else list(layer.parameters())):
+                if layer is not None and path != merged_path:
+                    merged_path, merged = path, merged_copy(layer)
+                whole = self._whole(parameter if layer is None else merged.get_parameter(f"base_layer{rest}"))
+                name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+                yield self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."]), whole
+
+
+def merged_copy(layer: Any) -> nn.Module:
+    """A layer of PEFT's whose base layer is a copy with the adapter merged in; the adapter's parameters are shared."""
+    twin, base = copy.copy(layer), layer.base_layer
+    if isinstance(base, BaseTunerLayer):  # the adapters of several parameters of one module
+        base = merged_copy(base)
+    else:
+        base = copy.copy(base)
+        base._parameters = {name: _copy_of(parameter) for name, parameter in base._parameters.items()}
+    twin._modules = {**layer._modules, "base_layer": base}
+    twin.merged_adapters, twin._caches = [], {}
+    twin.merge()
+    return twin
+
+
+def _copy_of(parameter: Any) -> Any:
+    if type(parameter) is nn.Parameter or hasattr(parameter, "full_tensor"):
+        return nn.Parameter(parameter.detach().clone(), requires_grad=False)
+    return copy.deepcopy(parameter)  # bitsandbytes' kinds, whose merge assigns a new one
+
+
+def versions_of(trainer: Any, client: Any | None) -> AdapterVersions | None:
+    """How the adapter of a trainer is sent by itself; None where weights are sent.
+
+    Args:
+        client: of this process, where a server samples.
+
+    Raises:
+        ConfigError: `vllm_lora=True`, and vLLM cannot serve the adapter.
+    """
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    if args.vllm_lora is False or (args.vllm_lora is None and client is None):
+        return None
+    if client is not None:
+        reason = _why_not_served(model, compat.server_info(client)["vllm_config"])
+    elif args.vllm_enable_sleep_mode:
+        reason = "vllm_enable_sleep_mode=True drops the engine's weights, so all are sent again"
+    else:
+        reason = why_not_alone(model)
+    if reason is not None:
+        if args.vllm_lora:
+            raise ConfigError(f"vllm_lora=True cannot be kept: {reason}. Set it to None or False.")
+        return None
+    (run, *_) = gather_lists([uuid.uuid4().hex[:8]])
+    if client is not None:
+        return AdapterVersions(Path(args.output_dir) / "vllm_adapter", run, client)
+    folder = Path(tempfile.mkdtemp(prefix="grpo-ext-adapter-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return AdapterVersions(folder, run)
+
+
+def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:
+    if not (served := info.get("lora_config")):
+        return "the server was started without --enable-lora"
+    if info["parallel_config"]["data_parallel_size"] > 1:
+        return "an adapter reaches one replica of a server with --data-parallel-size alone"
+    return why_not_alone(model, served["max_lora_rank"])
+
+
+def engine_options(config: Any, model: Any, peft_config: Any) -> dict[str, Any]:
+    """What a colocated engine is started with beside TRL's options, so that it serves adapters."""
+    if not (config.use_vllm and config.vllm_lora and config.vllm_mode == "colocate"):
+        return {}
+    if isinstance(model, PeftModel):
+        peft_config = model.peft_config[model.active_adapters[0]]
+    rank = getattr(peft_config, "r", None)
+    return {} if rank is None else {"enable_lora": True, "max_lora_rank": compat.served_rank(rank)}

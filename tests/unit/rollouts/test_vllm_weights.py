@@ -1,0 +1,125 @@
+"""Weights for vLLM: merged into copies, as TRL names and merges them; which adapters vLLM can serve by themselves."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from trl.generation.vllm_generation import VLLMGeneration
+
+from grpo_ext.rollouts.vllm_weights import AdapterVersions, Generation, why_not_alone
+from grpo_ext.tools.check.runs import free_port
+from tests.support.launch import ROOT
+from tests.support.tiny import tiny_model
+from tests.support.trainers import LORA
+from tests.support.vllm_weights import KINDS, adapted, generation, sent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_and_weights_are_those_that_trl_sends(kind):
+    model = adapted(kind)
+    before = copy.deepcopy(model.state_dict())
+    ours = sent(model, Generation)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(getattr(module, "merged_adapters", None) for module in model.modules())
+    theirs = sent(model, VLLMGeneration)
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+    base = dict(tiny_model("qwen2").named_parameters())
+    assert any(not torch.equal(ours[name], value) for name, value in base.items())  # an adapter that does something
+
+
+def test_fifty_syncs_leave_a_bfloat16_base_as_it_was():
+    """The control: TRL's way moves it."""
+    moved = {}
+    for cls in (Generation, VLLMGeneration):
+        model = adapted("lora", torch.bfloat16)
+        before = {name: value.clone() for name, value in model.named_parameters()}
+        for _ in range(50):
+            for _ in generation(model, cls)._iter_named_params():
+                pass
+        moved[cls] = sum(int((value != before[name]).sum()) for name, value in model.named_parameters())
+    assert moved[Generation] == 0
+    assert moved[VLLMGeneration] > 100
+
+
+def test_a_model_without_an_adapter_is_sent_as_trl_does():
+    model = tiny_model()
+    ours, theirs = sent(model, Generation), sent(model, VLLMGeneration)
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_shards_of_fsdp2_are_merged_and_saved_whole(tmp_path):
+    script = Path(__file__).with_name("fsdp2_weights.py")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(script), str(tmp_path / "adapter")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    loaded, ids = PeftModel.from_pretrained(tiny_model("qwen2"), tmp_path / "adapter"), torch.tensor([[3, 4, 5]])
+    assert torch.equal(loaded(input_ids=ids).logits, adapted("lora")(input_ids=ids).logits)
+
+
+# ---- Adapters by themselves -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (LoraConfig(**LORA), None),
+        (LoraConfig(r=8, target_modules="all-linear", use_rslora=True, lora_dropout=0.1), None),
+        (LoraConfig(r=16, target_modules=["q_proj"]), "rank is 16"),
+        (LoraConfig(**LORA, use_dora=True), "use_dora=True"),
+        (LoraConfig(**LORA, modules_to_save=["norm"]), "modules_to_save"),
+        (LoraConfig(**LORA, bias="lora_only"), "bias='lora_only'"),
+        (LoraConfig(**LORA, rank_pattern={"q_proj": 2}), "rank_pattern"),
+        (LoraConfig(**LORA, alpha_pattern={"q_proj": 2}), "alpha_pattern"),
+        (LoraConfig(**LORA, alora_invocation_tokens=[3]), "alora_invocation_tokens"),
+        (LoraConfig(**LORA, init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+        (LoraConfig(r=4, target_modules=["embed_tokens"]), "Embedding"),
+        (LoHaConfig(r=4, target_modules=["q_proj"]), "not one LoRA"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_merged(config, reason):
+    why = why_not_alone(get_peft_model(tiny_model(), config), max_rank=8)
+    assert why is None if reason is None else reason in why
+
+
+def test_a_model_without_an_adapter_has_none_to_send():
+    assert why_not_alone(tiny_model()) == "the model has no adapter"
+
+
+def test_every_version_is_the_adapter_of_its_moment_and_replaces_the_one_before(tmp_path, monkeypatch):
+    requests: list[Any] = []
+    monkeypatch.setattr("grpo_ext.compat.lora_request", lambda *request: requests.append(request) or request)
+    model, ids = adapted("lora"), torch.tensor([[3, 4, 5]])
+    sender = generation(model)
+    sender.llm = SimpleNamespace(adapter=None)
+    sender.versions = AdapterVersions(tmp_path, "token")
+    for number in (1, 2):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.mul_(1.5)
+        sender.sync_weights()
+        assert sender.llm.adapter == (f"grpo-ext-token-v{number}", number, tmp_path / f"grpo-ext-token-v{number}")
+        loaded = PeftModel.from_pretrained(tiny_model("qwen2"), sender.llm.adapter[2])
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert [path.name for path in Path(tmp_path).iterdir()] == ["grpo-ext-token-v2"]
