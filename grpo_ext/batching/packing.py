@@ -38,7 +38,7 @@ class PackLayout:
         tokens: length N of the pack.
         counts_N: how often the padded batch would have computed each token.
         readers: the attention layers that have read this layout; none after a forward means the model ignores it.
-        calls: what the flash kernel on CUDA is told of this layout, for each device.
+        calls: what attention has computed of this layout for all layers: masks, arguments of kernels.
     """
 
     def __init__(self, groups: tuple[PackedGroup, ...], tokens: int, counts_N: tuple[int, ...] = ()) -> None:
