@@ -42,7 +42,7 @@ class PackLayout:
         groups: one for each prompt.
         tokens: length N of the pack.
         readers: the attention layers that have read this layout; none after a forward means the model ignores it.
-        calls: what the flash kernel on CUDA is told of this layout, for each device.
+        calls: what attention has computed of this layout for all layers: masks, arguments of kernels.
     """
 
     def __init__(self, groups: tuple[PackedGroup, ...], tokens: int) -> None:

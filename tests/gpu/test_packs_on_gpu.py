@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
-from grpo_ext.forward import attention
+from grpo_ext.forward import attention, shared_prefix
 from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
@@ -46,8 +46,8 @@ def model_on(implementation: str, window: bool, dtype: torch.dtype):
 def calls(monkeypatch) -> list[str]:
     """The calls of the kernel for sequences of several lengths; in a rehearsal, of its reference."""
     if not TOY:
-        return varlen.count_calls(monkeypatch, attention._varlen, attention._varlen_backward)
-    monkeypatch.setattr(attention, "_takes_varlen", lambda *states: states[0].dtype in (torch.bfloat16, torch.float16))
+        return varlen.count_calls(monkeypatch, shared_prefix._varlen, shared_prefix._varlen_backward)
+    monkeypatch.setattr(attention, "takes_varlen", lambda *states: states[0].dtype in (torch.bfloat16, torch.float16))
     return varlen.count_calls(monkeypatch, varlen.forward, varlen.backward)
 
 
@@ -61,9 +61,9 @@ def calls(monkeypatch) -> list[str]:
 def test_two_kernel_calls_give_the_masked_attention_and_its_gradients(record_property, calls, pack, heads, dtype, size):
     layout = varlen.layout_of([(p * size, [c * size for c in answers]) for p, answers in varlen.PACKS[pack]])
     states = varlen.states_of(layout, heads, device=DEVICE, dtype=dtype, dim=64)
-    assert attention._takes_varlen(*states)
-    parts = attention._joint_parts(layout, states[0].device)
-    ours = varlen.outcome(attention._SharedPrefixAttention.apply(*states, parts, varlen.SCALE), states)
+    assert attention.takes_varlen(*states)
+    parts = shared_prefix.joint_parts(layout, None, states[0].device)
+    ours = varlen.outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, varlen.SCALE), states)
     exact = [x.detach().double().requires_grad_() for x in states]
     expected = varlen.outcome(varlen.dense(layout, *exact), exact)
     worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, expected))

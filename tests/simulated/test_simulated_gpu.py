@@ -18,8 +18,11 @@ ROUNDING = 1e-6  # of a sum of weights: CUDA takes some operators apart in anoth
 FILTERS = {"top_p": 0.9, "min_p": 0.02, "top_k": 20, "repetition_penalty": 1.1}
 BUDGET = {"micro_batch_tokens": 100, "entropy_coef": 0.01, "gradient_checkpointing": True}
 PADDED = {"forward": "padded", "mask_truncated_completions": True, "top_entropy_quantile": 0.5}
+WINDOWS = {"settings": {"forward": "packed"}, "model": "mistral", "shape": {"sliding_window": 6}}
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"settings": {"forward": "packed"}},
+    "windows": WINDOWS,
+    "windows, masked": WINDOWS | {"varlen": False},
     "prefix": {"settings": {"forward": "prefix", "beta": 0.1, "num_iterations": 2}},
     "padded": {"settings": PADDED, "model": "gpt2"},
     "token budget and filters": {"settings": BUDGET | FILTERS, "evaluate": True},

@@ -22,7 +22,7 @@ import peft
 import torch
 import transformers
 
-from grpo_ext.forward import attention
+from grpo_ext.forward import attention, shared_prefix
 from tests.simulated.device import LEDGER, ReferenceKernels, SimulatedTensor, simulated_gpu
 from tests.support import varlen
 from tests.support.tiny import tiny_model
@@ -64,12 +64,16 @@ def _kernel(reference: Any) -> Any:
 
 
 @contextmanager
-def kernels() -> Iterator[None]:
-    """Inside, packs attend as on a GPU that has torch's varlen operator, and attention has the same bits everywhere."""
+def kernels(varlen_operator: bool) -> Iterator[None]:
+    """Inside, packs attend as on a GPU, and attention has the same bits everywhere.
+
+    Args:
+        varlen_operator: of torch runs. It takes no float32, and older GPUs (T4, V100) do not have it.
+    """
     with (
-        mock.patch.object(attention, "_takes_varlen", return_value=True),
-        mock.patch.object(attention, "_varlen", _kernel(varlen.forward)),
-        mock.patch.object(attention, "_varlen_backward", _kernel(varlen.backward)),
+        mock.patch.object(attention, "takes_varlen", return_value=varlen_operator),
+        mock.patch.object(shared_prefix, "_varlen", _kernel(varlen.forward)),
+        mock.patch.object(shared_prefix, "_varlen_backward", _kernel(varlen.backward)),
         ReferenceKernels(),
     ):
         yield
@@ -117,9 +121,9 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     # a module that is moved to tensors of another class unties its weights
-    model = tiny_model(case.pop("model", "llama"), tie_word_embeddings=False)
+    model = tiny_model(case.pop("model", "llama"), tie_word_embeddings=False, **case.pop("shape", {}))
     device = simulated_gpu() if SIMULATED else nullcontext()
-    with tempfile.TemporaryDirectory() as folder, device, kernels():
+    with tempfile.TemporaryDirectory() as folder, device, kernels(case.pop("varlen", True)):
         steps, weights = train(folder, model, **case)
     mixed, refused = ([f"{name} {place}" for name, place in counts] for counts in (LEDGER.mixed, LEDGER.refused))
     print(json.dumps({"steps": steps, "weights": weights, "mixed": mixed, "refused": refused}))

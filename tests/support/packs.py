@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -68,3 +69,16 @@ def gradient(form: Form, model: Any, batch: Any) -> torch.Tensor:
         loss.backward()
     parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
     return torch.cat([part.flatten() for part in parts])
+
+
+def count_made(monkeypatch: Any, module: Any, name: str) -> list[weakref.ref[Any]]:
+    """What a function of a module returns from now on, without keeping it."""
+    function, made = getattr(module, name), []
+
+    def counted(*args: Any) -> Any:
+        value = function(*args)
+        made.append(weakref.ref(value[0] if isinstance(value, list) else value))
+        return value
+
+    monkeypatch.setattr(module, name, counted)
+    return made

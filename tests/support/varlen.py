@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from grpo_ext.batching.packing import PackedGroup, PackLayout
-from grpo_ext.forward import attention
+from grpo_ext.forward import attention, shared_prefix
 
 DIM, SCALE = 8, 0.3
 PACKS: dict[str, list[tuple[int, list[int]]]] = {  # for each group its prompt and its completions, in tokens
@@ -47,12 +47,15 @@ def _sequences(
         yield slice(*map(int, q)), slice(*map(int, k))
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
-    """(H, queries, keys) of one sequence; the last query sees the last key."""
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float | None, left: int | None, right: int | None
+) -> torch.Tensor:
+    """(H, queries, keys) of one sequence; the last query is at the last key, and sees so many keys on each side."""
     key = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * (query.size(-1) ** -0.5 if scale is None else scale)
-    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(key.size(0) - query.size(0))
-    return scores.masked_fill(~seen, -torch.inf) if causal else scores
+    seen, shift = torch.ones(scores.shape[1:], dtype=torch.bool), key.size(0) - query.size(0)
+    seen = seen.tril(shift + (0 if causal else right)) if causal or right is not None else seen
+    return scores.masked_fill(~(seen if left is None else seen.triu(shift - left)), -torch.inf)
 
 
 def forward(
@@ -68,6 +71,8 @@ def forward(
     return_debug_mask: bool,
     *,
     scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     assert not dropout
     assert not return_debug_mask
@@ -75,7 +80,7 @@ def forward(
     out, lse = torch.empty_like(query), torch.empty(query.size(1), query.size(0), dtype=kind)
     query, key, value = (x.double() for x in (query, key, value))
     for q, k in _sequences(query, key, cum_q, cum_k, max_q, max_k):
-        scores = _scores(query[q], key[k], causal, scale)
+        scores = _scores(query[q], key[k], causal, scale, window_size_left, window_size_right)
         lse[:, q] = scores.logsumexp(-1)
         values = value[k].repeat_interleave(query.size(1) // key.size(1), dim=1)
         out[q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
@@ -99,6 +104,8 @@ def backward(
     unused: torch.Tensor,
     *,
     scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     assert not dropout
     assert lse.is_contiguous()
@@ -109,7 +116,9 @@ def backward(
     for q, k in _sequences(query, key, cum_q, cum_k, max_q, max_k):
         repeats, heads = query.size(1) // key.size(1), key.size(1)
         keys, values = (x[k].repeat_interleave(repeats, dim=1) for x in (key, value))
-        weights = torch.exp(_scores(query[q], key[k], causal, scale) - lse[:, q, None])
+        weights = torch.exp(
+            _scores(query[q], key[k], causal, scale, window_size_left, window_size_right) - lse[:, q, None]
+        )
         toward = torch.einsum("qhd,khd->hqk", grad[q], values) - (grad[q] * out[q]).sum(-1).T[:, :, None]
         toward = weights * toward * factor
         d_query[q] = torch.einsum("hqk,khd->qhd", toward, keys)
@@ -138,12 +147,14 @@ def states_of(layout: PackLayout, heads: tuple[int, int], dim: int = DIM, **opti
     return [x.to(**options).transpose(1, 2).requires_grad_() for x in rows]
 
 
-def dense(layout: PackLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def dense(
+    layout: PackLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
     """Every (query, key) pair of a group, masked."""
     mask = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool, device=query.device)
     for group in layout.groups:
         whole = slice(group.prompt[0], max(group.answers[1], group.prompt[1]))
-        mask[whole, whole] = attention.seen_mask(group, None, query.device)
+        mask[whole, whole] = attention.seen_mask(group, window, query.device)
     key, value = (x.repeat_interleave(query.size(1) // key.size(1), dim=1) for x in (key, value))
     return ((query @ key.mT * SCALE).masked_fill(~mask, -torch.inf)).softmax(-1) @ value
 
@@ -163,5 +174,5 @@ def count_calls(monkeypatch: Any, forward: Any, backward: Any) -> list[str]:
             made.append(name)
             return operator(*args, **options)
 
-        monkeypatch.setattr(attention, name, counted)
+        monkeypatch.setattr(shared_prefix, name, counted)
     return made

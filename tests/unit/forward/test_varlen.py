@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_ext.forward import attention
+from grpo_ext.forward import attention, shared_prefix
 from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
 from tests.support import varlen
 from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, gradient, rows_of
+from tests.support.packs import SHAPES, apart, count_made, gradient, rows_of
 from tests.support.varlen import HEADS, PACKS, SCALE, dense, layout_of, outcome, states_of
-from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA
+from tests.tolerances import FLOAT64_SUMS, HALF_PRECISION_JOIN, SAME_ALGEBRA
 
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
     """Packs run as they do on CUDA; which operators were called."""
-    monkeypatch.setattr(attention, "_takes_varlen", lambda *states: True)
+    monkeypatch.setattr(attention, "takes_varlen", lambda *states: True)
     return varlen.count_calls(monkeypatch, varlen.forward, varlen.backward)
 
 
@@ -33,13 +33,26 @@ def model_of(kind: str, **settings: Any) -> Any:
     return model
 
 
+@pytest.mark.parametrize("window", [1, 2, 5, 12])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("pack", PACKS)
+def test_one_call_gives_the_attention_of_a_sliding_window(calls, pack, heads, window):
+    layout = layout_of(PACKS[pack])
+    states = states_of(layout, heads)
+    parts = shared_prefix.joint_parts(layout, window, states[0].device)
+    ours = outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE), states)
+    for found, expected in zip(ours, outcome(dense(layout, *states, window), states)):
+        torch.testing.assert_close(found, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
+    assert calls == ["_varlen", "_varlen_backward"]
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("pack", PACKS)
 def test_two_calls_give_the_masked_attention_and_its_gradients(calls, pack, heads):
     layout = layout_of(PACKS[pack])
     states = states_of(layout, heads)
-    parts = attention._joint_parts(layout, states[0].device)
-    ours = outcome(attention._SharedPrefixAttention.apply(*states, parts, SCALE), states)
+    parts = shared_prefix.joint_parts(layout, None, states[0].device)
+    ours = outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE), states)
     for found, expected in zip(ours, outcome(dense(layout, *states), states)):
         torch.testing.assert_close(found, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
     once = 1 if pack == "prompts alone" else 2
@@ -50,20 +63,21 @@ def test_gradients_of_the_parts_alone_would_be_wrong(calls):
     """The negative control: each part with its own output and log-sum-exp, as autograd would compute them."""
     layout = layout_of(PACKS["ragged"])
     states = states_of(layout, HEADS[0])
-    own, _ = attention._joint_parts(layout, states[0].device)
-    alone = outcome(attention._SharedPrefixAttention.apply(*states, [own], SCALE), states)
+    own, _ = shared_prefix.joint_parts(layout, None, states[0].device)
+    alone = outcome(shared_prefix.SharedPrefixAttention.apply(*states, [own], SCALE), states)
     expected = outcome(dense(layout, *states), states)
     assert (alone[1] - expected[1]).norm() > 0.05 * expected[1].norm()
 
 
+@pytest.mark.parametrize(("window", "causal"), [(None, [True, False]), (5, [True])])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_torchs_own_operators_take_the_arguments(heads):
+def test_torchs_own_operators_take_the_arguments(heads, window, causal):
     """Their shapes without arithmetic: a version that took other arguments or kept the log-sum-exp otherwise shows."""
     layout = layout_of(PACKS["ragged"])
     states = states_of(layout, heads, device="meta", dtype=torch.bfloat16)
-    parts = attention._joint_parts(layout, torch.device("meta"))
-    assert [part.causal for part in parts] == [True, False]
-    out = attention._SharedPrefixAttention.apply(*states, parts, SCALE)
+    parts = shared_prefix.joint_parts(layout, window, torch.device("meta"))
+    assert [part.causal for part in parts] == causal
+    out = shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE)
     assert out.shape == states[0].shape
     for x, grad in zip(states, torch.autograd.grad(out.sum(), states)):
         assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
@@ -87,8 +101,42 @@ def test_gradient_checkpointing_runs_the_same_calls_again(calls):
     assert (calls.count("_varlen"), calls.count("_varlen_backward")) == (16, 8)
 
 
-@pytest.mark.parametrize(("window", "expected"), [(6, 0), (100, 8)])
-def test_a_window_that_a_sequence_reaches_keeps_the_masked_calls(calls, window, expected):
+@pytest.mark.parametrize(("window", "layer_calls"), [(6, 1), (100, 2)])
+def test_a_window_that_a_sequence_reaches_is_the_kernels_own(calls, window, layer_calls):
     model, batch = model_of("mistral", sliding_window=window), rows_of(*SHAPES["groups"])
     assert apart(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S) <= SAME_ALGEBRA
-    assert len(calls) == expected
+    assert len(calls) == layer_calls * model.config.num_hidden_layers
+    assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= SAME_ALGEBRA
+
+
+def test_layers_with_and_without_a_window_share_a_pack(calls, monkeypatch):
+    """The arguments of the calls are computed once for each window, whatever layers the model has and runs again."""
+    made = count_made(monkeypatch, attention, "joint_parts")
+    layers = ["sliding_attention", "full_attention"] * 2
+    model, batch = model_of("gemma3_text", sliding_window=6, layer_types=layers), rows_of(*SHAPES["groups"])
+    expected = gradient("padded", model, batch)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
+    assert len(made) == 2
+
+
+def join_error(dtype: torch.dtype) -> float:
+    """Of the output in half precision against float64, in units of its rounding, with kernels that round once."""
+    errors, exact = [], []
+    for groups in PACKS.values():
+        layout = layout_of(groups)
+        states = [x.detach() for x in states_of(layout, HEADS[0], dtype=dtype, dim=64)]
+        parts = shared_prefix.joint_parts(layout, None, states[0].device)
+        out = shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE)
+        exact.append(dense(layout, *(x.double() for x in states)).flatten())
+        errors.append(out.double().flatten() - exact[-1])
+    return float(torch.cat(errors).norm() / torch.cat(exact).norm()) / torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parts_are_joined_in_float32(calls, monkeypatch, dtype):
+    assert join_error(dtype) <= HALF_PRECISION_JOIN
+    lerp = torch.lerp
+    monkeypatch.setattr(torch, "lerp", lambda *states: lerp(*(x.to(dtype) for x in states)))
+    assert join_error(dtype) > HALF_PRECISION_JOIN

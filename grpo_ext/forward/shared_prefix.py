@@ -1,0 +1,183 @@
+"""Flash attention of packs in parts: segments against themselves, completions against the prompt that they share.
+
+Called by forward.attention with torch's kernel of the CPU for one group, or with that of CUDA for sequences of several
+lengths, which takes a whole pack. Shapes: B batch, H heads, N tokens of the pack or group, n those of a part,
+D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+
+from ..batching.packing import PackedGroup, PackLayout
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# on CUDA: what `torch.nn.attention.varlen` calls, whose own operators change their arguments from version to version.
+# Rows (n, H, D), log-sum-exp (H, n); key and value may have fewer heads
+_varlen = torch.ops.aten._flash_attention_forward.default
+_varlen_backward = torch.ops.aten._flash_attention_backward.default
+
+_Tokens = tuple[int, int]  # a half-open range
+
+
+@dataclass(frozen=True)
+class Part:
+    """One call of a kernel: which tokens are queries, and which are keys.
+
+    Attributes:
+        causal: a segment's attention to itself; else that of completions to their prompt.
+        bounds: for several sequences in one call, where each begins and ends among the queries and the keys (int32),
+            and the longest of both.
+        window: a query sees keys less than this many positions back; None without a sliding window.
+    """
+
+    queries: slice | torch.Tensor
+    keys: slice | torch.Tensor
+    causal: bool
+    bounds: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
+    window: int | None = None
+
+
+def parts_of(group: PackedGroup) -> Iterator[Part]:
+    """One call for every segment of a group and one for all completions; indices start at the group's first token."""
+
+    def place(tokens: _Tokens) -> slice:
+        return slice(tokens[0] - group.prompt[0], tokens[1] - group.prompt[0])
+
+    for segment in (group.prompt, *group.completions):
+        if segment[1] > segment[0]:
+            yield Part(place(segment), place(segment), causal=True)
+    if group.answers[1] > group.answers[0]:
+        yield Part(place(group.answers), place(group.prompt), causal=False)
+
+
+def joint_parts(layout: PackLayout, window: int | None, device: torch.device) -> list[Part]:
+    """The calls for a whole pack.
+
+    Without a window two: all segments, and the completions of all prompts. With a window one: the keys of a completion
+    are its own, after those of its prompt that the window reaches.
+    """
+
+    def part(sequences: list[tuple[_Tokens, list[_Tokens]]], causal: bool) -> Part:
+        queries, keys = [[query] for query, _ in sequences], [key for _, key in sequences]
+        bounds, longest, places = [], [], []
+        for side in (queries, keys):
+            lengths = [sum(stop - start for start, stop in ranges) for ranges in side]
+            bounds.append(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
+            longest.append(max(2, *lengths))  # with 1 and grouped heads the kernel takes every sequence to have 1 query
+            places.append(_place([tokens for ranges in side for tokens in ranges], device))
+        return Part(places[0], places[1], causal, (bounds[0], bounds[1], longest[0], longest[1]), window)
+
+    segments: list[tuple[_Tokens, list[_Tokens]]] = []
+    answers: list[tuple[_Tokens, list[_Tokens]]] = []
+    for group in layout.groups:
+        start, stop = group.prompt
+        tail = [] if window is None else [(max(start, stop - window + 1), stop)]
+        segments += [(group.prompt, [group.prompt])] if stop > start else []
+        segments += [(tokens, [*tail, tokens]) for tokens in group.completions if tokens[1] > tokens[0]]
+        answers += [(group.answers, [group.prompt])] if group.answers[1] > group.answers[0] else []
+    parts = [part(segments, causal=True)]
+    return [*parts, part(answers, causal=False)] if answers and window is None else parts
+
+
+def _place(ranges: list[_Tokens], device: torch.device) -> slice | torch.Tensor:
+    """The tokens of these ranges in order: a slice where each range begins at the end of the one before."""
+    if all(before[1] == after[0] for before, after in pairwise(ranges)):
+        return slice(ranges[0][0], ranges[-1][1])
+    return torch.cat([torch.arange(*tokens, device=device) for tokens in ranges])
+
+
+def takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the flash kernel for sequences of several lengths takes these states: half precision on CUDA."""
+    if query.device.type != "cuda" or torch.version.hip or query.size(-1) % 8:  # AMD's has another log-sum-exp
+        return False
+    grouped = query.size(1) != key.size(1)
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, grouped))
+
+
+def _options(part: Part, scale: float | None) -> tuple[bool, dict[str, Any]]:
+    """Whether the kernel for several sequences masks causally, and its named arguments, as `varlen_attn` sets them."""
+    if part.window is None:
+        return part.causal, {"scale": scale}
+    return False, {"scale": scale, "window_size_left": part.window - 1, "window_size_right": 0}
+
+
+def _attend(part: Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (B, H, n, D) and log-sum-exp (B, H, n) of one call."""
+    if part.bounds is None:
+        return _flash(*states, 0.0, part.causal, scale=scale)
+    causal, options = _options(part, scale)
+    out, lse = _varlen(*(x[0].transpose(0, 1) for x in states), *part.bounds, 0.0, causal, False, **options)[:2]
+    return out.transpose(0, 1)[None], lse[None]
+
+
+def _attend_backward(part: Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, key and value; `states` are the gradient of the output, these three, output, log-sum-exp."""
+    if part.bounds is None:
+        return _flash_backward(*states, 0.0, part.causal, scale=scale)
+    causal, options = _options(part, scale)
+    *rows, lse = states
+    rows = [x[0].transpose(0, 1) for x in rows]
+    unused = lse.new_empty(0)  # the random state of dropout
+    # the kernel reads the log-sum-exp as if it were contiguous, and does not check
+    grads = _varlen_backward(*rows, lse[0].contiguous(), *part.bounds, 0.0, causal, unused, unused, **options)
+    return tuple(x.transpose(0, 1)[None] for x in grads)
+
+
+class SharedPrefixAttention(torch.autograd.Function):
+    """Flash attention of a whole pack, in parts joined by their log-sum-exp.
+
+    A completion's attention is that to its prompt and that to itself; two softmaxes over disjoint keys join exactly
+    (Dao et al., arXiv 2205.14135, section 3.1). With the joint output and log-sum-exp, the kernel's backward gives each
+    part's gradients. Autograd would not: the kernels' backward ignores the gradient of the log-sum-exp.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        parts: Sequence[Part],
+        scale: float | None,
+    ) -> torch.Tensor:
+        batch, heads, tokens, dim = query.shape
+        out = query.new_empty(tokens, batch, heads, dim).permute(1, 2, 0, 3)
+        # the kernel's log-sum-exp is float32 for half precision
+        kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+        lse = torch.empty(tokens, batch, heads, dtype=kind, device=query.device).permute(1, 2, 0)
+        for part in parts:  # a token's own part comes before what it sees of its prompt
+            rows = part.queries
+            states = query[:, :, rows], key[:, :, part.keys], value[:, :, part.keys]
+            result, result_lse = _attend(part, states, scale)
+            result_lse = result_lse.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+            if not part.causal:
+                joint = torch.logaddexp(lse[:, :, rows], result_lse)
+                share = torch.exp(result_lse - joint).unsqueeze(-1)
+                result, result_lse = torch.lerp(out[:, :, rows].to(kind), result.to(kind), share).to(out.dtype), joint
+            out[:, :, rows], lse[:, :, rows] = result, result_lse
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.parts, ctx.scale = parts, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = tuple(torch.zeros_like(x) for x in (query, key, value))
+        for part in ctx.parts:
+            rows, keys = part.queries, part.keys
+            states = grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], out[:, :, rows]
+            pieces = _attend_backward(part, (*states, lse[:, :, rows]), ctx.scale)
+            for whole, place, piece in zip(grads, (rows, keys, keys), pieces):
+                if isinstance(place, slice):
+                    whole[:, :, place] += piece
+                else:  # in float32: under a window many completions add to the last tokens of their prompt
+                    whole.copy_(whole.to(lse.dtype).index_add_(2, place, piece.to(lse.dtype)))
+        return (*grads, None, None)
