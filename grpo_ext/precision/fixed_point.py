@@ -14,6 +14,7 @@ import torch
 from ..errors import PrecisionError
 
 FRACTION_BITS = 48  # steps of 3.6e-15; sums up to 16384
+SLICE = 2**22  # elements that are converted at a time: 32 MiB each in float64 and int64
 
 
 def largest_term(terms: int) -> float:
@@ -69,9 +70,14 @@ class FixedPointSum:
     def add(self, values: torch.Tensor) -> None:
         """Add a term; `check_terms` says later whether it fits, so nothing waits for the device here."""
         # NaN wins a maximum; float32 holds the range of every smaller type, and float64 terms that large are refused
-        self.largest = torch.maximum(self.largest, values.detach().abs().max().float())
-        self.total += to_fixed(values.detach())
+        for total, part in zip(self.total.view(-1).split(SLICE), values.detach().reshape(-1).split(SLICE)):
+            if part.numel():
+                self.largest = torch.maximum(self.largest, part.abs().max().float())
+            total += to_fixed(part)
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum."""
-        return from_fixed(self.total, dtype)
+        result = torch.empty_like(self.total, dtype=dtype)
+        for part, total in zip(result.view(-1).split(SLICE), self.total.view(-1).split(SLICE)):
+            part.copy_(from_fixed(total, dtype))
+        return result

@@ -96,6 +96,19 @@ class MemoryLayout:
     head_tile: int = TILE[0] * TILE[1]
 
 
+def _at_a_time(model: ModelSizes, engine: str) -> tuple[float, float]:
+    """Bytes of sharded weights that are gathered, and of gradients that are whole, at a time."""
+    if engine not in ("zero3", "fsdp2"):
+        return 0.0, 0.0
+    # one layer in use and the next one being gathered; what stands outside of layers, FSDP2 gathers once
+    gathered = 2 * model.largest_layer * model.compute_bytes
+    if engine == "zero3":
+        return gathered, 0.0
+    # a gradient is reduced in every micro-batch: for one unit at a time it is whole, and in float32 once more
+    unit = max(model.largest_layer, model.outside) * model.trained / model.parameters
+    return gathered + model.outside * model.compute_bytes, unit * (model.compute_bytes + _WEIGHT_BYTES)
+
+
 def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     """Bytes per device by part, with the totals "training" and "rollout".
 
@@ -112,16 +125,9 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     plain = model.parameters - model.quantised
     whole = plain * width + model.quantised * model.quantised_bytes
     shards_weights = layout.engine in ("zero3", "fsdp2")
+    gathered, reduced = _at_a_time(model, layout.engine)
     holders = layout.processes if layout.engine != "ddp" else 1  # of gradients and optimizer states
     held_weights = whole / layout.processes if shards_weights else whole
-    # one layer in use and the next one being gathered; what stands outside of layers, FSDP2 gathers once
-    gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0
-    reduced = 0.0
-    if layout.engine == "fsdp2":
-        gathered += model.outside * model.compute_bytes
-        # a gradient is reduced in every micro-batch: for one unit at a time it is whole, and in float32 once more
-        unit = max(model.largest_layer, model.outside) * model.trained / model.parameters
-        reduced = unit * (model.compute_bytes + _WEIGHT_BYTES)
     casts = plain * model.compute_bytes if half and not deepspeed and not shards_weights else 0
     # with checkpointing the input of every layer, and one layer that is run again
     inputs = model.hidden * _WEIGHT_BYTES * model.layers

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import PrecisionError
+from grpo_ext.precision import fixed_point
 from grpo_ext.precision.fixed_point import FixedPointSum, check_terms, from_fixed, largest_term, to_fixed
 
 
@@ -70,3 +71,16 @@ def test_the_largest_sum_that_fits_is_right_and_the_next_is_refused():
     with pytest.raises(PrecisionError, match="48 fraction bits hold up to"):
         check_terms("w", 4, limit * 1.001)
     check_terms("w", 2, limit * 1.001)  # fewer terms leave more room
+
+
+def test_slices_of_a_gradient_have_the_bits_of_the_whole(monkeypatch):
+    parts = [torch.randn(7, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    whole = fixed(parts)
+    converted, convert = [], fixed_point.to_fixed
+    monkeypatch.setattr(fixed_point, "SLICE", 4)
+    monkeypatch.setattr(fixed_point, "to_fixed", lambda part: converted.append(part.numel()) or convert(part))
+    sliced = fixed(parts)
+    assert torch.equal(sliced.total, whole.total)
+    assert torch.equal(sliced.value(torch.float32), whole.value(torch.float32))
+    assert float(sliced.largest) == float(whole.largest)
+    assert max(converted) == 4  # what is in float64 and int64 beside the sum
