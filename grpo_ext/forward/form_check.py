@@ -89,8 +89,7 @@ def try_form(
     """
     policy = base_model_of(model)
     name, padded_batch = type(policy).__name__, lay_out("padded", policy, rows, device)
-    # the first token of a completion is predicted from the prompt, which no form disturbs
-    later_S = torch.cat([torch.arange(length) > 0 for length in rows.completions_B]).to(device)
+    later_S = (rows.places()[1] > 0).to(device)  # no form disturbs what predicts a completion's first token
     run = functools.partial(_outputs, model, policy, later_S=later_S)
     with torch.no_grad():
         padded, padded_logps = run(padded_batch)  # a model that fails here has a fault of its own
@@ -119,8 +118,7 @@ def try_form(
             return Trial(
                 refused=f"{form} and padded log-probabilities of {name} differ by {gap:.1e} on {len(rows)} "
                 f"completions, and the output of {place} by {ratio:.0f} times the rounding (at most {LIMIT:.0f} is "
-                "rounding): the model does something between tokens that this form does not keep, such as ignoring "
-                "position_ids"
+                "rounding): the model does something between tokens that this form does not keep"
             )
     return Trial(tokens=tokens)
 

@@ -73,7 +73,7 @@ class FixedPointSum:
         for total, part in zip(self.total.view(-1).split(SLICE), values.detach().reshape(-1).split(SLICE)):
             if part.numel():
                 self.largest = torch.maximum(self.largest, part.abs().max().float())
-            total += to_fixed(part)
+            total.add_(to_fixed(part))
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum."""

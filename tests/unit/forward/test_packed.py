@@ -97,7 +97,6 @@ def test_a_mask_is_made_once_for_all_layers_and_freed(monkeypatch, split, kind, 
     if checkpointing:
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layouts, run = [], attention.packed_attention_forward
     gradient("packed", model, batch)
     without_window = kind == "window_in_the_mask" and split  # runs without a mask
     assert len(made) == (windows - without_window) * (1 if split else len(SHAPES["groups"][0]))
