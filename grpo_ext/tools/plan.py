@@ -130,7 +130,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     }
     held = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))
     step = sum(parts[n] for n in ("half-precision copies", "gradients", "bitwise sums", "activations", "logits"))
-    # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer; others hold half-precision copies
+    # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer; others hold half copies
     sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0) + (0 if model.quantised else casts)
     if layout.weights_ahead:  # both at a time
         return {**parts, "training": held + step + sampling, "rollout": held + step + sampling}
