@@ -89,7 +89,7 @@ def test_a_reward_function_sees_the_progress_that_the_weights_had(tmp_path):
         assert all(entry["step"] <= trainer_state.global_step for entry in trainer_state.log_history)
         return letter_reward(prompts, completions)
 
-    make(tmp_path, reward=note, max_steps=6, rollout_lag=1).train()
+    make(tmp_path, reward=note, max_steps=6, rollout_lag=1, rollout_chunk_size=16).train()
     assert seen == [0, 0, 1, 2, 3, 4]
 
 
