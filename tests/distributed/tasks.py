@@ -84,6 +84,7 @@ def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: boo
     metrics = trainer.evaluate()
     return {
         "processes": trainer.accelerator.num_processes,
+        "wrapper": type(trainer.model_wrapped).__name__,
         "scored": training_scored,
         "asked": asked,
         "evaluated": len(scored) - len(training_scored),

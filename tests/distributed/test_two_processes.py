@@ -43,6 +43,10 @@ def test_the_shipped_configuration_joins_two_processes(four_groups):
     assert four_groups[0]["parameters"] == four_groups[1]["parameters"]
 
 
+def test_no_process_holds_the_buckets_of_ddp(four_groups, alone):
+    assert {process["wrapper"] for process in four_groups} == {alone["wrapper"]}
+
+
 def test_the_reference_has_the_weights_of_the_first_process(four_groups):
     first, *later = four_groups[0]["kl"]
     assert abs(first) < 1e-6  # nothing is learned yet

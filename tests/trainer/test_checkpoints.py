@@ -20,7 +20,7 @@ from grpo_ext.run import checkpoint, keeper
 from grpo_ext.run.checkpoint import checkpoints, why_broken, write_listing
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.state import RunState
-from tests.support.tiny import config_kwargs, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, SAVE, make, on, other, parameters
 
 
@@ -91,6 +91,32 @@ def test_another_run_is_refused_and_each_change_is_named(run, changes, named):
     for text in named:
         assert text in str(refused.value)
     assert "allow_changed_on_resume=" in str(refused.value)
+
+
+def test_a_checkpoint_keeps_its_chunks(tmp_path):
+    """Where no size is set: the default was another one in earlier versions."""
+    scored: list[int] = []
+
+    def letters(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+        scored.append(len(prompts))
+        return letter_reward(prompts, completions)
+
+    other(tmp_path / "out", reward=letters, rollout_chunk_size=16).train()
+    assert scored == [16] * 3
+    saved = str(tmp_path / "out" / "checkpoint-2")
+    trainer = make(tmp_path / "out", reward=letters)
+    assert (trainer.geometry.rollout_chunk_size, trainer.geometry.together) == (4, True)
+    trainer.train(resume_from_checkpoint=saved)
+    assert trainer.geometry.rollout_chunk_size == trainer.args.geometry.rollout_chunk_size == 16
+    assert scored == [16] * 4
+    trainer.train()  # a new run has those of its configuration
+    assert trainer.geometry.rollout_chunk_size == 4
+    assert scored[4:] == [4] * 12
+    with pytest.raises(CheckpointError, match="rollout_chunk_size: 16 in the checkpoint, 8 now"):
+        make(tmp_path / "out", reward=letters, rollout_chunk_size=8).train(resume_from_checkpoint=saved)
+    allowed = make(tmp_path / "out", reward=letters, allow_changed_on_resume=["rollout_chunk_size"])
+    allowed.train(resume_from_checkpoint=saved)
+    assert allowed.geometry.rollout_chunk_size == 4
 
 
 def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
