@@ -17,7 +17,7 @@ from grpo_ext.forward.forms import run_rows, why_not_packed
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows
 from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, assert_same_router_counts, count_made, gradient, rows_of
+from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, record_results, rows_of
 from tests.support.tiny import tiny_model
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
@@ -93,16 +93,16 @@ def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
 def test_a_mask_is_made_once_for_all_layers_and_freed(monkeypatch, split, kind, windows, checkpointing):
     """One mask serves every segment of a pack; else every group has one."""
     monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
-    made, masks = (count_made(monkeypatch, attention, name) for name in ("seen_mask", "_mask_of"))
+    computed, masks = (record_results(monkeypatch, attention, name) for name in ("seen_mask", "_mask_of"))
     model, batch = model_of(kind), rows_of(*SHAPES["groups"])
     if checkpointing:
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     gradient("packed", model, batch)
     without_window = kind == "window_in_the_mask" and split  # runs without a mask
-    assert len(made) == (windows - without_window) * (1 if split else len(SHAPES["groups"][0]))
+    assert len(computed) == (windows - without_window) * (1 if split else len(SHAPES["groups"][0]))
     gc.collect()
-    assert len(masks) > len(made)
+    assert len(masks) > len(computed)
     assert all(mask() is None for mask in masks)
 
 
