@@ -76,7 +76,7 @@ def _reference(module: torch.nn.Module, name: str) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
-def _kept(layout: PackLayout, key: Hashable, make: Callable[[], Any]) -> Any:
+def _once_per_pack(layout: PackLayout, key: Hashable, make: Callable[[], Any]) -> Any:
     """What the layers of a pack share: made by the first that asks, and freed with the layout."""
     if key not in layout.calls:
         layout.calls[key] = make()
@@ -94,7 +94,7 @@ def _mask_of(
         terms = torch.zeros(len(seen), len(seen) + -len(seen) % 8, dtype=dtype, device=device)[:, : len(seen)]
         return terms.masked_fill_(~seen, -torch.inf)[None, None]
 
-    return _kept(layout, (group, window, device, dtype), make)
+    return _once_per_pack(layout, (group, window, device, dtype), make)
 
 
 def _share_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _States:
@@ -165,7 +165,7 @@ def _plain(layout: PackLayout, window: int | None, states: _States, scale: float
     """Attention (1, N, H, D) that is a softmax of products alone, by the best of torch's kernels."""
     device, cast_states = states[0].device, _as_sdpa_takes_them(*states)
     if takes_varlen(*cast_states):
-        parts = _kept(layout, (window, device), lambda: joint_parts(layout, window, device))
+        parts = _once_per_pack(layout, (window, device), lambda: joint_parts(layout, window, device))
         return SharedPrefixAttention.apply(*cast_states, parts, scale).transpose(1, 2)
 
     # transformers' function repeats keys and values under a mask
@@ -175,7 +175,7 @@ def _plain(layout: PackLayout, window: int | None, states: _States, scale: float
 
     def by_flash(group: PackedGroup, states: Sequence[torch.Tensor]) -> torch.Tensor:
         shared = _share_heads(*_as_sdpa_takes_them(*states))
-        return _tokens_first(SharedPrefixAttention.apply(*shared, list(parts_of(group)), scale))
+        return _tokens_first(SharedPrefixAttention.apply(*shared, parts_of(group), scale))
 
     mask_of = partial(_mask_of, layout, window, device, cast_states[0].dtype)
     return _by_group(layout, states, attend, mask_of, by_flash if window is None and device.type == "cpu" else None)

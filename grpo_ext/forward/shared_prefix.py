@@ -7,7 +7,7 @@ D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -45,17 +45,14 @@ class Part:
     window: int | None = None
 
 
-def parts_of(group: PackedGroup) -> Iterator[Part]:
+def parts_of(group: PackedGroup) -> list[Part]:
     """One call for every segment of a group and one for all completions; indices start at the group's first token."""
-
-    def place(tokens: _Tokens) -> slice:
-        return slice(tokens[0] - group.prompt[0], tokens[1] - group.prompt[0])
-
-    for segment in (group.prompt, *group.completions):
-        if segment[1] > segment[0]:
-            yield Part(place(segment), place(segment), causal=True)
-    if group.answers[1] > group.answers[0]:
-        yield Part(place(group.answers), place(group.prompt), causal=False)
+    segments = [tokens for tokens in (group.prompt, *group.completions) if tokens[1] > tokens[0]]
+    pairs = [(tokens, tokens) for tokens in segments]
+    pairs += [(group.answers, group.prompt)] if group.answers[1] > group.answers[0] else []
+    first = group.prompt[0]
+    places = [(slice(q[0] - first, q[1] - first), slice(k[0] - first, k[1] - first)) for q, k in pairs]
+    return [Part(queries, keys, causal=queries == keys) for queries, keys in places]
 
 
 def joint_parts(layout: PackLayout, window: int | None, device: torch.device) -> list[Part]:

@@ -14,7 +14,8 @@ import torch
 from ..errors import PrecisionError
 
 FRACTION_BITS = 48  # steps of 3.6e-15; sums up to 16384
-SLICE = 2**22  # elements that are converted at a time: 32 MiB each in float64 and int64
+# elements converted at a time: 32 MiB each as float64 and as int64, whatever the size of a tensor
+_SLICE = 2**22
 
 
 def largest_term(terms: int) -> float:
@@ -48,12 +49,15 @@ def check_terms(name: str, terms: int, largest: float) -> None:
 
 def to_fixed(values: torch.Tensor) -> torch.Tensor:
     """Nearest multiples of 2**-FRACTION_BITS, as int64 counts of it; only for values within `largest_term`."""
-    return values.to(torch.float64).mul_(2.0**FRACTION_BITS).round_().to(torch.int64)
+    return values.to(torch.float64, copy=True).mul_(2.0**FRACTION_BITS).round_().to(torch.int64)
 
 
 def from_fixed(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum as a floating point tensor, rounded to float64 and then to `dtype`."""
-    return total.to(torch.float64).mul_(2.0**-FRACTION_BITS).to(dtype)
+    values = torch.empty(total.shape, dtype=dtype, device=total.device)
+    for part, result in zip(total.flatten().split(_SLICE), values.view(-1).split(_SLICE)):
+        result.copy_(part.to(torch.float64).mul_(2.0**-FRACTION_BITS))
+    return values
 
 
 class FixedPointSum:
@@ -69,15 +73,11 @@ class FixedPointSum:
 
     def add(self, values: torch.Tensor) -> None:
         """Add a term; `check_terms` says later whether it fits, so nothing waits for the device here."""
-        # NaN wins a maximum; float32 holds the range of every smaller type, and float64 terms that large are refused
-        for total, part in zip(self.total.view(-1).split(SLICE), values.detach().reshape(-1).split(SLICE)):
-            if part.numel():
-                self.largest = torch.maximum(self.largest, part.abs().max().float())
-            total.add_(to_fixed(part))
+        for part, sums in zip(values.detach().flatten().split(_SLICE), self.total.view(-1).split(_SLICE)):
+            # NaN wins a maximum; float32 holds the range of smaller types, and float64 terms that large are refused
+            self.largest = torch.maximum(self.largest, part.abs().max().float())
+            sums += to_fixed(part)
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum."""
-        result = torch.empty_like(self.total, dtype=dtype)
-        for part, total in zip(result.view(-1).split(SLICE), self.total.view(-1).split(SLICE)):
-            part.copy_(from_fixed(total, dtype))
-        return result
+        return from_fixed(self.total, dtype)

@@ -57,27 +57,32 @@ def calls(monkeypatch) -> list[str]:
     [((14, 2), torch.bfloat16), ((14, 2), torch.float16), ((8, 8), torch.float16), ((8, 1), torch.bfloat16)],
     ids=str,
 )
+@pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("pack", varlen.PACKS)
-def test_two_kernel_calls_give_the_masked_attention_and_its_gradients(record_property, calls, pack, heads, dtype, size):
+def test_kernels_give_the_masked_attention_and_its_gradients(record_property, calls, pack, window, heads, dtype, size):
     layout = varlen.layout_of([(p * size, [c * size for c in answers]) for p, answers in varlen.PACKS[pack]])
     states = varlen.states_of(layout, heads, device=DEVICE, dtype=dtype, dim=64)
     assert attention.takes_varlen(*states)
-    parts = shared_prefix.joint_parts(layout, None, states[0].device)
+    parts = shared_prefix.joint_parts(layout, window, states[0].device)
     ours = varlen.outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, varlen.SCALE), states)
     exact = [x.detach().double().requires_grad_() for x in states]
-    expected = varlen.outcome(varlen.dense(layout, *exact), exact)
+    expected = varlen.outcome(varlen.dense(layout, *exact, window), exact)
     worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, expected))
     if pack == "ragged" and size > 1:
         record_property("largest error of output and gradients", worst)
     assert worst <= HALF_PRECISION_KERNEL
-    assert len(calls) == (2 if pack == "prompts alone" else 4)
+    assert len(calls) == (2 if window or pack == "prompts alone" else 4)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 12), (torch.float32, 0)], ids=str)
-def test_packs_take_these_calls_in_half_precision(calls, dtype, expected):
-    model = model_on("sdpa", False, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "window", "expected"),
+    [(torch.bfloat16, False, 12), (torch.bfloat16, True, 6), (torch.float32, False, 0), (torch.float32, True, 0)],
+    ids=str,
+)
+def test_packs_take_these_calls_in_half_precision(calls, dtype, window, expected):
+    model = model_on("sdpa", window, dtype)
     gradient("packed", model, rows_of(*LONG))
-    assert len(calls) == expected  # two each way in three layers
+    assert len(calls) == expected  # each way in three layers two, or one with a window
 
 
 def flash_or_skip(implementation: str, dtype: torch.dtype):

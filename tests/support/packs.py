@@ -71,14 +71,14 @@ def gradient(form: Form, model: Any, batch: Any) -> torch.Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def count_made(monkeypatch: Any, module: Any, name: str) -> list[weakref.ref[Any]]:
+def record_results(monkeypatch: Any, module: Any, name: str) -> list[weakref.ref[Any]]:
     """What a function of a module returns from now on, without keeping it."""
-    function, made = getattr(module, name), []
+    function, results = getattr(module, name), []
 
     def counted(*args: Any) -> Any:
         value = function(*args)
-        made.append(weakref.ref(value[0] if isinstance(value, list) else value))
+        results.append(weakref.ref(value[0] if isinstance(value, list) else value))
         return value
 
     monkeypatch.setattr(module, name, counted)
-    return made
+    return results

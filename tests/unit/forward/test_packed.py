@@ -17,7 +17,7 @@ from grpo_ext.forward.forms import run_rows, why_not_packed
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows, in_columns
 from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, assert_same_router_counts, count_made, gradient, rows_of
+from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, record_results, rows_of
 from tests.support.tiny import tiny_model
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
@@ -93,27 +93,30 @@ def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
 def test_a_mask_is_made_once_for_all_layers_and_freed(monkeypatch, split, kind, windows, checkpointing):
     """One mask serves every segment of a pack; else every group has one."""
     monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
-    made, model, batch = count_made(monkeypatch, attention, "seen_mask"), model_of(kind), rows_of(*SHAPES["groups"])
+    computed, masks = (record_results(monkeypatch, attention, name) for name in ("seen_mask", "_mask_of"))
+    model, batch = model_of(kind), rows_of(*SHAPES["groups"])
     if checkpointing:
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     gradient("packed", model, batch)
     without_window = kind == "window_in_the_mask" and split  # runs without a mask
-    assert len(made) == (windows - without_window) * (1 if split else len(SHAPES["groups"][0]))
+    assert len(computed) == (windows - without_window) * (1 if split else len(SHAPES["groups"][0]))
     gc.collect()
-    assert not any(mask() is not None for mask in made)
+    assert len(masks) > len(computed)
+    assert all(mask() is None for mask in masks)
 
 
 @pytest.mark.parametrize(("kind", "call_cost"), [("mistral", 0), ("mistral", 10**9), ("qwen2", 0)])
 def test_keys_and_values_of_grouped_heads_are_not_repeated(monkeypatch, kind, call_cost):
     """Not in what the kernels get, and so not in what they save for the backward pass."""
     monkeypatch.setattr(attention, "_CALL_COST", call_cost)
-    sizes: list[tuple[int, int]] = []
+    shapes, strides = set(), set()
 
     def recorded(kernel: Any) -> Any:
-        def run(*states: Any, **options: Any) -> Any:
-            sizes.extend((x.numel(), x.untyped_storage().nbytes() // x.element_size()) for x in states[1:3])
-            return kernel(*states, **options)
+        def run(query: Any, *states: Any, **options: Any) -> Any:
+            shapes.update(x.shape[:2] for x in (query, *states[:2]))
+            strides.update(x.stride(1) for x in states[:2])
+            return kernel(query, *states, **options)
 
         return run
 
@@ -121,10 +124,9 @@ def test_keys_and_values_of_grouped_heads_are_not_repeated(monkeypatch, kind, ca
     monkeypatch.setattr(shared_prefix, "_flash", recorded(shared_prefix._flash))
     monkeypatch.setattr(functional, "scaled_dot_product_attention", recorded(functional.scaled_dot_product_attention))
     model = model_of(kind)
-    repeats = model.config.num_attention_heads // model.config.num_key_value_heads
-    assert repeats > 1
-    run_rows("packed", model, rows_of([20], [[9, 8]]))
-    assert sizes
+    gradient("packed", model, rows_of([20], [[9, 8]]))
+    heads = model.config.num_key_value_heads
+    assert (shapes, strides) == ({(heads, model.config.num_attention_heads // heads)}, {0})
 
 
 def test_the_router_counts_what_the_padded_batch_counts():

@@ -15,7 +15,7 @@ from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
 from tests.support import varlen
 from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, count_made, gradient, rows_of
+from tests.support.packs import SHAPES, apart, gradient, record_results, rows_of
 from tests.support.varlen import HEADS, PACKS, SCALE, dense, layout_of, outcome, states_of
 from tests.tolerances import FLOAT64_SUMS, HALF_PRECISION_JOIN, SAME_ALGEBRA
 
@@ -111,14 +111,14 @@ def test_a_window_that_a_sequence_reaches_is_the_kernels_own(calls, window, laye
 
 def test_layers_with_and_without_a_window_share_a_pack(calls, monkeypatch):
     """The arguments of the calls are computed once for each window, whatever layers the model has and runs again."""
-    made = count_made(monkeypatch, attention, "joint_parts")
+    parts = record_results(monkeypatch, attention, "joint_parts")
     layers = ["sliding_attention", "full_attention"] * 2
     model, batch = model_of("gemma3_text", sliding_window=6, layer_types=layers), rows_of(*SHAPES["groups"])
     expected = gradient("padded", model, batch)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
-    assert len(made) == 2
+    assert len(parts) == 2
 
 
 def join_error(dtype: torch.dtype) -> float:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grpo_ext.errors import PrecisionError
 from grpo_ext.precision import fixed_point
@@ -42,6 +47,59 @@ def test_rounding_is_to_the_nearest_step():
     assert to_fixed(torch.tensor([0.52, -0.52, 0.48]) * 2.0**-48).tolist() == [1, -1, 0]
 
 
+@pytest.mark.parametrize("shape", [(1000,), (25, 40), (1, 1), ()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_slices_do_not_change_the_bits(monkeypatch, shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+    parts.append(torch.randn(shape[::-1], generator=generator).to(dtype).T if len(shape) == 2 else parts[0])
+    whole = fixed(parts)
+    monkeypatch.setattr(fixed_point, "_SLICE", 64)
+    sliced = fixed(parts)
+    assert torch.equal(sliced.total, whole.total)
+    assert torch.equal(sliced.total, sum(to_fixed(part) for part in parts))
+    assert torch.equal(sliced.largest, whole.largest)
+    assert torch.equal(sliced.value(dtype), (whole.total.double() * 2.0**-48).to(dtype))
+    assert sliced.value(dtype).shape == shape
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that the tensors made inside held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._bytes = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {
+            StorageWeakRef(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
+        result = func(*args, **kwargs or {})
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and StorageWeakRef(x.untyped_storage()) not in known:
+                self._bytes[StorageWeakRef(x.untyped_storage())] = x.untyped_storage().nbytes()
+        self._bytes = {storage: size for storage, size in self._bytes.items() if not storage.expired()}
+        self.peak = max(self.peak, sum(self._bytes.values()))
+        return result
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    with Live() as live:
+        work()
+    return live.peak
+
+
+def test_the_memory_of_a_sum_does_not_grow_with_its_tensor(monkeypatch):
+    """Beside the sum and the result, a slice in float64 and in int64; else both of the whole tensor."""
+    values = torch.randn(100, 50)
+    total = fixed([values])
+    whole = peak_bytes(lambda: total.add(values))
+    monkeypatch.setattr(fixed_point, "_SLICE", 200)
+    assert whole >= 2 * 8 * values.numel()
+    assert peak_bytes(lambda: total.add(values)) <= 2 * 8 * 200 + 64
+    assert peak_bytes(lambda: total.value(torch.float32)) <= 4 * values.numel() + 8 * 200
+
+
 def test_float_sums_do_not():
     parts = terms()
     forward, backward = torch.zeros(500), torch.zeros(500)
@@ -71,16 +129,3 @@ def test_the_largest_sum_that_fits_is_right_and_the_next_is_refused():
     with pytest.raises(PrecisionError, match="48 fraction bits hold up to"):
         check_terms("w", 4, limit * 1.001)
     check_terms("w", 2, limit * 1.001)  # fewer terms leave more room
-
-
-def test_slices_of_a_gradient_have_the_bits_of_the_whole(monkeypatch):
-    parts = [torch.randn(7, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    whole = fixed(parts)
-    converted, convert = [], fixed_point.to_fixed
-    monkeypatch.setattr(fixed_point, "SLICE", 4)
-    monkeypatch.setattr(fixed_point, "to_fixed", lambda part: converted.append(part.numel()) or convert(part))
-    sliced = fixed(parts)
-    assert torch.equal(sliced.total, whole.total)
-    assert torch.equal(sliced.value(torch.float32), whole.value(torch.float32))
-    assert float(sliced.largest) == float(whole.largest)
-    assert max(converted) == 4  # what is in float64 and int64 beside the sum
