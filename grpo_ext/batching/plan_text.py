@@ -55,11 +55,9 @@ def describe_plan(
 
 def _sampling(geometry: BatchGeometry, longest: int) -> str:
     g = geometry
-    idle = f", processes {g.idle_share:.0%} idle" if g.num_processes > 1 else ""
-    return (
-        f"{g.generate_calls} call(s) of up to {g.generate_size} completions per process, up to "
-        f"{g.generate_calls * longest} decode steps{idle}"
-    )
+    idle = f", {g.idle_share:.0%} idle" if g.num_processes > 1 else ""
+    steps = g.generate_calls * longest
+    return f"{g.generate_calls} call(s) of up to {g.generate_size}, up to {steps} decode steps{idle}"
 
 
 def _smaller_chunk(geometry: BatchGeometry) -> str:

@@ -249,8 +249,7 @@ def compact_decode(
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
-    cache = model_kwargs["past_key_values"]
-    cache.reorder_cache(rows_B)
+    model_kwargs["past_key_values"].reorder_cache(rows_B)
     logits, rows = logits[rows_B], _Rows(input_ids[rows_B], stopping_criteria, generation_config.pad_token_id)
     while True:
         scores = logits_processor(rows.ids, logits)
@@ -261,7 +260,7 @@ def compact_decode(
         if sum(ended) * _LEAVE_SHARE >= len(ended):
             order = RowOrder.without(ended, rows_B.device)
             _select(model_kwargs, logits_processor, order.index, len(ended))
-            _keep(cache, order)
+            _keep(model_kwargs["past_key_values"], order)
             rows.keep(order)
             choice.keep(order.index)
         inputs = model.prepare_inputs_for_generation(rows.ids, next_sequence_length=1, **model_kwargs)

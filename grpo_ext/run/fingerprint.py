@@ -69,7 +69,7 @@ KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_a
 # what a checkpoint of the optimizer holds: another value would have no effect
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can go on with each other's state
-_LAYOUT_SIZES = ("micro_batch_size", "num_processes")
+_LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together")
 
 
 def fingerprint_of(trainer: Any) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def test_what_a_reward_function_forks_can_be_terminated(tmp_path, capsys):
         codes.append(child.exitcode)
         return [float(len(text)) for text in completions]
 
-    trainer = make(tmp_path / "out", max_steps=1, reward=forks_one)
+    trainer = make(tmp_path / "out", max_steps=1, reward=forks_one, rollout_chunk_size=16)
     trainer.train()
     assert codes == [-signal.SIGTERM]
     assert trainer.state.global_step == 1

@@ -276,12 +276,12 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
     for part in (
         "12 completions = 3 prompts x 4",
         "24 completions, 3 chunk(s) of up to 8",
-        "2 call(s) of up to 8 completions per process, up to 200 decode steps, processes 25% idle",
+        "2 call(s) of up to 8, up to 200 decode steps, 25% idle",
         "6 optimizer steps, 1 prompt(s) dropped",
     ):
         assert part in text, f"{part!r} is not in\n{text}"
     alone = describe_plan(resolve(global_batch_size=512), 1000, False, None, longest=1024)
-    assert "1 call(s) of up to 512 completions per process, up to 1024 decode steps\n" in alone
+    assert "1 call(s) of up to 512, up to 1024 decode steps\n" in alone
     for part in ("cut groups", "only", "not known"):
         assert part not in text
     odd = resolve(global_batch_size=18, rollout_batch_size=36, rollout_chunk_size=36, num_processes=2)

@@ -25,6 +25,7 @@ LAYOUT = {
     *("skip_zero_contribution", "compact_rollouts", "bitwise_invariant", "canonical_unit_size", "bitwise_threads"),
     *("allow_changed_on_resume", "reward_workers", "reward_timeout", "reward_retries", "reward_on_failure"),
     *("tool_timeout", "allow_split_dependent", "eval_pass_threshold", "eval_pass_reward"),
+    *("vllm_check", "vllm_lora", "vllm_seeds"),
     "dynamic_sampling_max_rounds",  # without effect alone
 }
 
