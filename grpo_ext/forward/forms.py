@@ -10,9 +10,9 @@ right under left padding. In every form only positions that predict a completion
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,7 @@ def lay_out(
     with_router: bool = False,
     with_entropy: bool = True,
     multiple: int = 1,
+    suppressed: Sequence[torch.Tensor] = (),
 ) -> FormBatch:
     """Lay completions out in a form, and move them to `device` in one copy.
 
@@ -111,6 +112,7 @@ def lay_out(
         with_router: ask for the router logits of a MoE model.
         with_entropy: ask for entropies.
         multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
+        suppressed: sets of token ids that sampling suppressed, which `rows.kept` refers to.
     """
     if form == "packed":
         layout = _packed(rows, with_router, multiple)
@@ -118,10 +120,14 @@ def lay_out(
         layout = _prefix(policy, rows, with_router, multiple)
     else:
         layout = _padded(policy, rows, multiple)
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S = to_device((layout, rows.targets(), rows.places()), device)
+    masks = None if rows.kept is None else rows.kept.masks(suppressed)
+    tensors = layout, rows.targets(), rows.places(), {} if masks is None else masks.tensors
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S, moved = to_device(tensors, device)
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
-    return FormBatch(form, inputs, Targets(predictor_S, tokens_S, with_entropy, with_router), counts_BL, places_2S)
+    masks = None if masks is None else replace(masks, **moved)
+    targets = Targets(predictor_S, tokens_S, with_entropy, with_router, masks)
+    return FormBatch(form, inputs, targets, counts_BL, places_2S)
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:

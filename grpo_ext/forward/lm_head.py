@@ -24,6 +24,7 @@ from ..algorithms.losses import load_balancing_loss, router_statistics
 from ..compat import triton_head
 from ..errors import ModelError
 from .prefix_cache import Continuation, run_after_prompts
+from .sampling_masks import SamplingMasks
 from .tiled_log_probs import LogitTransform, tiled_log_probs
 
 # keywords that carry a `Targets`, and a `Continuation`, through the wrapped model to its forward
@@ -72,15 +73,17 @@ def log_probs(
     targets_S: torch.Tensor,
     transform: LogitTransform,
     with_entropy: bool = True,
+    masks: SamplingMasks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities (S,) of the targets and entropies (S,), in nats, by the fastest way this device has."""
     whole = transform.vocabulary is None or transform.vocabulary >= weight_VH.size(0)
-    if hidden_SH.device.type == "cuda" and hidden_SH.dtype != torch.float64 and whole and triton_head() is not None:
+    plain = whole and masks is None and hidden_SH.dtype != torch.float64  # what TRL's kernel computes
+    if hidden_SH.device.type == "cuda" and plain and triton_head() is not None:
         outputs = ("log_probs", "entropy") if with_entropy else ("log_probs",)
         kernel: Any = triton_head()
         settings = (transform.temperature, _KERNEL_COLUMNS, transform.cap, transform.scale, outputs)
         return kernel(hidden_SH, weight_VH, bias_V, targets_S, *settings)[:2]
-    return tiled_log_probs(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, gathered)
+    return tiled_log_probs(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, gathered, masks)
 
 
 class RouterOutput(NamedTuple):
@@ -121,12 +124,19 @@ class Targets:
         predictor_S: positions in the flattened input whose hidden states predict the tokens.
         tokens_S: ids of the tokens.
         entropy, router: also return entropies, and the router logits of a MoE model.
+        masks: the tokens that each was sampled from; None: the whole vocabulary.
     """
 
     def __init__(
-        self, predictor_S: torch.Tensor, tokens_S: torch.Tensor, entropy: bool = True, router: bool = False
+        self,
+        predictor_S: torch.Tensor,
+        tokens_S: torch.Tensor,
+        entropy: bool = True,
+        router: bool = False,
+        masks: SamplingMasks | None = None,
     ) -> None:
         self.predictor_S, self.tokens_S, self.entropy, self.router = predictor_S, tokens_S, entropy, router
+        self.masks = masks
 
 
 @dataclass
@@ -225,5 +235,5 @@ def _run(
         precision = torch.autocast(hidden_SH.device.type, enabled=False)
     with precision, gathered(weight, bias):
         tokens_S = targets.tokens_S.to(weight.device)
-        logps, entropy = log_probs(hidden_SH, weight, bias, tokens_S, transform, targets.entropy)
+        logps, entropy = log_probs(hidden_SH, weight, bias, tokens_S, transform, targets.entropy, targets.masks)
     return HeadOutput(logps, entropy, routers if targets.router else None)

@@ -15,6 +15,7 @@ import torch
 
 from ..batching.sizes import ceil_div
 from .images import RowImages
+from .sampling_masks import KeptTokens
 
 
 def same_prompts(same_text: list[bool], images: RowImages | None) -> list[bool]:
@@ -33,6 +34,7 @@ class TokenRows:
         images: of the prompts; None for a model that takes none.
         attended_N: whether attention sees each token; None where it sees all. As in TRL, a token that is masked out
             keeps its position and gets no log-probability, and the next token is predicted from it.
+        kept: the tokens that each completion token was sampled from; None: the whole vocabulary.
     """
 
     ids_N: torch.Tensor
@@ -41,6 +43,7 @@ class TokenRows:
     same_prompt: Sequence[bool]
     images: RowImages | None = None
     attended_N: torch.Tensor | None = None
+    kept: KeptTokens | None = None
 
     @classmethod
     def of_padded(
@@ -87,7 +90,8 @@ class TokenRows:
         attended = None if self.attended_N is None else self.attended_N[tokens]
         if attended is not None and bool(attended.all()):
             attended = None
-        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended)
+        kept = None if self.kept is None else self.kept.of(range(first, last))
+        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept)
 
     def image_inputs(
         self, rows: Sequence[int], ids_BL: torch.Tensor, prompt_columns: int, pixels: bool = True

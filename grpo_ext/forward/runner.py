@@ -62,10 +62,17 @@ class ForwardRunner:
     Args:
         args: `forms`, `unit_rows`, `pad_to_multiple_of` and the arguments of gradient checkpointing.
         refused: forms that no model of this run takes, with the reason.
+        suppressed: sets of token ids that sampling suppresses, which completions refer to (`sampling_mask="replay"`).
     """
 
-    def __init__(self, accelerator: Accelerator, args: GRPOConfig, refused: Mapping[Form, str] | None = None) -> None:
-        self.accelerator, self.args = accelerator, args
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: GRPOConfig,
+        refused: Mapping[Form, str] | None = None,
+        suppressed: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.accelerator, self.args, self.suppressed = accelerator, args, suppressed
         multiple: Any = args.pad_to_multiple_of
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
@@ -79,7 +86,7 @@ class ForwardRunner:
 
     def copy(self, accelerator: Accelerator) -> ForwardRunner:
         """A runner for another thread, with that thread's accelerator."""
-        runner = ForwardRunner(accelerator, self.args, self.choice.all_refused)
+        runner = ForwardRunner(accelerator, self.args, self.choice.all_refused, self.suppressed)
         runner.memory = self.memory
         return runner
 
@@ -265,4 +272,4 @@ class ForwardRunner:
             form = "padded"
         options = {"with_router": with_router, "with_entropy": with_entropy, "multiple": self.multiple}
         with self.accelerator.autocast():
-            return run_rows(form, model, rows, self.accelerator.device, **options)
+            return run_rows(form, model, rows, self.accelerator.device, suppressed=self.suppressed, **options)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .sampling_masks import SamplingMasks
+
 # Rows and columns of a tile of logits. On the CPU 4 MiB in float32: what is larger than 32 MiB is mapped and unmapped
 # by the C library each time, and squares read the head and write its gradient least often. Accelerators want larger
 # products; there not measured. Fewer rows get no more columns: a row is summed over the same columns whatever runs
@@ -21,6 +23,8 @@ import torch
 CPU_TILE, TILE = (1024, 1024), (1024, 32768)
 
 Whole = Callable[..., AbstractContextManager[Any]]
+
+_REMOVED = -1e30  # a logit that sampling removed: its probability is 0, and 0 times it is no NaN
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,10 @@ class _Tiles:
         transform: LogitTransform,
         dtype: torch.dtype,
         spare: int,
+        masks: SamplingMasks | None = None,
     ) -> None:
         self.hidden_SH, self.weight_VH, self.bias_V, self.transform = hidden_SH.to(dtype), weight_VH, bias_V, transform
+        self.masks = masks
         self.dtype, self.exact = dtype, torch.float64 if dtype == torch.float64 else torch.float32
         self.factor = transform.scale / transform.temperature
         self.vocabulary = min(weight_VH.size(0), transform.vocabulary or weight_VH.size(0))
@@ -88,15 +94,19 @@ class _Tiles:
                     product = self._z[: shape[0] * shape[1]].view(shape).copy_(product)
                 yield rows, columns, product
 
-    def finish(self, x_RC: torch.Tensor, tanh_RC: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(
+        self, x_RC: torch.Tensor, rows: slice, columns: slice, tanh_RC: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits divided by the temperature, in place; `tanh_RC` takes the capped ratio, for the backward pass."""
         cap = self.transform.cap
-        if cap is None:
-            return x_RC if self.factor == 1.0 else x_RC.mul_(self.factor)
-        x_RC.mul_(self.transform.scale / cap).tanh_()
-        if tanh_RC is not None:
-            tanh_RC.copy_(x_RC)
-        return x_RC.mul_(cap / self.transform.temperature)
+        if cap is not None:
+            x_RC.mul_(self.transform.scale / cap).tanh_()
+            if tanh_RC is not None:
+                tanh_RC.copy_(x_RC)
+            x_RC.mul_(cap / self.transform.temperature)
+        elif self.factor != 1.0:
+            x_RC.mul_(self.factor)
+        return x_RC if self.masks is None else x_RC.masked_fill_(self.masks.removed(rows, columns), _REMOVED)
 
 
 def _place(targets_S: torch.Tensor, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,15 +129,16 @@ class _TiledLogProbs(torch.autograd.Function):
         transform: LogitTransform,
         with_entropy: bool,
         whole: Whole,
+        masks: SamplingMasks | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward pass
         device = hidden_SH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_SH.dtype
-        tiles = _Tiles(hidden_SH, weight_VH, bias_V, transform, dtype, spare=int(with_entropy))
+        tiles = _Tiles(hidden_SH, weight_VH, bias_V, transform, dtype, int(with_entropy), masks)
         top = hidden_SH.new_full((hidden_SH.size(0),), torch.finfo(tiles.exact).min, dtype=tiles.exact)
         total, weighted, chosen = (torch.zeros_like(top) for _ in range(3))
         for rows, columns, x_RC in tiles:
-            z_RC = tiles.finish(x_RC)
+            z_RC = tiles.finish(x_RC, rows, columns)
             inside, local = _place(targets_S, rows, columns)
             chosen[rows] += torch.where(inside, z_RC.gather(1, local[:, None]).squeeze(1), 0)
             new = torch.maximum(top[rows], z_RC.amax(1))
@@ -145,7 +156,7 @@ class _TiledLogProbs(torch.autograd.Function):
         log_total = total.log()
         log_z, entropy = top + log_total, log_total - weighted / total if with_entropy else None
         ctx.save_for_backward(hidden_SH, weight_VH, bias_V, targets_S, log_z, entropy)
-        ctx.dtype, ctx.transform, ctx.whole = dtype, transform, whole
+        ctx.dtype, ctx.transform, ctx.whole, ctx.masks = dtype, transform, whole, masks
         return chosen - top - log_total, entropy
 
     @staticmethod
@@ -153,7 +164,7 @@ class _TiledLogProbs(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
         with ctx.whole(saved[1], saved[2]):
             grads = _backward(ctx, saved, *gradients)
-        return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, saved)), None, None, None, None
+        return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, saved)), *[None] * 5
 
 
 def _backward(
@@ -162,7 +173,8 @@ def _backward(
     """Gradients of hidden states, weight and bias, in float32 or float64; None where none is needed."""
     hidden_SH, weight_VH, bias_V, targets_S, log_z, entropy = saved
     capped = ctx.transform.cap is not None
-    tiles = _Tiles(hidden_SH, weight_VH, bias_V, ctx.transform, ctx.dtype, (entropy_up_S is not None) + capped)
+    spare = (entropy_up_S is not None) + capped
+    tiles = _Tiles(hidden_SH, weight_VH, bias_V, ctx.transform, ctx.dtype, spare, ctx.masks)
     exact = tiles.exact
     grads: list[torch.Tensor | None] = [
         torch.zeros_like(x, dtype=exact) if needed and x is not None else None
@@ -177,7 +189,7 @@ def _backward(
     hidden, weight, bias = grads
     for rows, columns, x_RC in tiles:
         tanh_RC = tiles.spare(-1, x_RC) if capped else None
-        z_RC = tiles.finish(x_RC, tanh_RC).sub_(log_z[rows, None])  # log p
+        z_RC = tiles.finish(x_RC, rows, columns, tanh_RC).sub_(log_z[rows, None])  # log p
         if entropy_up is None:
             z_RC.exp_().mul_(-constant[rows, None])
         else:  # -p * (up + entropy_up * (log p + entropy))
@@ -205,6 +217,7 @@ def tiled_log_probs(
     transform: LogitTransform,
     with_entropy: bool = True,
     whole: Whole = lambda *parameters: nullcontext(),
+    masks: SamplingMasks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities (S,) of the targets and entropies (S,), in nats.
 
@@ -212,5 +225,7 @@ def tiled_log_probs(
 
     Args:
         whole: for weight and bias, a context in which they are not cut; entered again in the backward pass.
+        masks: the tokens that each target was sampled from, over which probabilities and entropies are taken; None:
+            the whole vocabulary.
     """
-    return _TiledLogProbs.apply(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, whole)
+    return _TiledLogProbs.apply(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, whole, masks)
