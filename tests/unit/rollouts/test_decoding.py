@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, choose_by_blocks, completion_keys
 from grpo_ext.rollouts import decoding, keyed
-from grpo_ext.rollouts.decoding import GrowingLayer, RowOrder, decodes_compactly, own_generate
+from grpo_ext.rollouts.decoding import GrowingLayer, decodes_compactly, own_generate, remaining_rows
 from grpo_ext.rollouts.keyed import sample_chunk
 from tests.support.architectures import HYBRID, architecture
 from tests.support.tiny import tiny_model
@@ -127,10 +127,10 @@ def test_a_growing_layer_holds_what_a_dynamic_one_holds():
                 layer.reorder_cache(torch.tensor([0, 0, 1, 1, 1]))
         if step == 50:  # finished rows leave
             count = 3
-            order = RowOrder.without([False, True, False, True, False], torch.device("cpu"))
-            assert order.index.tolist() == [0, 4, 2]
-            ours.keep(order)
-            theirs.reorder_cache(order.index)
+            index, places = remaining_rows([False, True, False, True, False], torch.device("cpu"))
+            assert index.tolist() == [0, 4, 2]
+            ours.keep(index, places)
+            theirs.reorder_cache(index)
         states = torch.randn(2, count, 2, tokens, 8, generator=generator)
         for held, expected in zip(ours.update(*states), theirs.update(*states)):
             assert torch.equal(held, expected)
@@ -139,12 +139,10 @@ def test_a_growing_layer_holds_what_a_dynamic_one_holds():
 
 @given(st.lists(st.booleans(), max_size=20))
 def test_rows_that_stay_are_in_the_order_once_and_few_move(done):
-    order = RowOrder.without(done, torch.device("cpu"))
-    index = order.index.tolist()
+    index, places = (part.tolist() for part in remaining_rows(done, torch.device("cpu")))
     assert sorted(index) == [row for row, ended in enumerate(done) if not ended]
-    moved = [(place, row) for place, row in enumerate(index) if place != row]
-    assert moved == list(zip(order.places.tolist(), order.moved.tolist()))
-    assert all(done[place] for place, _ in moved)
+    assert places == [place for place, row in enumerate(index) if place != row]
+    assert all(done[place] for place in places)
 
 
 @pytest.mark.parametrize(
