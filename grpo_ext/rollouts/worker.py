@@ -45,6 +45,7 @@ class RolloutWorker:
         logps: returns the log-probabilities (S,) of the completion tokens of rows, under the policy or the reference.
         engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
         clock: adds up the seconds of the phases.
+        show_environments: called with the transcripts once their environments are reset.
     """
 
     logps: Callable[[TokenRows, Terms, bool], torch.Tensor]
@@ -56,6 +57,7 @@ class RolloutWorker:
     images: ImageSource
     clock: PhaseClock
     settings: EngineSettings
+    show_environments: Callable[[list[Transcript]], None] = lambda transcripts: None
 
     @property
     def shards_vision(self) -> bool:
@@ -95,6 +97,7 @@ class RolloutWorker:
             transcript.prompt = self.chat.with_images(transcript.prompt, transcript.row)
             transcript.images = images_in(transcript.prompt)
             transcript.prompt_images = len(transcript.images)
+        self.show_environments(transcripts)
         return transcripts
 
     def tokenize(self, transcripts: Sequence[Transcript], terms: Terms) -> None:
