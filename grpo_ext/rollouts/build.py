@@ -9,7 +9,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -100,10 +100,7 @@ def _worker(
             trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
 
     return OverriddenWorker(
-        policy=lambda: trainer.model,
-        reference=lambda: trainer.ref_model,
-        as_reference=lambda: compat.as_reference(accelerator.unwrap_model(trainer.model)),
-        logps=log_probabilities(trainer, forwards),
+        logps=log_probabilities(trainer, forwards, lambda: (trainer.model, trainer.ref_model)),
         engine=_engine(trainer, settings, images, memory),
         chat=chat,
         environments=environments,
@@ -168,12 +165,22 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
     return EngineCheck(functools.cache(surplus), rounding_bound(layers))
 
 
-def log_probabilities(trainer: Any, forwards: ForwardRunner) -> Callable[[Any, TokenRows, Terms], torch.Tensor]:
-    """A function that computes log-probabilities (S,) of a rollout's rows, by the user's override if there is one."""
+def log_probabilities(
+    trainer: Any, forwards: ForwardRunner, models: Callable[[], tuple[Any, Any | None]]
+) -> Callable[[TokenRows, Terms, bool], torch.Tensor]:
+    """A function that computes log-probabilities (S,) of a rollout's rows, by the user's override if there is one.
 
-    def score(model: Any, rows: TokenRows, terms: Terms) -> torch.Tensor:
+    Args:
+        models: returns the policy and the reference model; None where that is the policy without its adapter.
+    """
+
+    def score(rows: TokenRows, terms: Terms, by_reference: bool) -> torch.Tensor:
         limits = (terms.batch_size, terms.max_tokens, terms.num_generations)
-        with forwards.without_gradients(model):
+        policy, reference = models()
+        model = reference if by_reference and reference is not None else policy
+        adapter_off = by_reference and reference is None
+        inner = trainer.accelerator.unwrap_model(policy)
+        with compat.as_reference(inner) if adapter_off else nullcontext(), forwards.without_gradients(model):
             if (override := trainer._override_of(LOGPS)) is None:
                 return forwards.rollout_log_probs(model, rows, *limits)
             ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)

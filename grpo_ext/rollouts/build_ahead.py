@@ -152,10 +152,7 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, forwards: Forwar
     else:
         engine = TransformersEngine(policy, generating, main.settings, images.of_transcripts, trainer._rollouts.memory)
     return RolloutWorker(
-        policy=policy,
-        reference=lambda: snapshot.reference,
-        as_reference=lambda: compat.as_reference(snapshot.policy),
-        logps=log_probabilities(trainer, forwards),
+        logps=log_probabilities(trainer, forwards, lambda: (snapshot.policy, snapshot.reference)),
         engine=engine,
         chat=chat,
         environments=environments,

@@ -30,7 +30,7 @@ from ..runtime.collectives import gather_lists, uneven_gathers
 from ..runtime.out_of_memory import Halving
 from .ahead import RolloutsAhead
 from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
-from .engine import TransformersEngine, chunk_sizes
+from .engine import chunk_sizes
 from .engine_check import EngineCheck
 from .images import ImageSource
 from .join import Round, exchange, join
@@ -114,9 +114,7 @@ class Rollouts:
         """Sample and score in the chunks of `geometry` from now on."""
         self.args.geometry = geometry
         if not self.args.use_vllm:
-            self.worker.settings = dataclasses.replace(self.worker.settings, **chunk_sizes(geometry))
-            if isinstance(self.worker.engine, TransformersEngine):
-                self.worker.engine.settings = self.worker.settings
+            vars(self.worker.settings).update(chunk_sizes(geometry))
 
     def divide_threads(self) -> int | None:
         """CPU threads of training, where sampling ahead takes half of them; None: as many as torch has."""
