@@ -109,6 +109,14 @@ class GRPOConfig(trl.GRPOConfig):
         "weights from which training of rollout batch r - rollout_lag begins. 0: sample, then train, then sample.",
     )
 
+    sampling_mask: str | None = _setting(
+        None,
+        "'replay': take log-probabilities, KL and entropy over the tokens that top_p, top_k, min_p and the other "
+        "filters kept while sampling, which is the distribution that was sampled. top_k then bounds them, 512 where it "
+        "is not set. Default: over the whole vocabulary, as in TRL.",
+        choices=[None, "replay"],
+    )
+
     # How it is laid out: changes nothing that is learned.
     micro_batch_tokens: int | None = _setting(
         None,

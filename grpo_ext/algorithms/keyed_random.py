@@ -71,7 +71,7 @@ def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor | int) -> torch.Tens
     return bits.to(torch.float64) * 2.0**-53
 
 
-def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token per row by inverse transform; exactly the categorical of softmax(scores).
 
     A token of probability zero (score -inf) is never chosen. Computed in float64, so that neither the sum over a
@@ -82,20 +82,28 @@ def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
         uniforms_B: float64 in [0, 1).
 
     Returns:
-        int64 token ids, shape (B,); V, which is no token, where the scores are no distribution (not finite).
+        int64 token ids, shape (B,), and their probabilities, float32 or float64; V, which is no token, and any number
+        where the scores are no distribution (not finite).
     """
     if scores_BV.device.type == "mps":  # which has no float64
-        return choose(scores_BV.cpu(), uniforms_B.cpu()).to(scores_BV.device)
+        tokens_B, probabilities_B = choose(scores_BV.cpu(), uniforms_B.cpu())
+        return tokens_B.to(scores_BV.device), probabilities_B.float().to(scores_BV.device)
     if scores_BV.is_cuda:
         return choose_by_blocks(scores_BV, uniforms_B)
-    cdf = torch.softmax(scores_BV.to(torch.float64), dim=-1).cumsum(dim=-1)
+    probabilities_BV = torch.softmax(scores_BV.to(torch.float64), dim=-1)
+    cdf = probabilities_BV.cumsum(dim=-1)
     total = cdf[:, -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniforms_B.to(cdf)[:, None] * total, below_total)
-    return torch.searchsorted(cdf, target, right=True).squeeze(1)
+    return _with_probabilities(torch.searchsorted(cdf, target, right=True), probabilities_BV)
 
 
-def choose_by_blocks(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+def _with_probabilities(tokens_B1: torch.Tensor, probabilities_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    inside = tokens_B1.clamp(max=probabilities_BV.size(1) - 1)
+    return tokens_B1.squeeze(1), probabilities_BV.gather(1, inside).squeeze(1)
+
+
+def choose_by_blocks(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`choose` for CUDA: inverse transform over blocks of the vocabulary, then over the tokens of one block.
 
     Differs from `choose` in float32 probabilities, and in that only the sums of blocks are float64, which leaves
@@ -119,4 +127,5 @@ def choose_by_blocks(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch
     cdf_BK = (block_BK * 2.0**60).long().cumsum(dim=-1)
     inside_B1 = (target_B1 - (cdf_BN - shares_BN).gather(1, block_B1)) * 2**8
     token_B1 = torch.searchsorted(cdf_BK, torch.minimum(inside_B1, cdf_BK[:, -1:] - 1), right=True)
-    return torch.add(token_B1, block_B1, alpha=_BLOCK).squeeze(1).masked_fill(total_B == 0, vocabulary)
+    tokens_B1 = torch.add(token_B1, block_B1, alpha=_BLOCK).masked_fill(total_B[:, None] == 0, vocabulary)
+    return _with_probabilities(tokens_B1, probabilities_BV)

@@ -51,6 +51,7 @@ from .model import (
     refuse_prompt_learning,
     split_dependence,
 )
+from .replay import check_replay
 
 logger = get_logger(__name__)
 
@@ -221,6 +222,8 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
         check_half_weights(policy, config.fp16)
     if config.rollout_lag:
         check_ahead(trainer, config)
+    if config.sampling_mask is not None:
+        check_replay(trainer)
     return uncovered + _check_lengths(trainer, config)
 
 

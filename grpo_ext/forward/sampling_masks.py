@@ -1,8 +1,8 @@
 """The tokens that truncated sampling chose from, replayed in every later forward.
 
-Truncated sampling (top-p, top-k, min-p, ...) draws from probabilities renormalised over the tokens that a filter kept, so
-log-probabilities are taken over those ("keep sampling mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). TRL takes
-them over the whole vocabulary. Shapes: S tokens, K ids of all of them, V vocabulary, R x C one tile of logits.
+Truncated sampling (top-p, top-k, min-p, ...) draws from probabilities renormalised over the tokens that a filter
+kept, so log-probabilities are taken over those ("keep sampling mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+TRL takes them over the whole vocabulary. Shapes: S tokens, K ids of all of them, R x C one tile of logits.
 """
 
 from __future__ import annotations

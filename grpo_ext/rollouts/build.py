@@ -37,6 +37,7 @@ from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngi
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .environments import Environments
 from .images import ImageSource
+from .keyed import filter_values, suppressed_tokens, truncating
 from .local import Hooks, Terms
 from .overrides import OverriddenWorker
 from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
@@ -66,7 +67,8 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
         prepare = PromptProcessor(trainer.processing_class, template, compat.image_token(trainer.model))
         compat.sample_no_image_tokens(trainer)
     refused = (_REFUSED_WITH_IMAGES if with_images else {}) | (_REFUSED_WITH_LATER_IMAGES if later_images else {})
-    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused)
+    suppressed = [] if trainer.use_vllm else suppressed_tokens(trainer.generation_config, trainer.eos_token_ids)
+    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, suppressed)
     images = ImageSource(prepare, later_images or (with_images and any(map(trainer._override_of, _CHANGE_ROWS))))
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or trainer.args.bitwise_invariant))
@@ -123,6 +125,7 @@ def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
         multiple=trainer.pad_to_multiple_of,
         compact=trainer.args.compact_rollouts,
         sharded=shards_parameters(trainer.accelerator),
+        replay=trainer.args.sampling_mask == "replay",
         fp16=trainer.args.fp16,
         **({"chunk_size": None} if trainer.use_vllm else chunk_sizes(trainer.geometry)),  # vLLM batches by itself
     )
@@ -258,6 +261,8 @@ def terms_of(trainer: Any) -> Terms:
             trainer.max_tool_calling_iterations,
             args.tool_timeout,
         ),
+        replay=args.sampling_mask == "replay",
+        truncating=truncating_filters(trainer),
         ratios=RatioRule(trainer.vllm_importance_sampling_mode, *bounds) if corrects else None,
         hooks=hooks_of(trainer),
     )
@@ -319,3 +324,10 @@ def samples_by_key(trainer: Any) -> bool:
     """Whether the random number of every token follows from its key."""
     engine = trainer._rollouts.worker.engine
     return isinstance(engine, TransformersEngine) and engine.samples_by_key(trainer.generation_config)
+
+
+def truncating_filters(trainer: Any) -> dict[str, Any]:
+    """The settings of this trainer's sampling that leave out tokens; empty where vLLM samples."""
+    if trainer.use_vllm:
+        return {}
+    return truncating(filter_values(trainer.accelerator.unwrap_model(trainer.model), trainer.generation_config))

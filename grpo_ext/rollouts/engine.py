@@ -28,12 +28,10 @@ from ..runtime.out_of_memory import Halving, available_bytes
 from .decoding import RolloutCache, compact_decode, decodes_compactly, own_generate, unique, without_router_logits
 from .keyed import KeyedChoice, can_sample_by_key, greedy_config, sampling_filters
 from .ragged import padded
-from .transcript import Transcript
+from .transcript import Sampled, Transcript
 
 _ROOM = 1.25  # of a cache that grows, at most, times what it holds
 _SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and what filters and the choice make of it
-
-Sampled = tuple[list[int], "list[float | None] | None"]  # new token ids, and the log-probabilities an engine returns
 
 
 class Engine(Protocol):
@@ -65,6 +63,7 @@ class EngineSettings:
         multiple: of which the width of a batch is (TRL's `pad_to_multiple_of`).
         compact: each different prompt runs once, and finished rows leave the batch.
         sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
+        replay: the tokens that filters keep are recorded (`sampling_mask="replay"`).
         fp16: for the explanation of scores that are not finite.
     """
 
@@ -77,6 +76,7 @@ class EngineSettings:
     multiple: int | None = None
     compact: bool = True
     sharded: bool = False
+    replay: bool = False
     fp16: bool = False
 
     def groups_of(self, num_generations: int) -> int | None:
@@ -149,7 +149,7 @@ class TransformersEngine:
                 sample = functools.partial(self._sample, model, chunk, config)
                 pieces = self.memory.run(range(len(chunk)), sample, expected)
                 if number < len(chunks):
-                    sampled += [(ids, None) for piece in pieces for ids in piece]
+                    sampled += [row for piece in pieces for row in piece]
         return sampled
 
     def _expected_rows(self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig) -> int | None:
@@ -164,7 +164,7 @@ class TransformersEngine:
 
     def _sample(
         self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, part: Sequence[int]
-    ) -> list[list[int]]:
+    ) -> list[Sampled]:
         rows, settings, keyed = [chunk[i] for i in part], self.settings, self.samples_by_key(config)
         compact = keyed and settings.compact and not settings.sharded and decodes_compactly(model, config)
         arguments = (rows, config, settings, self.images_of(rows), keyed, compact)
@@ -187,8 +187,8 @@ def sample_chunk(
     images: RowImages | None = None,
     keyed: bool = True,
     compact: bool = False,
-) -> list[list[int]]:
-    """New token ids of each row, by one call of the model's `generate`.
+) -> list[Sampled]:
+    """New tokens of each row, by one call of the model's `generate`.
 
     Args:
         config: a sampling configuration; every setting means what it means in transformers.
@@ -211,8 +211,8 @@ def sample_chunk(
     choice = None
     if keyed:
         keys_B, offsets_B = torch.tensor([row.key for row in rows]), torch.tensor([len(row.ids) for row in rows])
-        choice = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
-        filters = sampling_filters(model, config)
+        filters, recorder = sampling_filters(model, config, settings.replay)
+        choice = KeyedChoice(keys_B.to(device), offsets_B.to(device), width, recorder)
         inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, choice])
         config = greedy_config(config)
     if compact:
@@ -224,7 +224,9 @@ def sample_chunk(
     if choice is not None and choice.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")
     ends = frozenset(settings.eos_token_ids)
-    return [_until_eos(row, ends) for row in output[:, width:].tolist()]
+    ids_B = [_until_eos(row, ends) for row in output[:, width:].tolist()]
+    records = [None] * len(rows) if choice is None else choice.recorder.records([len(ids) for ids in ids_B])
+    return [Sampled(ids, record=record) for ids, record in zip(ids_B, records)]
 
 
 def _model_inputs(
@@ -264,7 +266,7 @@ class ContinuousBatching:
             return []
         with _keeping_weights(self.model()):
             ids, _ = self.turn([row.prompt_ids + row.ids for row in transcripts], None, {}, num_generations)
-        return [(list(row), None) for row in ids]
+        return [Sampled(list(row)) for row in ids]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import torch
 from ..errors import ConfigError, PrecisionError, ProcessError, RolloutError
 from ..rewards.guard import RewardCall
 from ..runtime.collectives import gather_lists
-from .batch import Column, RolloutBatch, concatenated
+from .batch import KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, RolloutBatch, concatenated
 from .images import ImageSource
 from .local import LocalRollout, Terms
 from .ragged import Ragged
@@ -37,6 +37,7 @@ class Entry:
     truncated: bool
     tool_calls: int = 0
     tool_failures: int = 0
+    kept_mass: float = math.nan  # of all tokens together
 
 
 @dataclass
@@ -168,6 +169,7 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
             truncated=transcript.ids[-1] not in terms.ends,
             tool_calls=transcript.tool_calls,
             tool_failures=transcript.tool_failures,
+            kept_mass=_kept_mass(transcript),
         )
         for transcript in transcripts
     ]
@@ -200,6 +202,8 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
     if local.has_mask:
         loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks)]
         columns["tool_mask"] = Ragged.of(loss_masks)
+    if all(t.record is not None for t in transcripts):
+        columns |= _sampler_columns(transcripts, lengths, local.terms.replay)
     for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
         if logps is not None:  # none of the tokens of a completion that is masked out
             columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in zip(logps, lengths)])
@@ -211,3 +215,20 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         ratios = [rule.ratios(*row) for row in zip(*(columns[name] for name in names), loss_masks)]
         columns["importance_sampling_ratio"] = torch.stack(ratios) if rule.of_sequences else Ragged.of(ratios)
     return columns
+
+
+def _sampler_columns(transcripts: Sequence[Transcript], lengths: Sequence[int], replay: bool) -> dict[str, Column]:
+    """What the sampler recorded of the first tokens of each transcript."""
+    records = [t.record.first(n) for t, n in zip(transcripts, lengths) if t.record is not None]
+    columns: dict[str, Column] = {SAMPLER_LOGPS: Ragged.of([record.logps_T for record in records])}
+    if replay:
+        columns[KEPT_COUNTS] = Ragged.of([record.counts_T for record in records])
+        columns[KEPT_IDS] = Ragged.of([record.ids_K for record in records])
+    return columns
+
+
+def _kept_mass(transcript: Transcript) -> float:
+    """The mass that the filters kept, summed over the tokens that the model wrote; NaN where it is not known."""
+    if transcript.record is None:
+        return math.nan
+    return float((transcript.record.mass_T * torch.tensor(transcript.mask)).sum())

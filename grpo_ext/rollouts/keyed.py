@@ -7,6 +7,7 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from transformers import (
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
+from .token_record import Recorder
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _ADD_UP = (TopHLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)  # filters by running sums of probabilities
+MOST_KEPT = 512  # tokens of a replayed mask, where top_k says no number
 _DRAW = 16  # tokens whose random numbers are drawn at once
 BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
 _NOT_PLAIN = (
@@ -45,8 +48,8 @@ class KeyedChoice(LogitsProcessor):
     calls `tokens` instead.
     """
 
-    def __init__(self, keys_B: torch.Tensor, offsets_B: torch.Tensor, prompt_width: int) -> None:
-        self.keys_B, self.offsets_B, self.prompt_width = keys_B, offsets_B, prompt_width
+    def __init__(self, keys_B: torch.Tensor, offsets_B: torch.Tensor, prompt_width: int, recorder: Recorder) -> None:
+        self.keys_B, self.offsets_B, self.prompt_width, self.recorder = keys_B, offsets_B, prompt_width, recorder
         self._uniforms_BT, self._drawn = keys_B[:, None], range(0)  # of these positions
         self._largest = torch.zeros((), dtype=torch.int64, device=keys_B.device)
         self._vocabulary = 0
@@ -63,36 +66,84 @@ class KeyedChoice(LogitsProcessor):
             self._drawn = range(position, position + _DRAW)
             steps_T = torch.arange(position, position + _DRAW, device=self.keys_B.device)
             self._uniforms_BT = uniform(self.keys_B[:, None], self.offsets_B[:, None] + steps_T)
-        tokens_B = choose(scores_BV, self._uniforms_BT[:, position - self._drawn.start])
+        tokens_B, probabilities_B = choose(scores_BV, self._uniforms_BT[:, position - self._drawn.start])
         self._vocabulary = scores_BV.size(1)
         self._largest = torch.maximum(self._largest, tokens_B.max())
-        return tokens_B.clamp(max=self._vocabulary - 1)
+        tokens_B = tokens_B.clamp(max=self._vocabulary - 1)
+        self.recorder.add(scores_BV, tokens_B, probabilities_B)
+        return tokens_B
 
     def keep(self, index: torch.Tensor) -> None:
         """Go on with these rows only."""
         self.keys_B, self.offsets_B = self.keys_B[index], self.offsets_B[index]
         self._uniforms_BT = self._uniforms_BT[index]
+        self.recorder.keep(index)
 
     def was_broken(self) -> bool:
         """Whether scores were no distribution; the host waits for the device."""
         return bool(self._largest == self._vocabulary)
 
 
-def sampling_filters(model: Any, config: GenerationConfig) -> LogitsProcessorList:
-    """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them.
-
-    Like `generate`, what the configuration leaves open is taken from the model's own.
-    """
+def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
+    """The settings of transformers' filters; like `generate`, what the configuration leaves open is the model's own."""
     values = {name: getattr(config, name, None) for name in _FILTERS}
     for name in _FILTERS:
         if values[name] is None:
             values[name] = getattr(model.generation_config, name, None)
     if values["top_k"] is None:
         values["top_k"] = 50  # transformers' default, where neither says anything
+    return values
+
+
+def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `filter_values` that leave out tokens."""
+    return {name: value for name, value in values.items() if name != "temperature" and value not in (None, 0, 1.0)}
+
+
+def most_kept(values: Mapping[str, Any]) -> int | None:
+    """The most tokens that a replayed mask keeps; None where nothing is truncated."""
+    return (values["top_k"] or MOST_KEPT) if truncating(values) else None
+
+
+def sampling_filters(
+    model: Any, config: GenerationConfig, replay: bool = False
+) -> tuple[LogitsProcessorList, Recorder]:
+    """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them.
+
+    Args:
+        replay: record the tokens that they keep, at most `most_kept`.
+
+    Returns:
+        The filters, and what records the tokens that are drawn after them.
+    """
+    values = filter_values(model, config)
+    recorder = Recorder(temperature=(values["temperature"] or 1.0) if truncating(values) else None)
+    if replay:
+        values["top_k"] = recorder.bound = most_kept(values)
+        if recorder.bound is None:
+            recorder.kinds = kinds_of(config)
     filters = model._get_logits_processor(GenerationConfig(do_sample=True, **values))
     if torch.are_deterministic_algorithms_enabled():
         filters = [_OnCpu(filter) if isinstance(filter, _ADD_UP) else filter for filter in filters]
-    return LogitsProcessorList(filters)
+    return LogitsProcessorList([recorder, *filters]), recorder
+
+
+# ---- Suppressed tokens ----------------------------------------------------------------------------------------------
+
+
+def suppressed_tokens(config: GenerationConfig, eos_token_ids: Sequence[int]) -> list[torch.Tensor]:
+    """The sets of ids that sampling suppresses: always, and until `min_new_tokens` are there."""
+    always = set(config.suppress_tokens or ())
+    sets = [always] if always else []
+    if config.min_new_tokens:
+        sets.append(always | set(eos_token_ids))
+    return [torch.tensor(sorted(ids)) for ids in sets]
+
+
+def kinds_of(config: GenerationConfig) -> list[int]:
+    """The set of `suppressed_tokens` for each of the first positions, and for all that follow, as in `KeptTokens`."""
+    always = 1 if config.suppress_tokens else 0
+    return [*[-always - 1] * (config.min_new_tokens or 0), -always]
 
 
 class _OnCpu(LogitsProcessor):

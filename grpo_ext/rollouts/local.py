@@ -72,6 +72,8 @@ class Terms:
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
         logs_images: the table of completions shows images (`log_multimodal`).
         limits: of the turns.
+        replay: log-probabilities are taken over the tokens that sampling chose from (`sampling_mask="replay"`).
+        truncating: transformers' filters that leave out tokens, with their settings; empty for other engines.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
         hooks: methods and functions of the user.
     """
@@ -97,6 +99,8 @@ class Terms:
     masks_truncated: bool
     logs_images: bool
     limits: TurnLimits
+    replay: bool
+    truncating: Mapping[str, Any]
     ratios: RatioRule | None
     hooks: Hooks
 

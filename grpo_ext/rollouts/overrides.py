@@ -18,10 +18,9 @@ from ..algorithms.keyed_random import mix
 from ..runtime.attributes import assigned
 from ..runtime.collectives import uneven_gathers
 from .chat import images_in
-from .engine import Sampled
 from .keyed import BEYOND, request_keys
 from .local import LocalRollout
-from .transcript import Transcript
+from .transcript import Sampled, Transcript
 from .trl_shapes import take_generated, trl_generated
 from .worker import RolloutWorker
 
@@ -85,7 +84,7 @@ class OverriddenWorker(RolloutWorker):
             ):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
             values = [None] * len(ids) if logps is None else logps
-            sampled |= {id(r): (list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
+            sampled |= {id(r): Sampled(list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
         return [sampled[id(row)] for row in transcripts if id(row) in sampled]
 
     def turn_for_trl(
@@ -105,8 +104,8 @@ class OverriddenWorker(RolloutWorker):
                 dataclasses.replace(row, key=key, images=shown, prompt_ids=list(ids[:cut]), ids=list(ids[cut:]))
             )
         sampled = self.engine.generate(rows, config, num_generations)
-        logps = [values for _, values in sampled]
-        return [ids for ids, _ in sampled], None if any(values is None for values in logps) else logps
+        logps = [row.logps for row in sampled]
+        return [row.ids for row in sampled], None if any(values is None for values in logps) else logps
 
     def _next_super_call(self) -> int:
         """The number of the override's next call of `super()`, from 0."""

@@ -6,6 +6,7 @@ rounds. Shapes: B completions, F reward functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -39,6 +40,8 @@ def rollout_metrics(rounds: Sequence[Round], terms: Terms, with_tools: bool) -> 
     values.append(("frac_reward_zero_std", fraction))
     logged = metrics_of([call for part in rounds for call in part.reward_calls])
     values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
+    if terms.truncating:
+        values.append(("sampling/kept_mass", math.fsum(entry.kept_mass for entry in entries) / int(lengths_B.sum())))
     if terms.ratios is not None:
         values += _sampling_metrics(rounds, terms.ratios).items()
     return values

@@ -12,7 +12,7 @@ import concurrent.futures
 import inspect
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -22,7 +22,7 @@ from ..errors import ConfigError, DataError
 from ..rewards.guard import CallTimeout, in_time
 from .chat import Chat, images_in
 from .environments import Environments
-from .transcript import Messages, Transcript
+from .transcript import Messages, Sampled, Transcript
 
 logger = get_logger(__name__)
 Tool = Callable[..., Any]
@@ -190,24 +190,17 @@ def context_length(config: Any, takes_images: bool, engine: Any = None) -> int:
     return getattr(config.text_config if takes_images else config, "max_position_embeddings", None) or sys.maxsize
 
 
-def continue_with(
-    transcript: Transcript, ids: list[int], logps: list[float | None] | None, chat: Chat, limits: TurnLimits
-) -> None:
-    """Add a turn of the model after an answer, cut to the room that is left; without room no message is added.
-
-    Args:
-        ids: token ids of the turn; logps: their log-probabilities; None where the engine returns none.
-    """
-    room = limits.max_completion_length - len(transcript.ids)
-    ids = ids[:room]
+def continue_with(transcript: Transcript, sampled: Sampled, chat: Chat, limits: TurnLimits) -> None:
+    """Add a turn of the model after an answer, cut to the room that is left; without room no message is added."""
+    sampled = sampled.first(limits.max_completion_length - len(transcript.ids))
     if transcript.logps is None:
-        logps = None
-    elif logps is None:
-        logps = [None] * len(ids)
-    transcript.add_sampled(ids, None if logps is None else logps[:room])
+        sampled = replace(sampled, logps=None)
+    elif sampled.logps is None:
+        sampled = replace(sampled, logps=[None] * len(sampled.ids))
+    transcript.add_sampled(sampled)
     transcript.calls = []
-    if ids:
-        chat.add_message(transcript, len(ids))
+    if sampled.ids:
+        chat.add_message(transcript, len(sampled.ids))
 
 
 # ---- Before training ------------------------------------------------------------------------------------------------

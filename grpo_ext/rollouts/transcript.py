@@ -10,7 +10,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .token_record import TokenRecord
+
 Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One turn of a transcript.
+
+    Attributes:
+        ids: new token ids.
+        logps: the log-probability of each, of an engine that returns them.
+        record: of this trainer's own sampler.
+    """
+
+    ids: list[int]
+    logps: list[float | None] | None = None
+    record: TokenRecord | None = None
+
+    def first(self, tokens: int) -> Sampled:
+        """The first tokens."""
+        logps = None if self.logps is None else self.logps[:tokens]
+        return Sampled(self.ids[:tokens], logps, None if self.record is None else self.record.first(tokens))
 
 
 @dataclass
@@ -28,6 +50,7 @@ class Transcript:
         mask: 1 for a token that the model wrote, 0 for one of a tool or an environment; as long as `ids`.
         logps: log-probability of each token by the engine that sampled (None: unknown), 0.0 for tokens of tools; None
             where the engine returns none.
+        record: of each token, by this trainer's sampler; None where another one has sampled.
         completion: text, or messages.
         images: of the prompt, then those shown by tools; empty for text.
         prompt_images: how many of `images` are the prompt's.
@@ -47,6 +70,7 @@ class Transcript:
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logps: list[float | None] | None = None
+    record: TokenRecord | None = None
     completion: Any = ""
     images: list[Any] = field(default_factory=list)
     prompt_images: int = 0
@@ -57,12 +81,16 @@ class Transcript:
     tool_calls: int = 0
     tool_failures: int = 0
 
-    def add_sampled(self, ids: list[int], logps: list[float | None] | None) -> None:
+    def add_sampled(self, turn: Sampled) -> None:
         """Append tokens that the model wrote."""
-        self.ids = [*self.ids, *ids]
-        self.mask = [*self.mask, *[1] * len(ids)]
-        if logps is not None:
-            self.logps = [*(self.logps or ()), *logps]
+        if not self.ids:
+            self.record = turn.record
+        elif self.record is not None:
+            self.record = None if turn.record is None else TokenRecord.joined([self.record, turn.record])
+        self.ids = [*self.ids, *turn.ids]
+        self.mask = [*self.mask, *[1] * len(turn.ids)]
+        if turn.logps is not None:
+            self.logps = [*(self.logps or ()), *turn.logps]
 
     def add_answer(self, ids: list[int]) -> None:
         """Append tokens of tools or of an environment."""
@@ -70,6 +98,8 @@ class Transcript:
         self.mask = [*self.mask, *[0] * len(ids)]
         if self.logps is not None:
             self.logps = [*self.logps, *[0.0] * len(ids)]
+        if self.record is not None:
+            self.record = TokenRecord.joined([self.record, TokenRecord.neutral(len(ids))])
 
     def prompt_alone(self) -> Transcript:
         """A copy without tokens of the completion, and so without images of tools."""

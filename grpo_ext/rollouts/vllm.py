@@ -20,9 +20,8 @@ from transformers import GenerationConfig
 from ..algorithms.keyed_random import mix
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group
-from .engine import Sampled
 from .rollout_func import TOGETHER, refuse_unequal_shares
-from .transcript import Transcript
+from .transcript import Sampled, Transcript
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
@@ -133,7 +132,7 @@ def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
 def with_first_logps(ids: Sequence[Sequence[int]], logps: Any) -> list[Sampled]:
     """Completions with the log-probability of each sampled token, which vLLM lists first."""
     values = [None] * len(ids) if logps is None else [[token[0] for token in row] for row in logps]
-    return [(list(row), value) for row, value in zip(ids, values)]
+    return [Sampled(list(row), value) for row, value in zip(ids, values)]
 
 
 def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[int]:

@@ -21,19 +21,21 @@ import torch
 from ..batching.prompt_order import StepRows
 from ..errors import RolloutError
 from ..forward.rows import TokenRows, same_prompts
+from ..forward.sampling_masks import KeptTokens
 from ..rewards.guard import RewardCall
 from ..rewards.runner import RewardRows, RewardRunner
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process
 from .chat import Chat, images_in
 from .decoding import unique
-from .engine import Engine, EngineSettings, Sampled
+from .engine import Engine, EngineSettings
 from .environments import Environments
 from .images import ImageSource
 from .keyed import request_keys
 from .local import LocalRollout, Terms
+from .token_record import TokenRecord
 from .tools import Toolbox, continue_with
-from .transcript import Transcript
+from .transcript import Sampled, Transcript
 from .trl_shapes import take_rollout
 
 
@@ -120,16 +122,16 @@ class RolloutWorker:
             take_rollout(local, terms.hooks.rollout([transcript.prompt for transcript in transcripts]))
         else:
             self.tokenize(transcripts, terms)
-            for transcript, (ids, logps) in zip(transcripts, self.generate(local, transcripts)):
-                transcript.add_sampled(ids, logps)
+            for transcript, turn in zip(transcripts, self.generate(local, transcripts)):
+                transcript.add_sampled(turn)
         self.chat.decode(transcripts)
         if not self.chat.tools:
             return
         local.has_mask = True
         active = [] if local.request.empty else transcripts
         while self._any(active := self.toolbox.answer(active, self.chat, terms.limits)):
-            for transcript, (ids, logps) in zip(active, self.generate(local, active)):
-                continue_with(transcript, ids, logps, self.chat, terms.limits)
+            for transcript, turn in zip(active, self.generate(local, active)):
+                continue_with(transcript, turn, self.chat, terms.limits)
 
     def _any(self, active: Sequence[Transcript]) -> bool:
         return any_process(bool(active), self.settings.device) if self.settings.sharded else bool(active)
@@ -156,7 +158,7 @@ class RolloutWorker:
         if counted:
             return sampled
         logps: list[float | None] | None = [0.0] if config is None else None  # vLLM returns log-probabilities
-        return [([self.settings.filler], logps) for _ in transcripts]
+        return [Sampled([self.settings.filler], logps) for _ in transcripts]
 
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
@@ -188,8 +190,12 @@ class RolloutWorker:
         ids = torch.tensor(tokens, dtype=torch.long)
         images = self.images.of_transcripts(shown) if shown else None
         same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
-        same = same_prompts(same, images)
-        return TokenRows(ids, [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown], same, images)
+        same, kept = same_prompts(same, images), None
+        if local.terms.replay:
+            records = [(t.record or TokenRecord.neutral(0)).first(len(t.ids)) for t in shown]
+            kept = KeptTokens([record.counts_T for record in records], [record.ids_K for record in records])
+        lengths = [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown]
+        return TokenRows(ids, *lengths, same, images, kept=kept)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Rewards of each function; none where the user's `_calculate_rewards` makes them, after `exchange`."""

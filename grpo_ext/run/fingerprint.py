@@ -62,6 +62,7 @@ _BITWISE = (
 # fields of this package's GRPOConfig that decide what is learned; its sizes are compared as they were resolved
 _EXTENSIONS = (
     *("advantage_estimator", "loss_aggregation", "dynamic_sampling", "dynamic_sampling_max_rounds", "rollout_lag"),
+    "sampling_mask",
     *("bitwise_invariant", *_BITWISE),
 )
 # what may change in the middle of a rollout batch: its completions and their advantages stay what they are

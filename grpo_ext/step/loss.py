@@ -74,6 +74,9 @@ def assemble_loss(
         loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, context)
     metrics.add_tokens("entropy", entropies, mask, weight)
     _add_policy_metrics(cfg, tokens, batch.advantages, mask, context)
+    if context.sampler_logps_BT is not None and context.sampler_logps_BT.shape == mask.shape:
+        policy = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT  # as it was while sampling
+        metrics.add_tokens("sampling/logp_difference", (policy - context.sampler_logps_BT).abs(), mask, weight)
     if cfg.log_ratios and batch.old_logps_BT is not None:
         _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, context)
     return loss * weight

@@ -25,8 +25,9 @@ from ..config import GRPOConfig
 from ..errors import MemoryShortageError
 from ..forward.rows import TokenRows, padded_ids_and_mask
 from ..forward.runner import ForwardRunner
-from ..rollouts.batch import RolloutBatch
+from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
 from ..rollouts.images import ImageSource
+from ..rollouts.ragged import padded
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
@@ -123,12 +124,14 @@ class Attempt:
         steps = planner.args.geometry.steps_per_rollout if training else None
         items = self.context.items_in_batch(len(part.rows), planner.accelerator.num_processes, steps)
         constants = {"num_items_in_batch": torch.tensor(items)}
+        if SAMPLER_LOGPS in self.rollout.columns:
+            constants[SAMPLER_LOGPS] = padded(list(self.rollout.select(part.rows)[SAMPLER_LOGPS]), 0, "right")
         inputs, rows = planner.collate(self.rollout, part.rows, training, constants)
         if self.settings.custom_loss and rows.images is not None:
             ids, _ = padded_ids_and_mask(inputs)
             inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
-        groups = [self.rollout.groups[row] for row in part.rows]
-        inputs[CONTEXT_KEY] = MicroBatchContext.of(self.context, part, groups, rows, inputs)
+        groups, sampler_logps = [self.rollout.groups[row] for row in part.rows], inputs.pop(SAMPLER_LOGPS, None)
+        inputs[CONTEXT_KEY] = MicroBatchContext.of(self.context, part, groups, rows, inputs, sampler_logps)
         return inputs
 
     def log_values(self) -> dict[str, float]:

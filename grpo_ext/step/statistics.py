@@ -86,6 +86,7 @@ class MicroBatchContext:
         rows: the tokens, without padding.
         padded: the dictionary's tensors of them, to notice when an override changes these.
         entropy_keep_BT: 1 on the tokens above the step's entropy quantile; None without a quantile.
+        sampler_logps_BT: what the sampler itself took the log-probabilities to be; None where another one has sampled.
     """
 
     step: StepContext
@@ -94,10 +95,17 @@ class MicroBatchContext:
     rows: TokenRows
     padded: Unchanged
     entropy_keep_BT: torch.Tensor | None
+    sampler_logps_BT: torch.Tensor | None = None
 
     @classmethod
     def of(
-        cls, step: StepContext, part: MicroBatch, groups: Sequence[int], rows: TokenRows, inputs: Mapping[str, Any]
+        cls,
+        step: StepContext,
+        part: MicroBatch,
+        groups: Sequence[int],
+        rows: TokenRows,
+        inputs: Mapping[str, Any],
+        sampler_logps_BT: torch.Tensor | None = None,
     ) -> MicroBatchContext:
         """The context of the completions of `part`, which `inputs` holds as TRL's dictionary."""
         mask = inputs["completion_mask"]
@@ -108,6 +116,7 @@ class MicroBatchContext:
             rows=rows,
             padded=Unchanged(*(inputs[name] for name in TOKENS)),
             entropy_keep_BT=step.keep_mask(part.rows, mask.size(1), mask.device),
+            sampler_logps_BT=sampler_logps_BT,
         )
 
     def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:

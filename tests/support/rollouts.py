@@ -25,7 +25,7 @@ def sampled_chunk(
     rows = [Transcript({}, key, prompt_ids=list(ids)) for ids, key in zip(prompts, keys_B.tolist())]
     settings = EngineSettings(torch.device(device), None, ends, filler=0, pad=0, multiple=multiple)
     with torch.no_grad():
-        return sample_chunk(model, rows, config, settings, compact=compact)
+        return [row.ids for row in sample_chunk(model, rows, config, settings, compact=compact)]
 
 
 def give_completions(trainer: Any, rows: Sequence[list[int]]) -> None:

@@ -120,7 +120,7 @@ def test_the_correlation_of_a_weak_mixer_would_be_seen():
 def test_a_choice_is_the_inverse_of_the_distribution_function(scores, u):
     row = torch.tensor(scores, dtype=torch.float64)
     probabilities = torch.softmax(row, 0).numpy()
-    token = int(choose(row[None], torch.tensor([u], dtype=torch.float64)))
+    token = int(choose(row[None], torch.tensor([u], dtype=torch.float64))[0])
     assert probabilities[token] > 0
     cumulative = np.cumsum(probabilities.astype(np.longdouble))
     exact = int(np.searchsorted(cumulative, np.longdouble(u) * cumulative[-1], side="right"))
@@ -143,7 +143,7 @@ def test_a_filtered_token_is_never_chosen_even_at_the_edges(u, dtype, rule):
     scores[:, 200] = 0.0
     scores[::2, 202:] = -40.0  # of a block that has next to nothing
     scores[::2, 256:] = -torch.inf
-    tokens = rule(scores, torch.full((300,), u, dtype=torch.float64))
+    tokens, _ = rule(scores, torch.full((300,), u, dtype=torch.float64))
     assert torch.isfinite(scores.gather(1, tokens[:, None])).all()
 
 
@@ -152,7 +152,7 @@ def test_a_filtered_token_is_never_chosen_even_at_the_edges(u, dtype, rule):
 def test_no_token_is_chosen_where_scores_are_no_distribution(value, rule):
     scores = torch.zeros(2, 300)
     scores[1, :] = value
-    assert rule(scores, torch.tensor([0.501, 0.5], dtype=torch.float64)).tolist() == [150, 300]
+    assert rule(scores, torch.tensor([0.501, 0.5], dtype=torch.float64))[0].tolist() == [150, 300]
 
 
 # ---- By blocks, for CUDA --------------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ def test_blocks_choose_what_the_distribution_function_chooses(vocabulary):
     scores[:, ::7] = -torch.inf
     u = torch.rand(4000, generator=generator, dtype=torch.float64)
     # float32 moves a boundary by 1e-7 at most
-    assert (choose_by_blocks(scores, u) != choose(scores, u)).sum() <= 1
-    assert (choose_by_blocks(scores, 1 - u) != choose(scores, u)).sum() > 1000
+    assert (choose_by_blocks(scores, u)[0] != choose(scores, u)[0]).sum() <= 1
+    assert (choose_by_blocks(scores, 1 - u)[0] != choose(scores, u)[0]).sum() > 1000
 
 
 def test_rare_tokens_of_a_block_are_as_frequent_as_they_are_probable():
@@ -175,4 +175,4 @@ def test_rare_tokens_of_a_block_are_as_frequent_as_they_are_probable():
     scores = torch.full((1, 400), -torch.inf)
     scores[0, [0, 130, 131, 390]] = probabilities.log()
     u = 1 - torch.tensor([3.5, 2.5, 1.5, 0.5], dtype=torch.float64) * 2.0**-40
-    assert choose_by_blocks(scores.expand(4, -1), u).tolist() == [0, 130, 131, 390]
+    assert choose_by_blocks(scores.expand(4, -1), u)[0].tolist() == [0, 130, 131, 390]

@@ -11,7 +11,7 @@ from grpo_ext.errors import DataError
 from grpo_ext.rollouts.chat import Chat, images_in
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox, TurnLimits, context_length, continue_with
-from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.transcript import Sampled, Transcript
 from tests.support.images import image, image_model, image_processor
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.tool_runs import count, sampled
@@ -51,7 +51,7 @@ def test_calls_of_kinds_that_end_trls_run_are_answered():
 def test_an_engine_that_stops_telling_log_probabilities_tells_none_of_a_turn():
     chat, limits = chat_with(count), TurnLimits(5)
     transcript = Transcript({}, key=0, ids=[3, 4], mask=[1, 0], logps=[-1.0, 0.0], completion=[])
-    continue_with(transcript, [5, 6, 7, 8], None, chat, limits)
+    continue_with(transcript, Sampled([5, 6, 7, 8]), chat, limits)
     assert (transcript.ids, transcript.mask) == ([3, 4, 5, 6, 7], [1, 0, 1, 1, 1])
     assert transcript.logps == [-1.0, 0.0, None, None, None]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_ext.rollouts.engine import ContinuousBatching
+from grpo_ext.rollouts.transcript import Sampled
 from tests.support.tiny import tiny_model
 
 
@@ -31,6 +32,6 @@ def test_continuous_batching_leaves_the_weights_as_they_were(fails):
         with pytest.raises(RuntimeError, match="out of blocks"):
             engine.generate(rows, None, 1)
     else:
-        assert engine.generate(rows, None, 1) == [([1, 2], None)]
+        assert engine.generate(rows, None, 1) == [Sampled([1, 2])]
     assert [(tensor.data_ptr(), tensor.dtype) for tensor in [*model.parameters(), *model.buffers()]] == before
     assert torch.equal(next(model.parameters()), tokens)

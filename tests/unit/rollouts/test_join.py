@@ -18,7 +18,7 @@ from grpo_ext.rollouts import join as module
 from grpo_ext.rollouts.images import ImageSource
 from grpo_ext.rollouts.join import exchange, join
 from grpo_ext.rollouts.local import LocalRollout, Terms
-from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.transcript import Sampled, Transcript
 
 END = 1
 TERMS: Any = SimpleNamespace(
@@ -40,7 +40,7 @@ def part(
     for prompt in prompts:
         for copy in range(2):
             row = Transcript({"prompt": f"p{prompt}"}, 0, prompt=f"p{prompt}", prompt_ids=[10 + prompt])
-            row.add_sampled([20 + copy, END], None if logps is None else list(logps))
+            row.add_sampled(Sampled([20 + copy, END], None if logps is None else list(logps)))
             row.mask = list(mask or row.mask)
             local.transcripts.append(row)
     local.has_mask = mask is not None

@@ -99,7 +99,7 @@ def test_the_filters_leave_the_scores_that_generate_samples_from(model, name):
     scores = 2 * torch.randn(16, VOCABULARY, generator=torch.Generator().manual_seed(0))
     theirs = transformers_filters(model, config)(ids, scores.clone())
     ours = scores.clone()
-    for each in sampling_filters(model, config):
+    for each in sampling_filters(model, config)[0]:
         ours = each(ids, ours)
     assert torch.equal(ours, theirs)
 
@@ -270,14 +270,14 @@ def test_a_later_turn_goes_on_where_the_completion_is(model):
         Transcript({}, int(key), place, prompt_ids=list(ids)) for place, (key, ids) in enumerate(zip(keys(16), prompts))
     ]
     with torch.no_grad():
-        for row, (ids, logps) in zip(rows, engine.generate(rows, config, 4)):
-            row.add_sampled(ids, logps)
+        for row, turn in zip(rows, engine.generate(rows, config, 4)):
+            row.add_sampled(turn)
         first = [row.ids for row in rows]
         assert first == sample(model, prompts, keys(16), config)
         active = [row for row in rows if row.place % 3]
         for row in active:
             row.add_answer([3] * (1 + row.place % 2))
-        found = [ids for ids, _ in engine.generate(active, config, 4)]
+        found = [turn.ids for turn in engine.generate(active, config, 4)]
     assert {len(row.ids) for row in active} == {5, 6}
     assert found == alone(model, active, config)
     for row in active:  # the same tokens one position earlier
@@ -289,7 +289,7 @@ def test_a_later_turn_goes_on_where_the_completion_is(model):
 def alone(model, rows: list[Transcript], config: GenerationConfig) -> list[list[int]]:
     """New tokens of each row by a call of its own."""
     with torch.no_grad():
-        return [sample_chunk(model, [row], config, engine_of(model).settings)[0] for row in rows]
+        return [sample_chunk(model, [row], config, engine_of(model).settings)[0].ids for row in rows]
 
 
 def counting(monkeypatch) -> list[int]:

@@ -1,0 +1,52 @@
+"""What `sampling_mask="replay"` refuses: sampling whose distribution no mask of the vocabulary describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.logging import get_logger
+
+from ..errors import ConfigError
+from ..rollouts.build import LOGPS, SCORE, overridden, own_sampling, samples_by_key, truncating_filters
+from ..rollouts.keyed import MOST_KEPT
+
+logger = get_logger(__name__)
+
+# settings of transformers' sampling that change scores by what was written before, or at single positions
+_NOT_REPLAYED = (
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("sequence_bias", "bad_words_ids", "exponential_decay_length_penalty", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "min_length"),
+)
+
+
+def check_replay(trainer: Any) -> None:
+    """Refuse sampling that cannot be replayed; say what bounds the masks where nothing else does.
+
+    Raises:
+        ConfigError: names the setting or the override.
+    """
+    sampling = overridden(trainer, SCORE) or own_sampling(trainer)
+    if sampling is None and not samples_by_key(trainer):
+        sampling = "vLLM" if trainer.use_vllm else "this way of generating"
+    if sampling is not None:
+        raise ConfigError(
+            f"sampling_mask='replay' needs the tokens that were kept for each token, which {sampling} does not return "
+            "here; leave sampling_mask out, and sample without top_p, top_k and min_p, which needs no masks."
+        )
+    if method := overridden(trainer, LOGPS):
+        raise ConfigError(
+            f"sampling_mask='replay': {method} gets padded tensors, without the tokens that were kept; leave one out."
+        )
+    configs = (trainer.generation_config, trainer.accelerator.unwrap_model(trainer.model).generation_config)
+    for name in _NOT_REPLAYED:
+        values = [getattr(config, name, None) for config in configs]
+        value = values[1] if values[0] is None else values[0]
+        if value not in (None, 0, 1.0):
+            raise ConfigError(
+                f"sampling_mask='replay' and {name}={value!r}: it changes the scores of tokens by more than leaving "
+                "some out, which a mask does not describe; leave one of the two out."
+            )
+    filters = truncating_filters(trainer)
+    if filters and "top_k" not in filters:
+        logger.info(f"sampling_mask='replay' keeps at most {MOST_KEPT} tokens; top_k sets another number.")
