@@ -1,0 +1,168 @@
+"""`sampling_mask="replay"`: what is trained is the distribution that was sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TopPLogitsWarper, TrainerCallback
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import ConfigError
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.trainers import change, make
+from tests.tolerances import DIFFERENT, METRIC, UPDATE
+
+REPLAY = {"sampling_mask": "replay"}
+TOP_P, SUPPRESSED = 0.6, [0, 1]  # without the end token every completion has two tokens
+VOCABULARY = len(tiny_tokenizer())
+TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
+
+
+def table_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(TABLE[first, second]) for first, second in completion_ids]
+
+
+class Gradients(TrainerCallback):
+    """The gradient of every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.steps.append(torch.cat([p.grad.double().flatten() for p in model.parameters()]))
+
+
+def sampled_gradients(folder: Any, **settings: Any) -> torch.Tensor:
+    """Gradients (steps, parameters) of fresh rollouts of the same weights."""
+    trainer = make(
+        folder,
+        reward=table_reward,
+        train_dataset=Dataset.from_dict({"prompt": ["ab>"] * 2048}),
+        top_p=TOP_P,
+        generation_kwargs={"suppress_tokens": SUPPRESSED},
+        max_completion_length=2,
+        global_batch_size=1024,
+        num_generations=8,
+        per_device_train_batch_size=512,
+        max_steps=16,
+        learning_rate=0.0,
+        max_grad_norm=0.0,
+        advantage_estimator="leave_one_out",
+        loss_aggregation="sequence_sum",
+        **settings,
+    )
+    gradients = Gradients()
+    trainer.add_callback(gradients)
+    trainer.train()
+    return torch.stack(gradients.steps)
+
+
+def expected_gradients() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the truncated policy's expected reward, and of what TRL trains on its samples; negative, as of a loss."""
+    model, prompt = tiny_model(), tiny_tokenizer()("ab>")["input_ids"]
+    rows = torch.tensor([[*prompt, token] for token in range(VOCABULARY)])
+    logits_VTV = model(rows).logits[:, -2:].double()  # of the first token, and of the second after each first one
+    logits_VTV = torch.stack([logits_VTV[:1, 0].expand(VOCABULARY, -1), logits_VTV[:, 1]], dim=1)
+    scores = logits_VTV.flatten(0, 1).detach().clone()
+    scores[:, SUPPRESSED] = -torch.inf
+    removed_VTV = TopPLogitsWarper(TOP_P)(None, scores).isinf().view_as(logits_VTV)
+    truncated = logits_VTV.masked_fill(removed_VTV, -1e9).log_softmax(-1)
+    chances = [(values[0, 0][:, None] + values[:, 1]) for values in (truncated, logits_VTV.log_softmax(-1))]
+    weights = chances[0].detach().exp()
+    mean = (weights * TABLE).sum()
+    losses = [-(weights * (TABLE - mean) * chance).sum() for chance in chances]
+    parts = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    truth, biased = (torch.cat([g.double().flatten() for g in part]) for part in parts)
+    return truth, biased
+
+
+def standard_errors(gradients: torch.Tensor, truth: torch.Tensor, direction: torch.Tensor) -> float:
+    """How far the mean gradient lies from the truth along a direction, in standard errors."""
+    values = (gradients - truth) @ direction / direction.norm()
+    return float(values.mean() / (values.std() / len(values) ** 0.5))
+
+
+def test_the_gradient_is_that_of_the_policy_that_was_sampled(tmp_path):
+    truth, biased = expected_gradients()
+    replayed = sampled_gradients(tmp_path / "replay", **REPLAY)
+    plain = sampled_gradients(tmp_path / "plain")
+    assert abs(standard_errors(replayed, truth, biased - truth)) < 3
+    assert standard_errors(plain, truth, biased - truth) > 10  # the control: what TRL trains
+    assert abs(standard_errors(plain, biased, biased - truth)) < 3
+
+
+FILTERS = [
+    {"top_p": 0.6},
+    {"top_k": 5},
+    {"min_p": 0.3},
+    {"generation_kwargs": {"typical_p": 0.5}},
+    {"generation_kwargs": {"epsilon_cutoff": 0.02}},
+    {"generation_kwargs": {"eta_cutoff": 0.05}},
+    {"generation_kwargs": {"top_h": 0.5}},
+    {"generation_kwargs": {"suppress_tokens": [5, 9], "min_new_tokens": 4}},
+    {"generation_kwargs": {"suppress_tokens": [5, 9], "min_new_tokens": 4}, "top_p": 0.9, "temperature": 0.7},
+]
+
+
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
+def test_the_ratio_of_training_to_sampling_is_one_for_every_filter(tmp_path, settings):
+    replayed, plain = (logged(tmp_path / name, **settings, **extra) for name, extra in (("r", REPLAY), ("p", {})))
+    assert replayed["sampling/logp_difference"] < METRIC
+    assert plain["sampling/logp_difference"] > 100 * METRIC  # the control
+    if settings != FILTERS[7]:  # suppression alone truncates nothing
+        assert 0.05 < plain["sampling/kept_mass"] < 0.99
+
+
+def test_without_a_filter_nothing_is_recorded_and_nothing_changes(tmp_path):
+    log = logged(tmp_path / "log")
+    assert log["sampling/logp_difference"] < METRIC
+    assert "sampling/kept_mass" not in log
+    assert torch.equal(change(make(tmp_path / "plain")), change(make(tmp_path / "replay", **REPLAY)))
+
+
+def logged(folder: Any, **settings: Any) -> dict[str, Any]:
+    trainer = make(folder, max_steps=1, **settings)
+    trainer.train()
+    return trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize("settings", [{"forward": "padded"}, {"forward": "prefix", "beta": 0.1}, {"num_iterations": 2}])
+def test_masks_go_through_every_form(tmp_path, settings):
+    reference = change(make(tmp_path / "one", **{**settings, "forward": "packed"}, top_p=0.6, **REPLAY))
+    other = change(make(tmp_path / "other", **settings, top_p=0.6, per_device_train_batch_size=3, **REPLAY))
+    assert (other - reference).norm() / reference.norm() < UPDATE
+    plain = change(make(tmp_path / "plain", **settings, top_p=0.6))
+    assert (plain - reference).norm() / reference.norm() > DIFFERENT
+
+
+class OwnTurn(GRPOTrainer):
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._generate_single_turn(*args, **kwargs)
+
+
+class OwnLogps(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "names"),
+    [
+        (OwnTurn, {}, "_generate_single_turn"),
+        (OwnLogps, {}, "_get_per_token_logps_and_entropies"),
+        (GRPOTrainer, {"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        (GRPOTrainer, {"generation_kwargs": {"no_repeat_ngram_size": 2}}, "no_repeat_ngram_size=2"),
+        (GRPOTrainer, {"generation_kwargs": {"num_beams": 2}}, "this way of generating"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_before_training(tmp_path, cls, settings, names):
+    with pytest.raises(ConfigError, match=f"sampling_mask='replay'.*{names}"):
+        make(tmp_path, cls=cls, top_p=0.9, **settings, **REPLAY)
+
+
+def test_another_value_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="sampling_mask='keep'"):
+        make(tmp_path, sampling_mask="keep")
