@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.logging import get_logger
 
 from ..errors import ConfigError
-from ..rollouts.build import LOGPS, SCORE, overridden, own_sampling, samples_by_key, truncating_filters
+from ..rollouts.build import LOGPS, SCORE, overridden, samples_by_key, truncating_filters
 from ..rollouts.keyed import MOST_KEPT
 
 logger = get_logger(__name__)
@@ -26,8 +26,8 @@ def check_replay(trainer: Any) -> None:
     Raises:
         ConfigError: names the setting or the override.
     """
-    sampling = overridden(trainer, SCORE) or own_sampling(trainer)
-    if sampling is None and not samples_by_key(trainer):
+    sampling = overridden(trainer, SCORE, "_generate", "_generate_single_turn")
+    if sampling is None and trainer.rollout_func is None and not samples_by_key(trainer):
         sampling = "vLLM" if trainer.use_vllm else "this way of generating"
     if sampling is not None:
         raise ConfigError(

@@ -296,7 +296,7 @@ def hooks_of(trainer: Any) -> Hooks:
         if reason is not None:
             refuse_unequal_shares("rollout_func", len(prompts), reason)
         output = trainer.rollout_func(copy.deepcopy(prompts), trainer)  # whose loop of turns may append to its prompts
-        return checked_rollout(output, len(prompts), needs_logps)
+        return checked_rollout(output, len(prompts), needs_logps, args.sampling_mask == "replay")
 
     return Hooks(
         tokenize=None if trainer._override_of("_tokenize_prompts") is None else tokenize,

@@ -40,8 +40,9 @@ def rollout_metrics(rounds: Sequence[Round], terms: Terms, with_tools: bool) -> 
     values.append(("frac_reward_zero_std", fraction))
     logged = metrics_of([call for part in rounds for call in part.reward_calls])
     values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
-    if terms.truncating:
-        values.append(("sampling/kept_mass", math.fsum(entry.kept_mass for entry in entries) / int(lengths_B.sum())))
+    mass = math.fsum(entry.kept_mass for entry in entries)
+    if terms.truncating and math.isfinite(mass):
+        values.append(("sampling/kept_mass", mass / int(lengths_B.sum())))
     if terms.ratios is not None:
         values += _sampling_metrics(rounds, terms.ratios).items()
     return values

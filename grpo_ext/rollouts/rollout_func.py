@@ -20,12 +20,13 @@ _REMEDY = (
 )
 
 
-def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None) -> dict[str, Any]:
+def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, replay: bool = False) -> dict[str, Any]:
     """What a `rollout_func` returned, in lists of plain numbers, which are the same types on every process.
 
     Args:
         prompts: how many it was called with, each repeated once per completion.
         needs_logprobs: why log-probabilities are needed, as a sentence; None where they are not.
+        replay: the ids that each token was sampled from are needed too (`kept_ids`).
 
     Raises:
         RolloutError: it is no rollout of these prompts.
@@ -55,7 +56,34 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None) -> di
                     f"rollout_func returned {len(values[row])} {name} for the {len(ids)} tokens of completion {row}. "
                     f"{_REMEDY}"
                 )
+    if replay:
+        _check_kept(rollout)
     return rollout
+
+
+def _check_kept(rollout: Mapping[str, Any]) -> None:
+    """Refuse `kept_ids` that do not say which ids each token was sampled from.
+
+    Raises:
+        RolloutError: they are missing, of another length, or do not contain the sampled token.
+    """
+    remedy = (
+        "With sampling_mask='replay' a rollout_func returns kept_ids: for each completion one list of ids for each "
+        "token, those that it was sampled from, empty for the whole vocabulary and for tokens of tools."
+    )
+    if "kept_ids" not in rollout:
+        raise RolloutError(f"rollout_func returned no kept_ids. {remedy}")
+    for row, (ids, kept) in enumerate(zip(rollout["completion_ids"], rollout["kept_ids"])):
+        if len(kept) != len(ids):
+            raise RolloutError(
+                f"rollout_func returned {len(kept)} kept_ids for the {len(ids)} tokens of completion {row}. {remedy}"
+            )
+        for place, (token, among) in enumerate(zip(ids, kept)):
+            if among and token not in among:
+                raise RolloutError(
+                    f"kept_ids of rollout_func do not contain token {token}, at place {place} of completion {row}. "
+                    f"{remedy}"
+                )
 
 
 def _plain(name: str, value: Any) -> Any:

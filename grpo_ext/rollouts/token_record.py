@@ -6,6 +6,7 @@ V vocabulary, K kept ids of all tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,15 @@ class TokenRecord:
         """Of tokens that were not sampled."""
         counts, ids = torch.zeros(tokens, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         return cls(torch.zeros(tokens), torch.ones(tokens), counts, ids)
+
+    @classmethod
+    def of_kept(cls, kept_ids: Sequence[Sequence[int]], logps: Sequence[float | None] | None) -> TokenRecord:
+        """Of a `rollout_func`, from the ids that each token was sampled from; NaN for what it does not say."""
+        tokens = len(kept_ids)
+        known = [math.nan if value is None else value for value in logps or [None] * tokens]
+        counts = torch.tensor([len(ids) for ids in kept_ids], dtype=torch.int32)
+        ids_K = torch.tensor([token for ids in kept_ids for token in ids], dtype=torch.int32)
+        return cls(torch.tensor(known), torch.full((tokens,), math.nan), counts, ids_K)
 
     @classmethod
     def joined(cls, parts: Sequence[TokenRecord]) -> TokenRecord:

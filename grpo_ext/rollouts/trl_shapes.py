@@ -17,6 +17,7 @@ from .engine import EngineSettings
 from .images import ImageSource
 from .join import Round, trl_columns
 from .local import LocalRollout
+from .token_record import TokenRecord
 
 _GENERATED = 8
 
@@ -87,8 +88,11 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
 def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
     """Read the dictionary that a `rollout_func` returned; `env_mask` and further fields go where TRL puts them."""
     fields = {name: value for name, value in output.items() if name not in ("prompt_ids", "completion_ids", "logprobs")}
-    masks = fields.pop("env_mask", None)
+    masks, kept = fields.pop("env_mask", None), fields.pop("kept_ids", None)
     _fill(local, output["prompt_ids"], output["completion_ids"], masks, output["logprobs"], fields)
+    if local.terms.replay and kept is not None:
+        for transcript, kept_ids in zip(local.transcripts, kept):
+            transcript.record = TokenRecord.of_kept(kept_ids, transcript.logps)
     local.extra_fields = fields
 
 

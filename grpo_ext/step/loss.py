@@ -76,7 +76,9 @@ def assemble_loss(
     _add_policy_metrics(cfg, tokens, batch.advantages, mask, context)
     if context.sampler_logps_BT is not None and context.sampler_logps_BT.shape == mask.shape:
         policy = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT  # as it was while sampling
-        metrics.add_tokens("sampling/logp_difference", (policy - context.sampler_logps_BT).abs(), mask, weight)
+        known = mask * ~context.sampler_logps_BT.isnan()
+        difference = (policy - context.sampler_logps_BT.nan_to_num()).abs()
+        metrics.add_tokens("sampling/logp_difference", difference, known, weight)
     if cfg.log_ratios and batch.old_logps_BT is not None:
         _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, context)
     return loss * weight

@@ -21,6 +21,7 @@ from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 # one epoch of rollouts of 9, 9 and 4 prompts, each used twice; every second step begins within a group
 CUT = {"global_batch_size": 18, "rollout_batch_size": 36, "num_train_epochs": 1, "bitwise_invariant": True}
 CUT_STEPS = 10
+EXACT = {"bitwise_invariant": True, "top_p": 0.8, "sampling_mask": "replay"}
 DYNAMIC = {"dynamic_sampling": True, "bitwise_invariant": True, "rewards": (sparse_reward,)}
 
 
@@ -34,7 +35,7 @@ def whole(bench) -> dict[str, RunResult]:
     """Uninterrupted runs, which leave a checkpoint of every step."""
     runs = [
         long_run(bench, bench.folder, "whole"),
-        long_run(bench, bench.folder, "exact", bitwise_invariant=True),
+        long_run(bench, bench.folder, "exact", **EXACT),
         long_run(bench, bench.folder, "adaptive", use_adaptive_entropy=True, entropy_target=5.0),
         long_run(bench, bench.folder, "dynamic", **DYNAMIC),
         long_run(bench, bench.folder, "cut", **CUT),
@@ -76,7 +77,7 @@ def test_the_entropy_controller_is_restored(bench, whole):
 
 
 def test_bitwise_mode_resumes_on_another_number_of_processes(bench, whole):
-    run = resumed(bench, "exact", 14, 3, bitwise_invariant=True)
+    run = resumed(bench, "exact", 14, 3, **EXACT)
     assert_same_run(whole["exact"], run_all([run], processes=3)[0], 14)
 
 

@@ -68,7 +68,15 @@ if find_spec("bitsandbytes") is None:
 
 # sampled ahead of training: losses with ratios, one and two rollout batches ahead
 AHEAD = {
-    "ahead_gspo": Case({"importance_sampling_level": "sequence", "rollout_lag": 2, "max_steps": 5}),
+    "ahead_gspo": Case(
+        {
+            "importance_sampling_level": "sequence",
+            "rollout_lag": 2,
+            "max_steps": 5,
+            "top_p": 0.8,
+            "sampling_mask": "replay",
+        }
+    ),
     "ahead_cispo": Case({"loss_type": "cispo", "epsilon_high": 1.01, "rollout_lag": 1, **TWO_STEPS, "max_steps": 9}),
     "ahead_two_sided": Case(
         {"loss_type": "grpo", "delta": 1.02, "epsilon": 0.01, "rollout_lag": 2, **REUSED, "max_steps": 13}
@@ -135,6 +143,7 @@ CASES = {
     "padded": Case({"forward": "padded", **TWO_STEPS}),
     "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4}),
     "sampling": Case({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1}),
+    "replayed": Case({"top_p": 0.8, "temperature": 0.8, "sampling_mask": "replay", "beta": 0.1, **REUSED}),
     "rollout_func_few": Case(
         {"global_batch_size": 8, "rollout_chunk_size": 4, "beta": 0.1}, rollout_func=gathering_rollout
     ),

@@ -11,7 +11,9 @@ from transformers import TopPLogitsWarper, TrainerCallback
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
+from tests.support.drop_in import conversations
 from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tool_runs import count, sampled, transcript_reward
 from tests.support.trainers import change, make
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
@@ -166,3 +168,44 @@ def test_what_cannot_be_replayed_is_refused_before_training(tmp_path, cls, setti
 def test_another_value_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="sampling_mask='keep'"):
         make(tmp_path, sampling_mask="keep")
+
+
+def pairs_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Two tokens, drawn from the two or three that are kept; a third token of a tool."""
+    rows = range(len(prompts))
+    kept = [[[5 + row % 3, 9], [4, 6, 7], []] for row in rows]
+    return {
+        "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
+        "completion_ids": [[9, 6 + row % 2, 20] for row in rows],
+        "env_mask": [[1, 1, 0] for _ in rows],
+        "logprobs": None,
+        "kept_ids": kept,
+    }
+
+
+def test_a_rollout_func_returns_the_ids_that_were_kept(tmp_path):
+    shares = {"rollout_func": pairs_rollout, **REPLAY}
+    reference = change(make(tmp_path / "one", **shares))
+    assert (change(make(tmp_path / "other", per_device_train_batch_size=3, **shares)) - reference).norm() < (
+        UPDATE * reference.norm()
+    )
+    plain = change(make(tmp_path / "plain", rollout_func=pairs_rollout))
+    assert (plain - reference).norm() > DIFFERENT * reference.norm()
+
+
+def test_tools_answer_between_replayed_tokens(tmp_path):
+    logs = []
+    for name, extra in (("replay", REPLAY), ("plain", {})):
+        trainer = make(
+            tmp_path / name,
+            tiny_model(max_position_embeddings=4096),
+            train_dataset=conversations(),
+            processing_class=sampled(lambda ids: ["count"]),
+            reward=transcript_reward,
+            tools=[count],
+            **{"max_steps": 1, "max_completion_length": 300, "max_tool_calling_iterations": 2, "top_p": 0.8, **extra},
+        )
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    assert logs[0]["tools/call_frequency"] > 0
+    assert logs[0]["sampling/logp_difference"] < METRIC < logs[1]["sampling/logp_difference"]

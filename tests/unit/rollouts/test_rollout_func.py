@@ -79,3 +79,19 @@ def test_processes_with_different_numbers_of_prompts_are_refused_with_the_reason
     with pytest.raises(RolloutError, match=r"rollout_func would sample 1 to 2 completions .*, and it is a test"):
         module.refuse_unequal_shares("rollout_func", 2, "it is a test")
     module.refuse_unequal_shares("rollout_func", 1, "it is a test")
+
+
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [
+        (None, "returned no kept_ids"),
+        ([[[5, 7], []], [[6]]], "returned 1 kept_ids for the 2 tokens of completion 1"),
+        ([[[5, 7], []], [[6], [2, 3]]], "do not contain token 1, at place 1 of completion 1"),
+    ],
+)
+def test_the_ids_that_tokens_were_sampled_from_are_checked(kept, says):
+    output = GOOD if kept is None else {**GOOD, "kept_ids": kept}
+    with pytest.raises(RolloutError, match=f"{says}.*for each completion one list of ids"):
+        checked_rollout(output, 2, None, replay=True)
+    right = {**GOOD, "kept_ids": [[[5, 7], []], [[6], [1, 3]]]}
+    assert checked_rollout(right, 2, None, replay=True) == right
