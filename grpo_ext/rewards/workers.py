@@ -12,15 +12,17 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import tenacity
 from loky import ProcessPoolExecutor
 from loky.process_executor import BrokenProcessPool, ShutdownExecutorError
 
 from ..errors import ConfigError
-from .guard import CallTimeout, ChunkRewards, GuardedCall, RewardCall
-from .worker import begin, call, load, pack
+from .guard import CallCancelled, CallTimeout, ChunkRewards, GuardedCall
+from .worker import Attempt, RewardCall, begin, call_packed, load, pack
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -47,11 +49,13 @@ class RewardWorker:
         self._executor: ProcessPoolExecutor | None = None
         self._loaded: set[bytes] = set()  # the functions that its process has loaded
 
-    def call(self, name: str, packed: bytes, seed: int, keywords: dict[str, Any], seconds: float | None) -> Any:
-        """What `rewards.worker.call` returns, within `seconds`; None: no limit. Loading has no limit.
+    def call(
+        self, packed: bytes, seed: int, keywords: dict[str, Any], record: RewardCall, seconds: float | None
+    ) -> Attempt:
+        """What `rewards.worker.call_packed` returns, within `seconds`; None: no limit. Loading has no limit.
 
         Raises:
-            ConfigError: the function, by its name, cannot be loaded.
+            ConfigError: the function cannot be loaded.
             CallTimeout: it took longer; the process is killed.
             WorkerDied: the process ended.
             RemoteError: the function raised.
@@ -62,9 +66,9 @@ class RewardWorker:
             self._loaded = set()
         try:
             if packed not in self._loaded:
-                executor.submit(load, packed, name).result()
+                executor.submit(load, packed, record.function).result()
                 self._loaded.add(packed)
-            return executor.submit(call, packed, seed, keywords).result(seconds)
+            return executor.submit(call_packed, packed, seed, keywords, record).result(seconds)
         except (BrokenProcessPool, ShutdownExecutorError) as error:
             self.kill()
             exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]
@@ -126,29 +130,35 @@ class RewardWorkers:
             ConfigError: the function cannot be sent to another process.
         """
         self.add(guarded.function, guarded.record.function)
-        return self._threads.submit(guarded.run, self._attempt, self._ended)
+        ended = self._ended
+        return self._threads.submit(
+            guarded.run, partial(self._attempt, guarded, ended), tenacity.sleep_using_event(ended)
+        )
 
-    def _attempt(self, guarded: GuardedCall, record: RewardCall) -> Any:
-        """Call a function in the process of this thread, and log here what it logs there."""
-        keywords, state = dict(guarded.keywords), guarded.keywords["trainer_state"]
+    def _attempt(self, guarded: GuardedCall, ended: threading.Event) -> Attempt:
+        """Call a function in the process of this thread.
+
+        Raises:
+            CallCancelled: `ended` is set.
+        """
+        keywords, record, state = dict(guarded.keywords), guarded.record, guarded.keywords["trainer_state"]
         if (step := getattr(state, "global_step", None)) is not None:
             # its class would import transformers there, and its log grows with the run
             keywords["trainer_state"] = SimpleNamespace(**{**vars(state), "log_history": []})
         # random numbers of a call do not depend on the worker, the split or an attempt that failed
         seed = zlib.crc32(f"{self.seed} {step} {record.number} {record.first}".encode())
-        packed, worker = self._packed[id(guarded.function)][1], self._thread.worker
-        request = (record.function, packed, seed, keywords, guarded.faults.timeout)
-        try:
-            rewards, logged = worker.call(*request)
-        except WorkerDied as died:
-            if "SIGTERM" not in str(died):
-                raise
-            # a cluster tells all processes that the run is to end, and the training process decides when
-            rewards, logged = worker.call(*request)
-        recorders = guarded.recorders_of(record)
-        for recorder, name, value in logged:
-            recorders[recorder](name, value)
-        return rewards
+        worker: RewardWorker = self._thread.worker
+        request = (self._packed[id(guarded.function)][1], seed, keywords, record, guarded.faults.timeout)
+        for again in (True, False):
+            if ended.is_set():
+                break
+            try:
+                return worker.call(*request)
+            except WorkerDied as died:
+                # a cluster tells all processes that the run is to end, and the training process decides when
+                if not ended.is_set() and not (again and "SIGTERM" in str(died)):
+                    raise
+        raise CallCancelled("the processes of reward_workers were ended")
 
     def kill(self) -> None:
         """End all processes and the calls that were submitted; the next call starts processes again."""

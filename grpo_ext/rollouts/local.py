@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.importance import RatioRule
 from ..batching.prompt_order import RolloutRequest
-from ..rewards.guard import RewardCall
 from ..rewards.runner import RewardFunctions
+from ..rewards.worker import RewardCall
 from .tools import TurnLimits
 from .transcript import Transcript
 

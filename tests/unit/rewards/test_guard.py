@@ -17,7 +17,8 @@ import torch
 
 from grpo_ext.algorithms.exact import exact_mean
 from grpo_ext.errors import RewardError, shortened
-from grpo_ext.rewards.guard import Faults, RewardCall, columns_of, metrics_of
+from grpo_ext.rewards.guard import Faults, columns_of, metrics_of
+from grpo_ext.rewards.worker import RewardCall
 from tests.support.rewards import STRICT, score
 
 
