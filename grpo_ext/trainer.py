@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import trl
+from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -48,7 +49,7 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .step.evaluation import PassAtK
-from .step.gradients import clear_cache_every, replicate
+from .step.gradients import replicate
 from .step.loss import assemble_loss
 from .step.optimizer_step import Attempt, StepPlanner
 from .step.settings import StepSettings, loss_config_of, step_settings_of
@@ -234,15 +235,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         for attempt in self._step_planner.attempts(model, completions, settings):
             with attempt.running():
                 attempt.measure(self.model)  # the denominators, before any forward with gradients
-                with attempt.accumulating() as accumulation:  # at its end, one sum over the processes
+                with attempt.accumulating() as backward:  # at its end, one sum over the processes
                     for micro_batch in self._with_events(attempt.micro_batches()):
-                        with accumulation.micro_batch():  # Accelerate's `accumulate`
-                            accumulation.backward(self._loss_of(model, micro_batch))
+                        with self.accelerator.accumulate(model):  # DDP and FSDP decide to reduce in the forward
+                            backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
         self._refuse_not_finite(loss, model, attempt)
         self._losses.append(loss)
         self._step += 1
-        clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
+        if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
+            clear_device_cache()
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
 

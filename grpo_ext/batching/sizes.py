@@ -216,15 +216,10 @@ def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any
     """
     group = sizes["num_generations"]
     unit = math.lcm(step, group)
-    if rollout % step:
+    if rollout % step or (rollout % group and rollout > step):
         raise ConfigError(
-            f"{name}={rollout} is not a multiple of global_batch_size={step}; a generation phase feeds whole optimizer "
-            f"steps; use {_multiples_around(rollout, unit)}."
-        )
-    if rollout % group and rollout > step:
-        raise ConfigError(
-            f"{name}={rollout} is not a multiple of num_generations={group}; a rollout batch holds whole groups; use "
-            f"{_multiples_around(rollout, unit)}."
+            f"{name}={rollout} is not a multiple of global_batch_size={step} and of num_generations={group}; a rollout "
+            f"batch holds whole optimizer steps and whole groups; use {_multiples_around(rollout, unit)}."
         )
     if rollout % group:
         factors = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")

@@ -9,7 +9,7 @@ forward, and the number of micro-batches may differ between processes. `StepPlan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
 from ..runtime.transfer import to_device
-from .gradients import Accumulation, FixedPointGradients, NativeGradients, accumulating, out_of_memory_on_all
+from .gradients import FixedPointGradients, NativeGradients, accumulating, out_of_memory_on_all
 from .loss import loss_mask
 from .metrics import StepMetrics, token_counts
 from .settings import StepSettings
@@ -109,9 +109,9 @@ class Attempt:
                 measured.append(MicroBatchStatistics.of(part, scores, loss_mask(batch), top_k))
         set_statistics(self.context, measured, settings.top_entropy_quantile)
 
-    def accumulating(self) -> AbstractContextManager[Accumulation]:
+    def accumulating(self) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
         """A context for the backward passes; afterwards `.grad` is that of the step. See `gradients.accumulating`."""
-        return accumulating(self.planner.accelerator, self.model, self.gradients, len(self.plan))
+        return accumulating(self.planner.accelerator, self.gradients, len(self.plan))
 
     def micro_batches(self) -> Iterator[Inputs]:
         """The micro-batches of this process, once the step is measured."""

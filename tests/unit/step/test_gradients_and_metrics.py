@@ -41,10 +41,10 @@ X = torch.randn(11, 4, generator=torch.Generator().manual_seed(0), dtype=torch.f
 
 
 def run_micro_batches(accelerator, model, gradients, micro_batches, loss_of) -> None:
-    with accumulating(accelerator, model, gradients, len(micro_batches)) as adding:
+    with accumulating(accelerator, gradients, len(micro_batches)) as backward:
         for part in micro_batches:
-            with adding.micro_batch():
-                adding.backward(loss_of(part))
+            with accelerator.accumulate(model):
+                backward(loss_of(part))
 
 
 def gradient(accelerator, micro_batches, step_rows=11, kind: str = "native") -> torch.Tensor:
