@@ -7,6 +7,7 @@ Called by the trainer for every micro-batch. Shapes: B completions, T completion
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,12 +140,6 @@ def importance_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, leve
     return ((log_ratio_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0)).unsqueeze(-1)
 
 
-def kl_estimate(ref_logps_BT: torch.Tensor, logps_BT: torch.Tensor) -> torch.Tensor:
-    """The k3 estimator of KL(policy || reference) per token (Schulman, "Approximating KL divergence", 2020)."""
-    delta = ref_logps_BT - logps_BT
-    return torch.exp(delta) - delta - 1
-
-
 def off_policy_keep(
     advantages_B1: torch.Tensor,
     logps_BT: torch.Tensor,
@@ -208,7 +203,9 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
         loss = loss * batch.sampling_ratio
     kl = None
     if cfg.beta != 0.0 and batch.ref_logps_BT is not None:
-        kl = kl_estimate(batch.ref_logps_BT, logps)
+        # the k3 estimator of KL(policy || reference) per token (Schulman, "Approximating KL divergence", 2020)
+        delta = batch.ref_logps_BT - logps
+        kl = torch.exp(delta) - delta - 1
         kl = kl * ratio if cfg.use_bias_correction_kl else kl
         loss = loss + cfg.beta * kl
         kl = kl.detach()
@@ -321,17 +318,20 @@ def router_statistics(
     flat = counts_BT.reshape(-1)
     real = flat > 0
     times = flat[real]
-    chosen: torch.Tensor | None = None
-    probs: torch.Tensor | None = None
+    chosen, probs = [], []
     for logits in router_logits:
         layer_probs = torch.softmax(logits.float(), dim=-1)[real.to(logits.device)]
         weights = times.to(layer_probs)
         picked = torch.topk(layer_probs, top_k, dim=-1).indices.reshape(-1)
         layer_chosen = torch.zeros(logits.size(-1), dtype=torch.float64, device=logits.device)
         layer_chosen.index_add_(0, picked, weights.double().repeat_interleave(top_k))  # deterministic, on CUDA too
-        layer_sum = (layer_probs * weights[:, None]).sum(0)
-        chosen = layer_chosen if chosen is None else chosen + layer_chosen.to(chosen.device)
-        probs = layer_sum if probs is None else probs + layer_sum.to(probs.device)
-    if chosen is None or probs is None:
+        chosen.append(layer_chosen)
+        probs.append((layer_probs * weights[:, None]).sum(0))
+    if not chosen:
         raise ValueError("the model returned no router logits")
-    return chosen, probs, int(flat.sum()) * len(router_logits)
+    return _total(chosen), _total(probs), int(flat.sum()) * len(router_logits)
+
+
+def _total(layers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum over layers, which may be on several devices."""
+    return functools.reduce(lambda total, layer: total + layer.to(total.device), layers)

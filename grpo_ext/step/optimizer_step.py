@@ -183,7 +183,10 @@ class StepPlanner:
         Raises:
             MemoryShortageError: the smallest micro-batch does not fit.
         """
-        gradients = self._gradients(model)
+        gradients = None
+        if not self.forwards.sharded:  # else the engine adds them up
+            kind = FixedPointGradients if self.args.bitwise_invariant else NativeGradients
+            gradients = kind(self.accelerator.unwrap_model(model), self.accelerator)
         for number in itertools.count():
             attempt = self._planned(model, rollout, settings, self.limits.rows, gradients)
             yield attempt
@@ -277,14 +280,7 @@ class StepPlanner:
             set_statistics(step, [MicroBatchStatistics(whole, scores[1], mask)], settings.top_entropy_quantile)
         return {**inputs, CONTEXT_KEY: MicroBatchContext.of(step, whole, groups, rows, inputs)}
 
-    # ---- Gradients and memory -------------------------------------------------------------------------------------
-
-    def _gradients(self, model: Any) -> NativeGradients | None:
-        """How this step's gradients are added up; None where the engine does it."""
-        if self.forwards.sharded:
-            return None
-        kind = FixedPointGradients if self.args.bitwise_invariant else NativeGradients
-        return kind(self.accelerator.unwrap_model(model), self.accelerator)
+    # ---- Memory ---------------------------------------------------------------------------------------------------
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` of a step, which did not fit.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..algorithms.losses import StepCounts, entropy_threshold, router_statistics
 from ..batching.micro_batches import MicroBatch
@@ -44,15 +45,12 @@ class StepContext:
     router_rows: int = 0
     top_k: int = 1
 
-    def keep_mask(self, rows: Sequence[int], width: int, device: torch.device) -> torch.Tensor | None:
+    def keep_mask(self, rows: Sequence[int], width: int) -> torch.Tensor | None:
         """`entropy_keep` of some rows as one (B, width) tensor of 0 and 1; None without a quantile."""
         if self.entropy_keep is None:
             return None
-        mask = torch.zeros(len(rows), width, device=device)
-        for i, row in enumerate(rows):
-            keep_T = self.entropy_keep[row]
-            mask[i, : keep_T.numel()] = keep_T[:width].float()
-        return mask
+        keep_BT = pad_sequence([self.entropy_keep[row][:width].float() for row in rows], batch_first=True)
+        return torch.nn.functional.pad(keep_BT, (0, width - keep_BT.size(1)))
 
     def items_in_batch(self, rows: int, processes: int, steps_per_rollout: int | None) -> float:
         """The `num_items_in_batch` that TRL's rescaling (in training alone) turns into the loss tokens of this step.
@@ -100,14 +98,13 @@ class MicroBatchContext:
         cls, step: StepContext, part: MicroBatch, groups: Sequence[int], rows: TokenRows, inputs: Mapping[str, Any]
     ) -> MicroBatchContext:
         """The context of the completions of `part`, which `inputs` holds as TRL's dictionary."""
-        mask = inputs["completion_mask"]
         return cls(
             step=step,
             weight=part.weight,
             groups=groups,
             rows=rows,
             padded=Unchanged(*(inputs[name] for name in TOKENS)),
-            entropy_keep_BT=step.keep_mask(part.rows, mask.size(1), mask.device),
+            entropy_keep_BT=step.keep_mask(part.rows, inputs["completion_mask"].size(1)),
         )
 
     def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:
