@@ -209,38 +209,27 @@ def steps_of(layout: EpochLayout):
     return [layout[i] for i in range(len(layout))]
 
 
-def rows_of(layout: EpochLayout, step) -> list[int]:
-    """A step's completions, counted along the epoch's order."""
-    first = step.rollout_prompts.start * layout.geometry.num_generations
-    return [first + row for row in step.step_rows]
-
-
-@given(LAYOUTS)
-def test_every_completion_is_in_exactly_num_iterations_steps(layout):
-    counts = dict.fromkeys(range(layout.num_prompts * layout.geometry.num_generations), 0)
-    for step in steps_of(layout):
-        for row in rows_of(layout, step):
-            counts[row] += 1
-    expected = layout.geometry.num_iterations
-    assert all(counts[row] == (expected if row < layout.trained_completions else 0) for row in counts)
-
-
 @given(LAYOUTS)
 def test_the_steps_of_a_rollout_tile_it_and_only_the_first_samples(layout):
     rollouts: dict[int, list] = {}
     for step in steps_of(layout):
         rollouts.setdefault(step.rollout, []).append(step)
     assert sorted(rollouts) == list(range(len(rollouts)))
+    prompts = ceil_div(layout.trained_completions, layout.geometry.num_generations)
+    assert [p for steps in rollouts.values() for p in steps[0].rollout_prompts] == list(range(prompts))
+    trained = 0
     for steps in rollouts.values():
         assert len({step.rollout_prompts for step in steps}) == 1
         assert [step.starts_rollout for step in steps] == [True] + [False] * (len(steps) - 1)
         assert [(s.iteration, s.step) for s in steps] == sorted((s.iteration, s.step) for s in steps)
-        sampled = len(steps[0].rollout_prompts) * layout.geometry.num_generations
         for iteration in range(layout.geometry.num_iterations):
             tiled = [row for s in steps if s.iteration == iteration for row in s.step_rows]
             assert tiled == list(range(len(tiled)))
-            # all that is sampled is trained, but for the end of a group that drop_last cuts off
-            assert 0 <= sampled - len(tiled) < (layout.geometry.num_generations if layout.drop_last else 1)
+        trained += len(tiled)
+        # all that is sampled is trained, but for the end of a group that drop_last cuts off
+        sampled = len(steps[0].rollout_prompts) * layout.geometry.num_generations
+        assert 0 <= sampled - len(tiled) < (layout.geometry.num_generations if layout.drop_last else 1)
+    assert trained == layout.trained_completions
 
 
 @given(LAYOUTS)

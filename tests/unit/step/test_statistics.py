@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from accelerate import Accelerator
 
 from grpo_ext.batching.micro_batches import MicroBatch
+from grpo_ext.errors import ModelError
 from grpo_ext.forward.lm_head import RouterOutput
+from grpo_ext.step.loss import _router_loss
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import MicroBatchStatistics, StepContext, counted, set_statistics
 
@@ -43,3 +47,9 @@ def test_with_a_weight_it_counts():
     assert context.expert_share.tolist() == pytest.approx([1 / 3] * 3)
     assert context.router_rows == 12
     assert context.counts.entropy_tokens == 4
+
+
+def test_a_model_without_router_logits_is_told_what_to_set():
+    part: Any = None
+    with pytest.raises(ModelError, match=r"router_aux_loss_coef=0\.1 .* set router_aux_loss_coef=0"):
+        _router_loss(0.1, None, part)
