@@ -196,17 +196,16 @@ def accumulating(
         StepOutOfMemory: on every process, with the gradients thrown away.
         PrecisionError: in bitwise mode, gradients that are not finite or out of range.
     """
+    discard, collecting = (None, nullcontext()) if gradients is None else (gradients.discard, gradients.collecting())
     deepspeed = gradients is None and accelerator.distributed_type == DistributedType.DEEPSPEED
     options = {"scale_wrt_gas": False} if deepspeed else {}
     if gradients is None:
         # FSDP reduces in every backward: gradients that wait for the last one are whole on every process
         steps = 1 if accelerator.distributed_type == DistributedType.FSDP else count
         scale = accelerator.num_processes * (1 if deepspeed else steps)
-        discard, collecting = None, nullcontext()
     else:
         # more than `count`, so that no backward synchronises; a power of two divides exactly
         steps = scale = 1 << count.bit_length()
-        discard, collecting = gradients.discard, gradients.collecting()
     accelerator.gradient_accumulation_steps = steps
     accelerator.step = 0
     with out_of_memory_on_all(accelerator, discard):

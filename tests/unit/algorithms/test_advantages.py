@@ -142,8 +142,8 @@ def test_leave_one_out_by_hand():
 def test_reinforce_plus_plus_with_baseline_by_hand():
     # centred: 1, -1, 3, -3; their standard deviation with Bessel's correction is sqrt(20 / 3)
     std = math.sqrt(20 / 3) + EPSILON
-    found = estimated("reinforce_plus_plus_baseline", 2, 0, 7, 1, group=2)
-    assert found == pytest.approx([1 / std, -1 / std, 3 / std, -3 / std])
+    actual = estimated("reinforce_plus_plus_baseline", 2, 0, 7, 1, group=2)
+    assert actual == pytest.approx([1 / std, -1 / std, 3 / std, -3 / std])
 
 
 @pytest.fixture
@@ -206,8 +206,8 @@ def test_an_unknown_estimator_is_refused_with_the_names():
 
 def test_groups_without_variance():
     rewards = column(*(1, 1, 1, 1), *(0, 1, 1, 1), *(NAN,) * 4, *(NAN, 2, NAN, NAN), *(NAN, 2, 3, NAN))
-    found = AdvantageRule().constant_groups(rewards, ONE, 4)
-    assert found.tolist() == [True, False, True, True, False]
+    constant = AdvantageRule().constant_groups(rewards, ONE, 4)
+    assert constant.tolist() == [True, False, True, True, False]
 
 
 def test_rewards_that_cancel_have_no_variance_in_their_sum_but_apart():

@@ -68,9 +68,9 @@ def names(rows) -> list[str]:
 
 def described(steps, count: int | None = None) -> list:
     """Everything of the first `count` steps (a stream never ends), comparable."""
-    found = [(step.request, list(step)) for step in itertools.islice(steps, count)]
+    pairs = [(step.request, list(step)) for step in itertools.islice(steps, count)]
     # where the rollout batch is at hand a data set brings no rows, and a stream has them anyway
-    return [(request, rows if request.layout.starts_rollout else []) for request, rows in found]
+    return [(request, rows if request.layout.starts_rollout else []) for request, rows in pairs]
 
 
 # ---- The order ------------------------------------------------------------------------------------------------------

@@ -69,8 +69,8 @@ def adding(kind: str, model: torch.nn.Module, accelerator) -> NativeGradients | 
 @pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
 def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(accelerator, kind, cap, at_least):
     expected = (2 * (X @ torch.full((4, 1), 0.5, dtype=torch.float64)) * X).sum(0, keepdim=True) / 11
-    found = gradient(accelerator, plan(11, cap, at_least), kind=kind)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    actual = gradient(accelerator, plan(11, cap, at_least), kind=kind)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
