@@ -49,7 +49,7 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .step.evaluation import PassAtK
-from .step.gradients import replicate
+from .step.gradients import accumulating, replicate
 from .step.loss import assemble_loss
 from .step.optimizer_step import Attempt, StepPlanner
 from .step.settings import StepSettings, loss_config_of, step_settings_of
@@ -235,9 +235,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         for attempt in self._step_planner.attempts(model, completions, settings):
             with attempt.running():
                 attempt.measure(self.model)  # the denominators, before any forward with gradients
-                with attempt.accumulating() as backward:  # at its end, one sum over the processes
+                # at its end one sum over the processes
+                with accumulating(self.accelerator, attempt.gradients, len(attempt.plan)) as backward:
                     for micro_batch in self._with_events(attempt.micro_batches()):
-                        with self.accelerator.accumulate(model):  # DDP and FSDP decide to reduce in the forward
+                        with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
         self._refuse_not_finite(loss, model, attempt)
@@ -310,7 +311,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return batch
 
     def _step_settings(self) -> StepSettings:
-        """What the loss of a step is made of, as it is set now."""
+        """The settings of a step as they are now."""
         custom_loss = any(map(self._override_of, ("compute_loss", "_compute_loss")))
         return step_settings_of(self, custom_loss, self._override_of(LOGPS))
 

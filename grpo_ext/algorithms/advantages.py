@@ -145,7 +145,7 @@ class AdvantageRule:
     def constant_groups(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
         """Which groups teach nothing because their rewards are all alike, (P,), bool (DAPO, arXiv 2503.14476, 3.2).
 
-        With "normalize_then_sum" every reward function has to be without variance on its own.
+        With "normalize_then_sum" every single reward function has to be without variance.
         """
         values = rewards_BF[:, weights_F.to(rewards_BF) != 0]
         if self.aggregation == "sum_then_normalize":

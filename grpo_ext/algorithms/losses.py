@@ -30,7 +30,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_nor
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What the loss is made of; fields without a line here are TRL's `GRPOConfig` fields of the same names.
+    """The settings of the loss. Fields that are not described here are TRL's `GRPOConfig` fields of the same names.
 
     Attributes:
         correct_sampling: multiply by the ratio of the policy to the engine that sampled.
@@ -125,7 +125,7 @@ class TokenBatch:
 
 @dataclass
 class TokenLoss:
-    """Per-token loss of a micro-batch and the quantities the logs are made of (all but the loss detached)."""
+    """Per-token loss of a micro-batch, and quantities that are logged (detached)."""
 
     loss_BT: torch.Tensor
     ratio: torch.Tensor
@@ -215,7 +215,7 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
 def token_weights(
     cfg: LossConfig, mask_BT: torch.Tensor, counts: StepCounts, groups_B: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Weight of every token in the loss of the step, (B, T): the aggregation, with its denominators given.
+    """Weight of every token in the loss of the step, (B, T): the aggregation over the step's denominators.
 
     "token_mean" (DAPO), "sequence_mean" (GRPO), "sequence_sum" and "sequence_sum_norm" (Dr. GRPO: over
     `max_completion_length`) weight completions alike or by their tokens; "prompt_mean" takes the mean over

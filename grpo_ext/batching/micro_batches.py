@@ -125,7 +125,7 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
         rows: the rows of the step that are run; the others add nothing to it.
     """
     shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
-    if layout.unit_rows is not None:  # units go to processes whole; each runs its own in order
+    if layout.unit_rows is not None:  # units go to processes whole; each runs them in order
         units = canonical_units(sizes, rows, layout.unit_rows)
         numbers, _ = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
         return fill_up([units[number] for number in sorted(numbers[layout.rank])], 1, shortest)
@@ -242,7 +242,7 @@ def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_toke
     """Cut rows into few micro-batches of at most `max_rows` rows and `max_tokens` tokens, each as full as it gets.
 
     Where prompts are shared the rows of a group stay together, where they are padded rows of like length. A row that is
-    larger than the budget on its own goes alone.
+    larger than the budget goes alone.
     """
 
     def lengths(piece: Sequence[int]) -> list[int]:

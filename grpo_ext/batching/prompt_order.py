@@ -233,13 +233,12 @@ class StepStream(IterableDataset):
         g, rows = self.geometry, iter(self.stream)
         for rollout in itertools.count():
             batch = list(itertools.islice(rows, g.prompts_per_rollout))
-            completions = len(batch) * g.num_generations
-            if self.drop_last:
-                completions -= completions % g.global_batch_size
-            if not completions:
+            layout = EpochLayout(g, len(batch), self.drop_last)
+            if not len(layout):
                 return
-            for inside in range(ceil_div(completions, g.global_batch_size) * g.num_iterations):
-                request = self.rule.request(epoch, step_layout(g, rollout, inside, completions))
+            for inside in range(len(layout)):
+                step = step_layout(g, rollout, inside, layout.trained_completions)
+                request = self.rule.request(epoch, step)
                 yield self.rule.rows(request, batch)
 
 

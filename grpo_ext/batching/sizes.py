@@ -1,6 +1,6 @@
 """Batch geometry: which completions make up an optimizer step, and how they are laid onto processes.
 
-Differs from TRL: the sizes that define the algorithm (global batch, rollout batch) are given in completions over all
+Differs from TRL: the sizes that define the algorithm (global batch, rollout batch) count completions over all
 processes, and the layout (micro-batch, accumulation) is derived from them, rounded up, never floored.
 First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer step.
 """

@@ -41,7 +41,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """Unpickle what `pack` returned; imports the modules that it names from where `pack` found them."""
+    """Unpickle what `pack` returned; imports the modules that it names from their files in the process of `pack`."""
     path, files, value = pickle.loads(packed)
     sys.path.extend(part for part in path if part not in sys.path)
     for name, file in files.items():

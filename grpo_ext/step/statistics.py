@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..algorithms.losses import StepCounts, entropy_threshold, router_statistics
+from ..algorithms.losses import StepCounts, entropy_threshold
 from ..batching.micro_batches import MicroBatch
-from ..forward.lm_head import RouterOutput
 from ..forward.rows import TokenRows, Unchanged
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import ragged_gather, sum_over_processes
@@ -141,28 +140,13 @@ class MicroBatchStatistics:
 
     Attributes:
         entropies_BT, mask_BT: of the completion tokens, and which of them carry loss.
-        experts: how often each expert is chosen (E,), and the rows counted; None without a router.
+        experts: of `router_statistics`; None without a router.
     """
 
     part: MicroBatch
     entropies_BT: torch.Tensor
     mask_BT: torch.Tensor
-    experts: tuple[torch.Tensor, int] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        part: MicroBatch,
-        scores: tuple[torch.Tensor, torch.Tensor, RouterOutput | None],
-        mask_BT: torch.Tensor,
-        top_k: int,
-    ) -> MicroBatchStatistics:
-        """Of the log-probabilities, entropies and router output of a micro-batch; its router logits are not kept."""
-        _, entropies_BT, router = scores
-        if router is None:
-            return cls(part, entropies_BT, mask_BT)
-        chosen, _, rows = router_statistics(router.logits, router.counts_BL, top_k)
-        return cls(part, entropies_BT, mask_BT, (chosen * part.weight, rows if part.weight else 0))
+    experts: tuple[torch.Tensor, torch.Tensor, int] | None = None
 
 
 def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
@@ -183,9 +167,10 @@ def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics
         context.entropy_keep = {row: keep_T for rows, keep_BT in keep for row, keep_T in zip(rows, keep_BT)}
         tokens = int((everyone >= threshold).sum()) if math.isfinite(threshold) else 0
         context.counts = replace(context.counts, entropy_tokens=tokens)
-    experts = [m.experts for m in measured if m.experts is not None]
+    experts = [(m.part.weight, m.experts) for m in measured if m.experts is not None]
     if experts:
-        chosen, rows = functools.reduce(torch.add, (c for c, _ in experts)), sum(n for _, n in experts)
+        chosen = functools.reduce(torch.add, (chosen * weight for weight, (chosen, _, _) in experts))
+        rows = sum(rows for weight, (_, _, rows) in experts if weight)
         totals = sum_over_processes(torch.cat([chosen, chosen.new_tensor([float(rows)])]))
         context.router_rows = int(totals[-1])
         context.expert_share = totals[:-1] / max(context.router_rows, 1)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.errors import ModelError
-from grpo_ext.forward.lm_head import RouterOutput
 from grpo_ext.step.loss import _router_loss
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import MicroBatchStatistics, StepContext, counted, set_statistics
@@ -25,8 +25,8 @@ def accelerator() -> Accelerator:
 def measured(row: int, weight: float) -> MicroBatchStatistics:
     """A completion of 2 tokens with entropy `row` behind a prompt of 2, all of which choose the expert `row` of 3."""
     logits = torch.nn.functional.one_hot(torch.full((4,), row), 3).float()
-    scores = (torch.zeros(1, 2), torch.full((1, 2), float(row)), RouterOutput((logits,), torch.ones(1, 4)))
-    return MicroBatchStatistics.of(MicroBatch((row,), weight), scores, torch.ones(1, 2), top_k=1)
+    experts = router_statistics((logits,), torch.ones(1, 4), top_k=1)
+    return MicroBatchStatistics(MicroBatch((row,), weight), torch.full((1, 2), float(row)), torch.ones(1, 2), experts)
 
 
 def statistics(weights: list[float]) -> StepContext:
