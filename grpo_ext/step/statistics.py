@@ -1,8 +1,7 @@
 """Step-wide statistics: the counts every loss is divided by, the entropy threshold and the experts' shares.
 
 The entropy quantile and the MoE load-balancing loss are no sums over tokens; with their step-wide threshold and expert
-shares measured first (one pass without gradients), they are. Runs once per attempt at a step, before its first
-backward.
+shares measured first (one pass without gradients), they are. Measured once per attempt at a step.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ..algorithms.losses import StepCounts, entropy_threshold
 from ..batching.micro_batches import MicroBatch
@@ -31,7 +29,8 @@ class StepContext:
     Attributes:
         counts: the denominators.
         metrics: collects what is logged.
-        entropy_keep: for the rows of this process, which tokens are above the step's entropy quantile.
+        entropy_keep: by rows of a micro-batch, 1 on the tokens above the step's entropy quantile; None without a
+            quantile.
         expert_share: how often each expert is chosen per row (a token in a layer), (E,); None without a router.
         router_rows: rows of the step: tokens times layers, over all processes.
         top_k: experts per token.
@@ -39,17 +38,10 @@ class StepContext:
 
     counts: StepCounts
     metrics: StepMetrics
-    entropy_keep: dict[int, torch.Tensor] | None = None
+    entropy_keep: Mapping[tuple[int, ...], torch.Tensor] | None = None
     expert_share: torch.Tensor | None = None
     router_rows: int = 0
     top_k: int = 1
-
-    def keep_mask(self, rows: Sequence[int], width: int) -> torch.Tensor | None:
-        """`entropy_keep` of some rows as one (B, width) tensor of 0 and 1; None without a quantile."""
-        if self.entropy_keep is None:
-            return None
-        keep_BT = pad_sequence([self.entropy_keep[row][:width].float() for row in rows], batch_first=True)
-        return torch.nn.functional.pad(keep_BT, (0, width - keep_BT.size(1)))
 
     def items_in_batch(self, rows: int, processes: int, steps_per_rollout: int | None) -> float:
         """The `num_items_in_batch` that TRL's rescaling (in training alone) turns into the loss tokens of this step.
@@ -103,7 +95,7 @@ class MicroBatchContext:
             groups=groups,
             rows=rows,
             padded=Unchanged(*(inputs[name] for name in TOKENS)),
-            entropy_keep_BT=step.keep_mask(part.rows, inputs["completion_mask"].size(1)),
+            entropy_keep_BT=None if step.entropy_keep is None else step.entropy_keep[part.rows],
         )
 
     def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:
@@ -163,8 +155,8 @@ def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics
         local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
         threshold = entropy_threshold(everyone, top_entropy_quantile)
-        keep = [(m.part.rows, (m.entropies_BT >= threshold) & m.mask_BT.bool()) for m in measured]
-        context.entropy_keep = {row: keep_T for rows, keep_BT in keep for row, keep_T in zip(rows, keep_BT)}
+        keep = ((m.part.rows, (m.entropies_BT >= threshold) & m.mask_BT.bool()) for m in measured)
+        context.entropy_keep = {rows: keep_BT.float() for rows, keep_BT in keep}
         tokens = int((everyone >= threshold).sum()) if math.isfinite(threshold) else 0
         context.counts = replace(context.counts, entropy_tokens=tokens)
     experts = [(m.part.weight, m.experts) for m in measured if m.experts is not None]

@@ -38,7 +38,7 @@ def statistics(weights: list[float]) -> StepContext:
 def test_a_micro_batch_of_weight_zero_adds_nothing():
     context = statistics([1.0, 1.0, 0.0])
     assert (context.expert_share.tolist(), context.router_rows) == ([0.5, 0.5, 0.0], 8)
-    assert [context.entropy_keep[row].tolist() for row in range(2)] == [[False] * 2, [True] * 2]
+    assert [context.entropy_keep[(row,)].tolist() for row in range(2)] == [[[0.0] * 2], [[1.0] * 2]]
     assert context.counts.entropy_tokens == 2
 
 
