@@ -127,7 +127,7 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
     shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
     if layout.unit_rows is not None:  # units go to processes whole; each runs them in order
         units = canonical_units(sizes, rows, layout.unit_rows)
-        numbers, _ = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
+        numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
         return fill_up([units[number] for number in sorted(numbers[layout.rank])], 1, shortest)
     assigned = assign_rows(sizes, rows, layout.processes, layout.cost)
     most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
@@ -162,7 +162,7 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
         For each process, its rows in order. Every row is assigned once; a process may get none.
     """
     pieces = sizes.pieces(rows)
-    numbers, _ = _longest_first([sizes.load(piece, cost) for piece in pieces], processes)
+    numbers = _longest_first([sizes.load(piece, cost) for piece in pieces], processes)
     assigned = [sorted(row for number in taken for row in pieces[number]) for taken in numbers]
     for _ in range(8 * processes):
         loads = [sizes.load(part, cost) for part in assigned]
@@ -177,15 +177,15 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
     return assigned
 
 
-def _longest_first(costs: Sequence[float], processes: int) -> tuple[list[list[int]], list[float]]:
-    """For each process, which of the items it gets, in the order assigned, and their cost (Graham 1969, LPT)."""
+def _longest_first(costs: Sequence[float], processes: int) -> list[list[int]]:
+    """For each process, which of the items it gets, in the order assigned (Graham 1969, LPT)."""
     heap = [(0.0, process) for process in range(processes)]
     assigned: list[list[int]] = [[] for _ in range(processes)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, process = heapq.heappop(heap)
         assigned[process].append(index)
         heapq.heappush(heap, (load + costs[index], process))
-    return assigned, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
+    return assigned
 
 
 def _rows_to_move(sizes: StepSizes, cost: TokenCost, high: Sequence[int], low: Sequence[int]) -> set[int]:

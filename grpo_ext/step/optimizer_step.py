@@ -95,7 +95,7 @@ class Attempt:
         planner, settings, accelerator = self.planner, self.settings, self.planner.accelerator
         top_k = settings.experts_per_token
         self.context = count_step(self.rollout, StepMetrics(accelerator.device), top_k)
-        if settings.top_entropy_quantile == 1.0 and not settings.router:
+        if settings.top_entropy_quantile >= 1.0 and not settings.router:
             return
         measured: list[MicroBatchStatistics] = []
         discard = None if self.gradients is None else self.gradients.discard
