@@ -1,7 +1,7 @@
 """Step-wide statistics: the counts every loss is divided by, the entropy threshold and the experts' shares.
 
 The entropy quantile and the MoE load-balancing loss are no sums over tokens; with their step-wide threshold and expert
-shares measured first (one pass without gradients), they are. Measured once per attempt at a step.
+shares measured first (one pass without gradients), they are. Both are measured once per attempt.
 """
 
 from __future__ import annotations
