@@ -73,7 +73,7 @@ class MemoryShortageError(GrpoExtError):
 
 
 class ProcessError(GrpoExtError):
-    """Another process of the run has failed, and this one cannot go on without it."""
+    """Another process of the run has failed, and this one cannot continue without it."""
 
 
 class LaunchError(GrpoExtError):

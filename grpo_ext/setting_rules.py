@@ -23,7 +23,7 @@ _MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens"}
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Refuse values that a setting cannot have.
+    """Refuse values outside the range of their settings.
 
     Raises:
         ConfigError: names the setting, and what it takes.
@@ -110,10 +110,10 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
 
 
 def check_lag(lag: Any, sharded: bool) -> None:
-    """Refuse a `rollout_lag` that is no whole number, or that goes with FSDP or DeepSpeed.
+    """Refuse a `rollout_lag` that is not a whole number, or is combined with FSDP or DeepSpeed.
 
     Raises:
-        ConfigError: says what to use.
+        ConfigError: with the remedy.
     """
     require_whole("rollout_lag", lag, least=0)
     if lag and sharded:
@@ -124,7 +124,7 @@ def check_lag(lag: Any, sharded: bool) -> None:
 
 
 def check_ahead(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that sampling ahead does not go with.
+    """Refuse settings that cannot be combined with sampling ahead.
 
     Raises:
         ConfigError: names all of it.

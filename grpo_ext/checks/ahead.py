@@ -1,4 +1,4 @@
-"""What `rollout_lag` refuses before training: what cannot be sampled on a thread, or not before it is due."""
+"""Checks of `rollout_lag` before training: models, overrides and data that cannot be sampled ahead on a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from .model import random_parts
 
-# what a user overrides of sampling
+# methods of sampling that users override
 _SAMPLING_HOOKS = ("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts")
 
 
@@ -31,8 +31,8 @@ def refuse_own_forward(model: Any) -> None:
     forwards = [vars(module).get("forward") for module in modules]
     if any(forward is not None and not hasattr(forward, "of_grpo_ext") for forward in forwards):
         raise ModelError(
-            "the model was given a forward of its own by hand, and a copy of the model would run the weights that are "
-            "trained; rollout_lag needs the one of its class. Use rollout_lag=0."
+            "the forward of the model was replaced by hand, and a copy of the model would run the weights that are "
+            "trained; rollout_lag needs the forward of its class. Use rollout_lag=0."
         )
 
 
@@ -51,7 +51,7 @@ def refuse_overrides_ahead(trainer: Any) -> None:
 
 
 def check_ahead(trainer: Any, config: GRPOConfig) -> None:
-    """With `rollout_lag`: refuse models, data and ways to sample that do not go with it.
+    """With `rollout_lag`: refuse models, data and ways to sample that cannot be combined with it.
 
     Raises:
         ConfigError, ModelError: with the reason and the remedy.

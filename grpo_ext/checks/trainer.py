@@ -179,9 +179,9 @@ def _refuse_images_and_tools(trainer: Any) -> None:
             check_images(data, prepare)
         if prepare is None and images_of(data[0]):
             raise DataError(
-                "the data has images, and the model is given a tokenizer, which makes nothing of them: pass the "
-                "processor of a model that takes images as processing_class (its own, where none is given), or remove "
-                "the columns image and images."
+                "the data has images, and the processing class is a tokenizer, which ignores them: pass the processor "
+                "of a model that takes images as processing_class (default: the model's), or remove the columns image "
+                "and images."
             )
 
 
@@ -189,7 +189,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     """Refuse a trainer that cannot be trained; returns what the promise does not cover, as sentences.
 
     Args:
-        config: as the user gave it.
+        config: the user's, before sizes are filled in.
 
     Raises:
         ConfigError, DataError, ModelError, SplitDependentError: before anything is trained.
@@ -303,7 +303,7 @@ def _uncovered_sampling(trainer: Any) -> str | None:
         return (
             "rollout_func may sample in its own way; only the update is covered. A resumed run goes on with the "
             "completions of its checkpoint, and with the random numbers of Python, NumPy and torch where it has as "
-            "many processes; what else rollout_func draws from is its own"
+            "many processes; other random states that rollout_func uses are not restored"
         )
     if override is not None:
         return f"{override} may sample in its own way; only the update is covered"

@@ -1,4 +1,4 @@
-"""Folders of runs and of checkpoints, which are whole or absent: written under another name, synced, listed, renamed.
+"""Folders of runs, and of checkpoints, which are whole or absent: written under another name, synced, then renamed.
 
 Differs from transformers, which writes into the final folder file by file. `checkpoint.json` lists every file with its
 size and SHA-256; it is written last and verified before anything is loaded. A run locks its folder while it trains, and
@@ -157,7 +157,7 @@ def newest_whole(folder: str | Path) -> tuple[Path | None, list[str]]:
 
 
 def is_path(wanted: str | bool | None) -> bool:
-    """Whether `resume_from_checkpoint` names a checkpoint, and not which one to look for."""
+    """Whether `resume_from_checkpoint` is a path, not "latest" or "auto"."""
     return isinstance(wanted, str) and wanted not in ("latest", "auto")
 
 
@@ -230,7 +230,7 @@ def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) ->
     existing, keep = checkpoints(run), {Path(path).resolve() for path in protected if path is not None}
     deletable = [path for path in existing if path.resolve() not in keep]
     for path in deletable[: max(0, len(existing) - limit)]:
-        # under another name first: what is half deleted is not a checkpoint
+        # renamed first: a half-deleted folder is not a checkpoint
         os.rename(path, doomed := writing_folder(run, f"{path.name}-removed"))
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -239,10 +239,10 @@ def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) ->
 
 
 def create_output_dir(folder: str) -> None:
-    """Make a run's folder, if it does not exist.
+    """Create a run's folder, if it does not exist.
 
     Raises:
-        ConfigError: it cannot be made, or no file can be created in it.
+        ConfigError: it cannot be created, or no file can be created in it.
     """
     try:
         os.makedirs(folder, exist_ok=True)

@@ -1,8 +1,8 @@
-"""How two runs of a check differ: their updates, gradients, logs and bits. The invariance tests use the same code.
+"""Compares two runs: their updates, gradients, logs and bits. The invariance tests use the same code.
 
 The relative update error is `norm(dA - dB) / norm(dA)`, d the parameter change in float64, A the reference. The
-gradient error is the same for the first gradient, which has the same weights and completions in every split: there a
-fault is no rounding that the optimizer has enlarged.
+gradient error is the same for the first gradient, which has the same weights and completions in every split, so that
+the optimizer has not amplified its rounding.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ METRIC_TOLERANCE = 1e-4  # |a - b| / max(1, |a|) of a logged value: logs are flo
 # Adam divides a gradient by its own size, so an element whose gradient is rounding noise moves by a whole learning
 # rate: with its default epsilon the updates of equal gradients differ by 1e-5 to 1e-2.
 AMPLIFIED_TOLERANCE = 1e-2
-_TIMING = ("step_time", "total_flos")  # values that are no result of the algorithm
+_TIMING = ("step_time", "total_flos")  # values that the algorithm does not determine
 _TIMING_ENDS = ("_runtime", "_per_second")
-_LAYOUT_STARTS = ("time/", "layout/")  # the layout of a step, which a split changes
-_SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that tell other completions
+_LAYOUT_STARTS = ("time/", "layout/")  # values that depend on the split
+_SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that reveal different completions
 
 
 def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -46,7 +46,7 @@ def gradient_error(reference: RunResult, other: RunResult) -> float:
 
 
 def describe_difference(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> str:
-    """Which parameter differs most, with the largest and the mean difference."""
+    """The parameter that differs most, with its largest and mean difference."""
     if reference.keys() != other.keys():
         return "the trained parameters differ"
     gaps = {name: (other[name].double() - d.double()).abs() for name, d in reference.items()}
@@ -138,12 +138,12 @@ def _judge(
 
 
 def _known_cause(run: Run, reference: RunResult, other: RunResult) -> str:
-    """What makes a split differ, where the settings or the log tell."""
+    """Why a split differs, where the settings or the log show it."""
     logs = enumerate(zip(reference.log, other.log), start=1)
     turned = (step for step, (a, b) in logs if any(_relative_gap(a.get(k), b.get(k)) > 1e-6 for k in _SAMPLED))
     step = next(turned, 0)
     if run.trainer == STOCK and step == 1:
-        return "the first rollout differs (each process samples with a seed of its own)"
+        return "the first rollout differs (each process has its own sampling seed)"
     if run.config.get("allow_split_dependent"):
         return "allow_split_dependent=True: dropout or batch statistics depend on the micro-batch"
     if not run.in_float32:

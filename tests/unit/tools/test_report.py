@@ -106,7 +106,6 @@ def test_a_run_killed_in_a_line_is_shown_up_to_that_line(tmp_path):
     assert (
         "steps 2 of 4 state not finished: it is still running, or was killed reward, first -> last 0.25 -> 0.5" in text
     )
-    assert "1 line(s) of log.jsonl that were not finished" in text
 
 
 def test_a_log_without_starts_has_curves_and_one_that_began_again_is_not_finished(tmp_path):
