@@ -172,7 +172,7 @@ def generating(trainer: Any) -> Iterator[Any]:
 
 @contextmanager
 def as_reference(model: Any) -> Iterator[None]:
-    """Run a model with adapters as its reference: without the adapters, or with a copy of the loaded one."""
+    """Let a model with adapters act as its reference: without them, or with a copy of the loaded one."""
     with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
         yield
 

@@ -15,7 +15,7 @@ FILE_MODULE_PREFIX = "grpo_ext_file_"  # names of modules that are loaded from a
 
 
 def load_file(path: str) -> ModuleType:
-    """Import a Python file under a unique module name, so that its definitions can be pickled."""
+    """Import a Python file and register its module, so that its definitions can be pickled."""
     name = f"{FILE_MODULE_PREFIX}{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, Path(path).expanduser())
     assert spec is not None  # a file with this suffix always has a loader

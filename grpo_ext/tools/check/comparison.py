@@ -95,18 +95,36 @@ def compare(
     result.metric_error, metric = metric_difference(reference.log, other.log)
     if run.gradients:
         result.gradient_error = gradient_error(reference, other)
+    result.verdict, result.reason = _verdict(run, result, reference, other, tolerance, metric)
+    return result
+
+
+def _verdict(
+    run: Run, result: SplitResult, reference: RunResult, other: RunResult, tolerance: float, metric: str
+) -> tuple[str, str]:
+    """The verdict of a split that was trained, and why it differs."""
+    only_log = f"only the log differs, most in {metric}"
     if not any(bool(d.any()) for d in other.delta.values()):
         nothing = "no parameter moved: no group had rewards that differ, or the learning rate is 0; train more steps"
-        result.verdict, result.reason = "nothing learned", nothing
-    elif other is reference:
-        result.verdict = "reference"
-    elif run.trace:
-        log_reason = f"only the log differs, most in {metric}" if result.metric_error > 0.0 else ""
-        result.reason = _first_different_hash(reference.trace, other.trace) or log_reason
-        result.verdict = "differs" if result.reason else "same bits"
-    else:
-        _judge(run, result, reference, other, tolerance, metric)
-    return result
+        return "nothing learned", nothing
+    if other is reference:
+        return "reference", ""
+    if run.trace:
+        reason = _first_different_hash(reference.trace, other.trace) or only_log * (result.metric_error > 0.0)
+        return "differs" if reason else "same bits", reason
+    same_gradient = not run.in_float32 or result.gradient_error <= GRADIENT_TOLERANCE
+    same_update = result.update_error <= tolerance
+    same_start = metric_difference(reference.log[:1], other.log[:1])[0] <= METRIC_TOLERANCE
+    if same_gradient and same_update and result.metric_error <= METRIC_TOLERANCE:
+        return "same", ""
+    rounded = run.in_float32 and same_gradient and same_start
+    if rounded and max(result.update_error, result.metric_error) <= AMPLIFIED_TOLERANCE:
+        return "rounding", ""
+    if cause := _known_cause(run, reference, other):
+        return "differs", cause
+    if same_update:
+        return "differs", only_log if same_gradient else "the gradient differs, the update hides it"
+    return "differs", describe_difference(reference.delta, other.delta)
 
 
 def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str, str]]) -> str:
@@ -115,26 +133,6 @@ def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str,
         if different := sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name)):
             return f"the first difference is in {different[0]} after step {step}"
     return "" if len(reference) == len(other) else f"{len(reference)} against {len(other)} steps"
-
-
-def _judge(
-    run: Run, result: SplitResult, reference: RunResult, other: RunResult, tolerance: float, metric: str
-) -> None:
-    """Set the verdict of a split in float32 or half precision, and why it differs."""
-    same_gradient = not run.in_float32 or result.gradient_error <= GRADIENT_TOLERANCE
-    same_update = result.update_error <= tolerance
-    same_start = metric_difference(reference.log[:1], other.log[:1])[0] <= METRIC_TOLERANCE
-    rounded = run.in_float32 and same_gradient and same_start
-    if same_gradient and same_update and result.metric_error <= METRIC_TOLERANCE:
-        result.verdict = "same"
-    elif rounded and max(result.update_error, result.metric_error) <= AMPLIFIED_TOLERANCE:
-        result.verdict = "rounding"
-    else:
-        result.verdict, result.reason = "differs", _known_cause(run, reference, other)
-        if not result.reason and same_update:
-            log = f"only the log differs, most in {metric}"
-            result.reason = log if same_gradient else "the gradient differs, the update hides it"
-        result.reason = result.reason or describe_difference(reference.delta, other.delta)
 
 
 def _known_cause(run: Run, reference: RunResult, other: RunResult) -> str:
