@@ -175,7 +175,7 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
         if "global_batch_size" in changes:
             logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
-        state = RunState.load(checkpoint)
+        state = RunState.load(checkpoint, self.trainer.num_generations)
         if state is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
         elif others := sorted(changes.keys() - KEEPS_ROLLOUT):

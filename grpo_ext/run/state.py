@@ -1,7 +1,7 @@
 """State of a run beside model, optimizer and scheduler: rollout batch and log line in progress, sizes that fit.
 
-Differs from TRL, which samples again on resume, and saves the entropy controller alone. Saved with torch, and read with
-`weights_only`, so that reading it executes nothing.
+Differs from TRL, which samples again on resume, and saves the entropy controller alone. Saved as safetensors and JSON,
+so that reading it executes nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError
 from ..forward.snapshot import Weights
-from ..rollouts.batch import RolloutBatch
+from ..rollouts.batch import Column, RolloutBatch
 from ..rollouts.ragged import Ragged
 from ..runtime.collectives import shards_parameters
 
 logger = get_logger(__name__)
 
-STATE = "grpo_ext_state.pt"
+REFERENCE = "grpo_ext_reference.safetensors"
+STATE, TENSORS = "grpo_ext_state.json", "grpo_ext_rollout.safetensors"
+WEIGHTS = "grpo_ext_rollout_weights.safetensors"
 
 
 @dataclass
@@ -97,37 +100,85 @@ class RunState:
 
     def save(self, folder: str | Path) -> None:
         """Write into a checkpoint's folder."""
-        saved, rollout = dict(vars(self)), self.rollout
-        if rollout is not None:
-            values = {**rollout.columns, **rollout.constants}
-            objects = {name: v for name, v in values.items() if not isinstance(v, torch.Tensor | Ragged)}
-            if unstorable := [name for name, value in objects.items() if not _survives_json(value)]:
-                logger.warning(
-                    f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other "
-                    "than numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here "
-                    "samples it again, with the weights as they are then. Return tensors from "
-                    "_generate_and_score_completions."
-                )
-                saved |= {"rollout": None, "rollout_name": None}
-        torch.save(saved, Path(folder) / STATE)
+        plain = {name: value for name, value in vars(self).items() if name not in ("rollout", "reference")}
+        plain["waiting"] = [{"step": step, "progress": weights.progress} for step, weights in self.waiting]
+        tensors, objects = ({}, {}) if self.rollout is None else _split(self.rollout)
+        python = [*objects.get("lists", {}).items(), *objects.get("constants", {}).items()]
+        if unstorable := [name for name, value in python if not _survives_json(value)]:
+            logger.warning(
+                f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
+                "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
+                "it again, with the weights as they are then. Return tensors from _generate_and_score_completions."
+            )
+            tensors, objects, plain["rollout_name"] = {}, {}, None
+        plain["rollout_objects"] = objects
+        (Path(folder) / STATE).write_text(json.dumps(plain, indent=1) + "\n")
+        save_file(tensors, Path(folder) / TENSORS)
+        if self.waiting:
+            save_file(_flat({weights.step: weights for _, weights in self.waiting}), Path(folder) / WEIGHTS)
+        if self.reference:
+            save_file(_of_their_own(self.reference), Path(folder) / REFERENCE)
 
     @classmethod
-    def load(cls, folder: str | Path) -> RunState | None:
+    def load(cls, folder: str | Path, num_generations: int) -> RunState | None:
         """Read from a checkpoint's folder; None if another trainer wrote it.
 
+        Args:
+            num_generations: completions per group of the rollout batch.
+
         Raises:
-            CheckpointError: the file cannot be read.
+            CheckpointError: a file cannot be read.
         """
         path = Path(folder) / STATE
         if not path.is_file():
             return None
         try:
-            with torch.serialization.safe_globals([RolloutBatch, Ragged, Weights]):
-                saved = torch.load(path, map_location="cpu", weights_only=True)
+            plain = json.loads(path.read_text())
+            tensors = load_file(Path(folder) / TENSORS)
+            waiting, objects = plain.pop("waiting"), plain.pop("rollout_objects")
             known = {spec.name for spec in fields(cls)}  # earlier versions saved more
-            return cls(**{name: value for name, value in saved.items() if name in known})
-        except Exception as error:  # whatever the unpickler raises
-            raise CheckpointError(f"{path} is broken: {error}.") from None
+            state = cls(**{name: value for name, value in plain.items() if name in known})
+            if waiting:
+                stored = load_file(Path(folder) / WEIGHTS)
+                snapshots = {part["progress"]["global_step"]: part["progress"] for part in waiting}
+                weights = {step: _weights(stored, progress) for step, progress in snapshots.items()}
+                state.waiting = [(part["step"], weights[part["progress"]["global_step"]]) for part in waiting]
+            if state.rollout_name is not None:
+                state.rollout_name = (state.rollout_name[0], state.rollout_name[1])
+                state.rollout = _join(tensors, objects, num_generations)
+            if (reference := Path(folder) / REFERENCE).is_file():
+                state.reference = load_file(reference)
+        except Exception as error:  # whatever the parsers raise
+            raise CheckpointError(f"{path}, or a safetensors file beside it, is broken: {error}.") from None
+        return state
+
+
+def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """The tensors of a rollout batch, and its Python objects.
+
+    A column is "<name>/values", with "<name>/lengths" where the number of values differs between rows.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    layout = {"widths": rollout.widths, "items_per_token": rollout.items_per_token}
+    objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": layout}
+    for name, column in rollout.columns.items():
+        if isinstance(column, list):
+            objects["lists"][name] = column
+        elif isinstance(column, Ragged):
+            tensors[f"{name}/values"], tensors[f"{name}/lengths"] = column.values, torch.tensor(column.lengths)
+        else:
+            tensors[f"{name}/values"] = column
+    for name, value in rollout.constants.items():
+        if isinstance(value, torch.Tensor):
+            tensors[f"{name}/constant"] = value
+        else:
+            objects["constants"][name] = value
+    return _of_their_own(tensors), objects
+
+
+def _of_their_own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies for safetensors, which takes no tensors that share memory."""
+    return {name: value.cpu().contiguous().clone() for name, value in tensors.items()}
 
 
 def _survives_json(value: Any) -> bool:
@@ -135,3 +186,38 @@ def _survives_json(value: Any) -> bool:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):
         return False
+
+
+def _join(tensors: dict[str, torch.Tensor], objects: dict[str, dict[str, Any]], num_generations: int) -> RolloutBatch:
+    columns: dict[str, Column] = dict(objects["lists"])
+    constants = dict(objects["constants"])
+    for key in sorted(tensors):
+        name, part = key.rsplit("/", 1)
+        lengths = tensors.get(f"{name}/lengths")
+        if part == "constant":
+            constants[name] = tensors[key]
+        elif part == "values":
+            columns[name] = tensors[key] if lengths is None else Ragged(tensors[key], lengths.tolist())
+    layout = dict(objects["layout"])
+    if layout["widths"] is not None:
+        layout["widths"] = tuple(layout["widths"])
+    return RolloutBatch.of_columns(columns, num_generations, constants=constants, **layout)
+
+
+def _flat(snapshots: dict[int, Weights]) -> dict[str, torch.Tensor]:
+    return {
+        f"{step}/{part}/{name}": tensor.cpu().contiguous()
+        for step, weights in snapshots.items()
+        for part, tensors in (("policy", weights.policy), ("reference", weights.reference))
+        for name, tensor in tensors.items()
+    }
+
+
+def _weights(stored: dict[str, torch.Tensor], progress: dict[str, Any]) -> Weights:
+    parts: dict[str, dict[str, torch.Tensor]] = {"policy": {}, "reference": {}}
+    for key, value in stored.items():
+        step, part, name = key.split("/", 2)
+        if int(step) == progress["global_step"]:
+            # copied: tensors of a mapped file may be aligned otherwise, which changes bits (runtime.determinism)
+            parts[part][name] = value.clone()
+    return Weights(progress, **parts)

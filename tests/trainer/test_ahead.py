@@ -51,7 +51,7 @@ def assert_sampled_by(state: RunState | None, model: Any) -> None:
 def test_old_log_probabilities_are_those_of_the_step_that_is_named(tmp_path, lag):
     make(tmp_path, max_steps=5, rollout_lag=lag, **SAVE).train()
     for step in range(1, 6):
-        state = RunState.load(tmp_path / f"checkpoint-{step}")
+        state = RunState.load(tmp_path / f"checkpoint-{step}", 4)
         sampled_at = max(0, step - 1 - lag)
         assert state is not None
         assert state.sampled_at == sampled_at
@@ -74,7 +74,7 @@ def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
     whole = balanced(tmp_path)
     whole.train()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float32).eval()
-    assert_sampled_by(RunState.load(tmp_path / "checkpoint-5"), model)
+    assert_sampled_by(RunState.load(tmp_path / "checkpoint-5", 4), model)
     again = balanced(tmp_path)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert torch.equal(parameters(whole), parameters(again))
@@ -128,7 +128,7 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_ends_after_the_step_and_goes
     assert folder.name == f"checkpoint-{trainer.state.global_step}"
     assert trainer.state.global_step < 4
     assert why_broken(folder) is None
-    state = RunState.load(folder)
+    state = RunState.load(folder, 4)
     assert state is not None
     assert state.waiting[0][0] == trainer.state.global_step  # what was being made is made again
     whole = make(tmp_path / "whole", max_steps=4, rollout_lag=1)

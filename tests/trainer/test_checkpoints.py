@@ -125,7 +125,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("grpo_ext.run.state.torch.save", full)
+    monkeypatch.setattr("grpo_ext.run.state.save_file", full)
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written .*No space left.*untouched"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     assert read_log(copy / LOG).starts[-1]["ended"] == "failed"
