@@ -83,7 +83,6 @@ class Rollouts:
     _scored: tuple[RolloutRequest, list[Round]] | None = field(default=None, init=False)
     _rewarded: LocalRollout | None = field(default=None, init=False)  # while a user's `_calculate_rewards` runs
     _free_requests: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
-    _warned_of_own_scoring: bool = field(default=False, init=False)
 
     @property
     def images(self) -> ImageSource:
@@ -326,12 +325,10 @@ class Rollouts:
                 f"{what}, and the processes have {min(counts)} to {max(counts)} rows; a copy of TRL's method takes "
                 "advantages of other rows then. Use a number of prompts that the processes share evenly, or super()."
             )
-        if not self._warned_of_own_scoring:
-            self._warned_of_own_scoring = True
-            logger.warning(
-                f"The promise that the split does not matter does not cover this run: {what}, so it may sample in its "
-                "own way; only the update is covered."
-            )
+        logger.warning_once(
+            f"The promise that the split does not matter does not cover this run: {what}, so it may sample in its own "
+            "way; only the update is covered."
+        )
 
     def score(self, inputs: Sequence[dict[str, Any]], terms: Terms) -> dict[str, Any]:
         """TRL's `_generate_and_score_completions`: samples and scores any rows; returns TRL's padded dictionary.
