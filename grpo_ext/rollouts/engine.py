@@ -53,7 +53,9 @@ class Engine(Protocol):
 
 @dataclass
 class EngineSettings:
-    """Settings of sampling. During a run only the sizes of chunks may change, where it resumes.
+    """Settings of sampling, which are the same in all rollout batches of a run.
+
+    A run that resumes may take the sizes of chunks from its checkpoint (`Rollouts.resize_chunks`).
 
     Attributes:
         device: of the model.
