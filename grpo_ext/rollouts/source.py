@@ -30,7 +30,6 @@ from ..runtime.collectives import gather_lists, uneven_gathers
 from ..runtime.out_of_memory import Halving
 from .ahead import RolloutsAhead
 from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
-from .engine import chunk_sizes
 from .engine_check import EngineCheck
 from .images import ImageSource
 from .join import Round, exchange, join
@@ -113,7 +112,7 @@ class Rollouts:
         """Sample and score in the chunks of `geometry` from now on."""
         self.args.geometry = geometry
         if not self.args.use_vllm:
-            vars(self.worker.settings).update(chunk_sizes(geometry))
+            self.worker.settings.resize_chunks(geometry)
 
     def divide_threads(self) -> int | None:
         """CPU threads of training, where sampling ahead takes half of them; None: as many as torch has."""
