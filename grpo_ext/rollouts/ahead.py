@@ -153,7 +153,7 @@ class RolloutsAhead:
         return [(job.step, job.weights) for job in self.jobs]
 
     def steps_to_submit(self, step: int, current: tuple[int, int] | None, lag: int) -> list[int]:
-        """First steps of the rollout batches that these weights sample; drops the job of `current`.
+        """First steps of the rollout batches that the weights before `step` sample; drops the job of `current`.
 
         Args:
             current: the rollout batch that is trained on, by its epoch and its index in the epoch.
