@@ -9,7 +9,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from ..runtime.collectives import shards_parameters, wait_for_all
 from ..runtime.out_of_memory import Halving
 from ..runtime.transfer import to_device
 from .chat import Chat
-from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine, chunk_sizes
+from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .environments import Environments
 from .images import ImageSource
@@ -100,10 +100,7 @@ def _worker(
             trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
 
     return OverriddenWorker(
-        policy=lambda: trainer.model,
-        reference=lambda: trainer.ref_model,
-        as_reference=lambda: compat.as_reference(accelerator.unwrap_model(trainer.model)),
-        logps=log_probabilities(trainer, forwards),
+        logps=log_probabilities(trainer, forwards, lambda: (trainer.model, trainer.ref_model)),
         engine=_engine(trainer, settings, images, memory),
         chat=chat,
         environments=environments,
@@ -118,7 +115,7 @@ def _worker(
 
 
 def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
-    return EngineSettings(
+    settings = EngineSettings(
         device=trainer.accelerator.device,
         eos_token_ids=trainer.eos_token_ids,
         filler=tokenizer.eos_token_id,
@@ -127,8 +124,10 @@ def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
         compact=trainer.args.compact_rollouts,
         sharded=shards_parameters(trainer.accelerator),
         fp16=trainer.args.fp16,
-        **({"chunk_size": None} if trainer.use_vllm else chunk_sizes(trainer.geometry)),  # vLLM batches by itself
     )
+    if not trainer.use_vllm:
+        settings.resize_chunks(trainer.geometry)
+    return settings
 
 
 def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:
@@ -168,12 +167,22 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
     return EngineCheck(functools.cache(surplus), rounding_bound(layers))
 
 
-def log_probabilities(trainer: Any, forwards: ForwardRunner) -> Callable[[Any, TokenRows, Terms], torch.Tensor]:
-    """A function that computes log-probabilities (S,) of a rollout's rows, by the user's override if there is one."""
+def log_probabilities(
+    trainer: Any, forwards: ForwardRunner, models: Callable[[], tuple[Any, Any | None]]
+) -> Callable[[TokenRows, Terms, bool], torch.Tensor]:
+    """A function that computes log-probabilities (S,) of a rollout's rows, by the user's override if there is one.
 
-    def score(model: Any, rows: TokenRows, terms: Terms) -> torch.Tensor:
+    Args:
+        models: returns the policy and the reference model; None where that is the policy without its adapter.
+    """
+
+    def score(rows: TokenRows, terms: Terms, by_reference: bool) -> torch.Tensor:
         limits = (terms.batch_size, terms.max_tokens, terms.num_generations)
-        with forwards.without_gradients(model):
+        policy, reference = models()
+        model = reference if by_reference and reference is not None else policy
+        adapter_off = by_reference and reference is None
+        inner = trainer.accelerator.unwrap_model(policy)
+        with compat.as_reference(inner) if adapter_off else nullcontext(), forwards.without_gradients(model):
             if (override := trainer._override_of(LOGPS)) is None:
                 return forwards.rollout_log_probs(model, rows, *limits)
             ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)

@@ -35,7 +35,7 @@ _PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "bes
 
 
 def described(trainer: Any) -> str | None:
-    """How far a trainer samples ahead and the memory of the weights for that, in words; None without a lag."""
+    """The lag of a trainer and the memory that the weights of earlier steps take, in words; None without a lag."""
     lag, reference = trainer.args.rollout_lag, trainer.ref_model
     if not lag:
         return None
@@ -152,10 +152,7 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, forwards: Forwar
     else:
         engine = TransformersEngine(policy, generating, main.settings, images.of_transcripts, trainer._rollouts.memory)
     return RolloutWorker(
-        policy=policy,
-        reference=lambda: snapshot.reference,
-        as_reference=lambda: compat.as_reference(snapshot.policy),
-        logps=log_probabilities(trainer, forwards),
+        logps=log_probabilities(trainer, forwards, lambda: (snapshot.policy, snapshot.reference)),
         engine=engine,
         chat=chat,
         environments=environments,

@@ -8,9 +8,8 @@ configuration means is left to transformers. Shapes: B rows, P prompts, T new to
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,35 +20,21 @@ from transformers.generation import EosTokenCriteria
 from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
 from ..forward.reference import base_model_of
+from ..runtime.attributes import assigned
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
 _LOOK_EVERY = {"cuda": 16}  # tokens between two looks at which rows have ended; on other devices 1
 _HEADROOM = 64  # tokens of room a growing layer keeps at least
 
 
-@dataclass(frozen=True)
-class RowOrder:
-    """The rows of a batch that stay: the last of them take the places of rows that leave.
-
-    Attributes:
-        index: for every new row the row it was.
-        places, moved: the new rows that were others, and what they were.
-    """
-
-    index: torch.Tensor
-    places: torch.Tensor
-    moved: torch.Tensor
-
-    @staticmethod
-    def without(done: Sequence[bool], device: torch.device) -> RowOrder:
-        """The order in which rows that are done leave."""
-        staying = [row for row, ended in enumerate(done) if not ended]
-        places = [row for row in range(len(staying)) if done[row]]
-        moved = staying[len(staying) - len(places) :]
-        index = list(range(len(staying)))
-        for place, row in zip(places, moved):
-            index[place] = row
-        return RowOrder(*torch.tensor([*index, *places, *moved], device=device).split([len(index), *2 * [len(places)]]))
+def remaining_rows(done: Sequence[bool], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that are not done, in a new order, and the places in it that rows from the end of the batch take."""
+    count = len(done) - sum(done)
+    places = [row for row in range(count) if done[row]]
+    from_the_end = iter([row for row in range(count, len(done)) if not done[row]])
+    index = [next(from_the_end) if done[row] else row for row in range(count)]
+    index_places = torch.tensor(index + places, device=device, dtype=torch.long)
+    return index_places[:count], index_places[count:]
 
 
 class GrowingLayer(DynamicLayer):
@@ -76,15 +61,15 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :total] for room in self._room)
         return self.keys, self.values
 
-    def keep(self, order: RowOrder) -> None:
-        """Keep the rows of the order; a row that stays where it is is not copied."""
+    def keep(self, index: torch.Tensor, places: torch.Tensor) -> None:
+        """Keep these rows; only the rows at `places` are copied (`remaining_rows`)."""
         if self._room is None:
-            self.reorder_cache(order.index)  # type: ignore[arg-type]
+            self.reorder_cache(index)  # type: ignore[arg-type]
             return
-        length, rows = self.get_seq_length(), len(order.index)
+        length, moved = self.get_seq_length(), index[places]
         for room in self._room:
-            room[order.places, :, :length] = room[order.moved, :, :length]
-        self._room = [room[:rows] for room in self._room]
+            room[places, :, :length] = room[moved, :, :length]
+        self._room = [room[: len(index)] for room in self._room]
         self.keys, self.values = (room[:, :, :length] for room in self._room)
 
 
@@ -146,20 +131,17 @@ def own_generate(model: Any) -> str | None:
     return None if plain else name
 
 
-@contextmanager
+@contextlib.contextmanager
 def without_router_logits(config: Any) -> Iterator[None]:
     """Inside, a model that is configured to return its router logits does not.
 
     Its forward would make the load-balancing loss of them, which fails under the attention mask of a cache.
     """
-    configs = [part for part in (config, config.get_text_config()) if getattr(part, "output_router_logits", False)]
-    for part in configs:
-        part.output_router_logits = False
-    try:
+    with contextlib.ExitStack() as stack:
+        for part in (config, config.get_text_config()):
+            if getattr(part, "output_router_logits", False):
+                stack.enter_context(assigned(part, output_router_logits=False))
         yield
-    finally:
-        for part in configs:
-            part.output_router_logits = True
 
 
 def unique(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
@@ -205,10 +187,10 @@ class _Rows:
         self.done = self.done | ended | self._criteria(self.ids, scores)
         return self.done.tolist()
 
-    def keep(self, order: RowOrder) -> None:
-        """Keep the rows of the order."""
+    def keep(self, index: torch.Tensor) -> None:
+        """Keep these rows."""
         self._left.append((self._numbers, self.ids))
-        self.ids, self._numbers, self.done = (t[order.index] for t in (self.ids, self._numbers, self.done))
+        self.ids, self._numbers, self.done = (t[index] for t in (self.ids, self._numbers, self.done))
 
     def output(self) -> torch.Tensor:
         """All rows, padded after the end of each."""
@@ -258,11 +240,12 @@ def compact_decode(
         if all(ended):
             return rows.output()
         if sum(ended) * _LEAVE_SHARE >= len(ended):
-            order = RowOrder.without(ended, rows_B.device)
-            _select(model_kwargs, logits_processor, order.index, len(ended))
-            _keep(model_kwargs["past_key_values"], order)
-            rows.keep(order)
-            choice.keep(order.index)
+            index, places = remaining_rows(ended, rows_B.device)
+            _select(model_kwargs, logits_processor, index, len(ended))
+            for layer in model_kwargs["past_key_values"].layers:
+                layer.keep(index, places) if isinstance(layer, GrowingLayer) else layer.reorder_cache(index)
+            rows.keep(index)
+            choice.keep(index)
         inputs = model.prepare_inputs_for_generation(rows.ids, next_sequence_length=1, **model_kwargs)
         logits, model_kwargs = _next(model, model(**inputs, return_dict=True), model_kwargs)
 
@@ -285,12 +268,3 @@ def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, 
     for name, value in model_kwargs.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
             model_kwargs[name] = value[index]
-
-
-def _keep(cache: Any, order: RowOrder) -> None:
-    """Keep the rows of a cache that stay."""
-    for layer in cache.layers:
-        if isinstance(layer, GrowingLayer):
-            layer.keep(order)
-        else:
-            layer.reorder_cache(order.index)

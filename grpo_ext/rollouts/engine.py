@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 from ..batching.sizes import BatchGeometry
 from ..errors import PrecisionError
 from ..forward.architecture import cached_numbers
-from ..forward.images import RowImages
+from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.reference import base_model_of
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
-from .decoding import decodes_compactly, own_generate, without_router_logits
-from .keyed import can_sample_by_key, sample_chunk
+from .decoding import RolloutCache, compact_decode, decodes_compactly, own_generate, unique, without_router_logits
+from .keyed import KeyedChoice, can_sample_by_key, greedy_config, sampling_filters
+from .ragged import padded
 from .transcript import Transcript
 
 _ROOM = 1.25  # of a cache that grows, at most, times what it holds
@@ -50,17 +51,17 @@ class Engine(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineSettings:
-    """What does not change during a run.
+    """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint; the others are fixed.
 
     Attributes:
         device: of the model.
-        chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
-        together: completions of a `generate` call, at most, where it samples several chunks; None: those of a chunk.
         eos_token_ids: any of these ends a completion.
         filler: a token, for rows that no result contains.
         pad: the padding token of TRL's dictionary.
+        chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
+        together: completions of a `generate` call, at most, where it samples several chunks; None: those of a chunk.
         multiple: of which the width of a batch is (TRL's `pad_to_multiple_of`).
         compact: each different prompt runs once, and finished rows leave the batch.
         sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
@@ -68,15 +69,20 @@ class EngineSettings:
     """
 
     device: torch.device
-    chunk_size: int | None
     eos_token_ids: Sequence[int]
     filler: int
     pad: int
+    chunk_size: int | None = None
     together: int | None = None
     multiple: int | None = None
     compact: bool = True
     sharded: bool = False
     fp16: bool = False
+
+    def resize_chunks(self, geometry: BatchGeometry) -> None:
+        """Set the sizes of chunks and of `generate` calls."""
+        self.chunk_size = geometry.rollout_chunk_size
+        self.together = geometry.generate_size if geometry.together else None
 
     def groups_of(self, num_generations: int) -> int | None:
         """Completions of a chunk in whole groups, at least one."""
@@ -93,14 +99,6 @@ class EngineSettings:
         for transcript in transcripts:
             chunks.setdefault(0 if size is None else transcript.place // size, []).append(transcript)
         return list(chunks.values())
-
-
-def chunk_sizes(geometry: BatchGeometry) -> dict[str, Any]:
-    """The fields of `EngineSettings` that follow from the batch sizes of a run."""
-    return {
-        "chunk_size": geometry.rollout_chunk_size,
-        "together": geometry.generate_size if geometry.together else None,
-    }
 
 
 def _whole_groups(rows: int | None, num_generations: int) -> int | None:
@@ -164,21 +162,83 @@ class TransformersEngine:
     def _sample(
         self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, part: Sequence[int]
     ) -> list[list[int]]:
-        rows, settings = [chunk[i] for i in part], self.settings
-        prompts, images = [row.prompt_ids + row.ids for row in rows], self.images_of(rows)
-        keyed = self.samples_by_key(config)
-        keys_B, offsets_B = torch.tensor([r.key for r in rows]), torch.tensor([len(r.ids) for r in rows])
+        rows, settings, keyed = [chunk[i] for i in part], self.settings, self.samples_by_key(config)
         compact = keyed and settings.compact and not settings.sharded and decodes_compactly(model, config)
-        arguments = (prompts, keys_B if keyed else None, offsets_B, config, settings.eos_token_ids, settings.device)
+        arguments = (rows, config, settings, self.images_of(rows), keyed, compact)
         try:
-            return sample_chunk(model, *arguments, settings.multiple, compact, images)
+            return sample_chunk(model, *arguments)
         except PrecisionError as error:
             if settings.sharded:  # a second forward would be a collective without the other processes
                 raise
             first = FirstModule()
             with first.watching(model), contextlib.suppress(PrecisionError):
-                sample_chunk(model, *arguments, settings.multiple, compact, images)
+                sample_chunk(model, *arguments)
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, settings.fp16)}.") from None
+
+
+def sample_chunk(
+    model: Any,
+    rows: Sequence[Transcript],
+    config: GenerationConfig,
+    settings: EngineSettings,
+    images: RowImages | None = None,
+    keyed: bool = True,
+    compact: bool = False,
+) -> list[list[int]]:
+    """New token ids of each row, by one call of the model's `generate`.
+
+    Args:
+        config: a sampling configuration; every setting means what it means in transformers.
+        images: of the rows, for a model that takes images.
+        keyed: sample by key; False: transformers samples, as TRL calls it.
+        compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).
+
+    Raises:
+        PrecisionError: the model's scores are no distribution.
+    """
+    prompts, device = [row.prompt_ids + row.ids for row in rows], settings.device
+    firsts: Sequence[int] = range(len(rows))
+    if compact:
+        pictures = [None] * len(rows) if images is None else images.numbers_B
+        firsts, numbers = unique(list(zip(map(tuple, prompts), pictures)))
+    inputs = _model_inputs([prompts[row] for row in firsts], config, settings)
+    width = inputs["input_ids"].size(1)
+    if images is not None:
+        inputs |= images.inputs(firsts, inputs["input_ids"], [len(prompts[row]) for row in firsts], width)
+    choice = None
+    if keyed:
+        keys_B, offsets_B = torch.tensor([row.key for row in rows]), torch.tensor([len(row.ids) for row in rows])
+        choice = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
+        filters = sampling_filters(model, config)
+        inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, choice])
+        config = greedy_config(config)
+    if compact:
+        of_prompts = inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES}
+        rows_B = torch.tensor(numbers, device=device)
+        decode = functools.partial(compact_decode, rows_B=rows_B, choice=choice, of_prompts=tuple(of_prompts))
+        inputs |= {"custom_generate": decode, "past_key_values": RolloutCache(model, device)}
+    output = model.generate(**inputs, generation_config=config)
+    if choice is not None and choice.was_broken():
+        raise PrecisionError("while sampling, the scores of the next token were not finite")
+    ends = frozenset(settings.eos_token_ids)
+    return [_until_eos(row, ends) for row in output[:, width:].tolist()]
+
+
+def _model_inputs(
+    prompts: Sequence[Sequence[int]], config: GenerationConfig, settings: EngineSettings
+) -> dict[str, Any]:
+    """Prompts, padded on the left, and their attention mask."""
+    ids = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
+    input_ids = padded(ids, config.pad_token_id, "left", settings.multiple)
+    attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", settings.multiple)
+    return {"input_ids": input_ids.to(settings.device), "attention_mask": attention_mask.to(settings.device)}
+
+
+def _until_eos(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+    for i, token in enumerate(tokens):
+        if token in eos_token_ids:
+            return tokens[: i + 1]
+    return tokens
 
 
 @dataclass(frozen=True)

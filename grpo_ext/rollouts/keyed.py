@@ -1,14 +1,12 @@
-"""Keyed sampling: one completion per row, whose random numbers depend on the row's key and
-the token's position alone.
+"""Keyed sampling: the random number of a token depends on the key of its row and on its position alone.
 
-Differs from transformers' sampling, which draws from one generator for the whole batch. Shapes: B rows, V vocabulary.
+Differs from transformers' sampling, which draws from one generator for the whole batch. Used by rollouts.engine.
+Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,10 +21,6 @@ from transformers import (
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
-from ..errors import PrecisionError
-from ..forward.images import TOKEN_TYPES, RowImages
-from .decoding import RolloutCache, compact_decode, unique
-from .ragged import padded
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _ADD_UP = (TopHLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)  # filters by running sums of probabilities
@@ -141,80 +135,3 @@ def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, 
         prompts = torch.arange(missing) + BEYOND + (request.prompts.start << 20)
         keys_B = torch.cat([keys_B, completion_keys(seed, *place, prompts, torch.zeros_like(prompts))])
     return (mix(keys_B, repeat) if repeat else keys_B)[:rows].tolist()
-
-
-def sample_chunk(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    keys_B: torch.Tensor | None,
-    offsets_B: torch.Tensor,
-    config: GenerationConfig,
-    eos_token_ids: Sequence[int],
-    device: torch.device,
-    pad_to_multiple_of: int | None = None,
-    compact: bool = False,
-    images: RowImages | None = None,
-) -> list[list[int]]:
-    """Sample one completion for each row with the model's `generate`.
-
-    Args:
-        prompts: token ids of each row, without padding.
-        keys_B, offsets_B: key of each row, and the position of its first new token in the completion. Without keys
-            transformers samples, as TRL calls it.
-        config: a sampling configuration; every setting means what it means in transformers.
-        eos_token_ids: any of these ends a completion, as its last token.
-        compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).
-        images: of the rows' prompts, for a model that takes images.
-
-    Returns:
-        The new token ids of each row, without padding.
-
-    Raises:
-        PrecisionError: the model's scores are no distribution.
-    """
-    firsts: Sequence[int] = range(len(prompts))
-    if compact:
-        pictures = [None] * len(prompts) if images is None else images.numbers_B
-        firsts, numbers = unique(list(zip(map(tuple, prompts), pictures)))
-    inputs: dict[str, Any] = _inputs(prompts, firsts, config, device, pad_to_multiple_of, images)
-    width, keyed = inputs["input_ids"].size(1), None
-    if keys_B is not None:
-        keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
-        filters = sampling_filters(model, config)
-        inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, keyed])
-        config = greedy_config(config)
-    if compact:
-        of_prompts = inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES}
-        rows = torch.tensor(numbers, device=device)
-        decode = functools.partial(compact_decode, rows_B=rows, choice=keyed, of_prompts=tuple(of_prompts))
-        inputs |= {"custom_generate": decode, "past_key_values": RolloutCache(model, device)}
-    output = model.generate(**inputs, generation_config=config)
-    if keyed is not None and keyed.was_broken():
-        raise PrecisionError("while sampling, the scores of the next token were not finite")
-    ends = frozenset(eos_token_ids)
-    return [_until_eos(row, ends) for row in output[:, width:].tolist()]
-
-
-def _inputs(
-    prompts: Sequence[Sequence[int]],
-    chosen: Sequence[int],
-    config: GenerationConfig,
-    device: torch.device,
-    multiple: int | None,
-    images: RowImages | None,
-) -> dict[str, torch.Tensor]:
-    """The model's arguments for the chosen rows: prompts padded on the left, and what it makes of their images."""
-    ids = [torch.tensor(prompts[row], dtype=torch.long) for row in chosen]
-    input_ids = padded(ids, config.pad_token_id, "left", multiple).to(device)
-    attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", multiple).to(device)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    if images is not None:
-        inputs |= images.inputs(chosen, input_ids, [len(row) for row in ids], input_ids.size(1))
-    return inputs
-
-
-def _until_eos(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    for i, token in enumerate(tokens):
-        if token in eos_token_ids:
-            return tokens[: i + 1]
-    return tokens

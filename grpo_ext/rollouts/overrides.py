@@ -7,7 +7,7 @@ keeps the key of its place; further rows, and further calls, draw other random n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,12 @@ import torch
 from accelerate import Accelerator
 
 from ..algorithms.keyed_random import mix
-from ..batching.prompt_order import StepRows
 from ..runtime.attributes import assigned
 from ..runtime.collectives import uneven_gathers
 from .chat import images_in
 from .engine import Sampled
 from .keyed import BEYOND, request_keys
-from .local import LocalRollout, Terms
+from .local import LocalRollout
 from .transcript import Transcript
 from .trl_shapes import take_generated, trl_generated
 from .worker import RolloutWorker
@@ -32,22 +31,14 @@ class OverriddenWorker(RolloutWorker):
     """The worker of the main thread, where users' overrides run.
 
     Attributes:
-        show_environments: called with the transcripts, once their environments are reset.
         active_rollout: the rollout whose turns a user's `_generate` runs; None outside of it.
         active_chunk: the transcripts that a user's `_generate_single_turn` samples for; None outside of it.
     """
 
-    accelerator: Accelerator
-    show_environments: Callable[[list[Transcript]], None]
+    accelerator: Accelerator = field(kw_only=True)
     active_rollout: LocalRollout | None = None
     active_chunk: list[Transcript] | None = None
     _super_calls: int = field(default=0, init=False)  # by the override that runs
-
-    def begin(self, rows: StepRows, terms: Terms, repeat: int) -> list[Transcript]:
-        """See `RolloutWorker`."""
-        transcripts = super().begin(rows, terms, repeat)
-        self.show_environments(transcripts)
-        return transcripts
 
     def converse(self, local: LocalRollout) -> None:
         """Run the turns, by the user's `_generate` if there is one."""

@@ -33,7 +33,7 @@ class VllmEngine:
     """Samples with the engine of this process, whose weights are the current ones (`vllm_mode="colocate"`).
 
     Attributes:
-        generation: TRL's `VLLMGeneration`.
+        generation: `rollouts.vllm_weights.Generation`.
         seeded: each completion has a seed of its own.
         profile: TRL's profiling context of a name.
     """
@@ -50,12 +50,17 @@ class VllmEngine:
         Raises:
             RolloutError: on every process, where an engine samples for several that have different numbers of rows.
         """
-        if self.generation.tensor_parallel_size > 1 and not any(transcript.turns for transcript in transcripts):
+        engines = self.generation.tensor_parallel_size
+        if engines > 1 and not any(transcript.turns for transcript in transcripts):
             refuse_unequal_shares("vLLM", len(transcripts), TOGETHER)
         if not transcripts:
             return []
         images = [transcript.images or None for transcript in transcripts]
-        with seeded(self.generation, seeds_of(transcripts, num_generations)) if self.seeded else nullcontext():
+        seeds = seeds_of(transcripts, num_generations) if self.seeded else None
+        if seeds is not None and engines > 1:  # every rank of the group samples the rows of all of them
+            parts = gather_in_group(seeds, self.generation.tp_group, engines)
+            seeds = [seed for part in parts for seed in part]
+        with assigned(self.generation.llm, seeds=seeds):
             _, ids, logps, _ = self.generation.generate(
                 prompts=[transcript.prompt_ids + transcript.ids for transcript in transcripts],
                 images=images if any(images) else None,
@@ -143,32 +148,3 @@ def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[in
         return (mix(keys_B, offsets_B) & _BITS).tolist()
     firsts = keys_B[::num_generations].repeat_interleave(num_generations)[: len(keys_B)]
     return ((firsts & _BITS) + torch.arange(len(keys_B)) % num_generations).tolist()
-
-
-class _SeededEngine:
-    """A vLLM engine that samples each row with a seed of its own."""
-
-    def __init__(self, engine: Any, seeds: Sequence[int]) -> None:
-        self.engine, self.seeds = engine, seeds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def generate(self, prompts: Any, sampling_params: Any, **options: Any) -> Any:
-        params_B = [sampling_params.clone() for _ in self.seeds]
-        for params, seed in zip(params_B, self.seeds):
-            params.seed = seed
-        return self.engine.generate(prompts, sampling_params=params_B, **options)
-
-
-def seeded(generation: Any, seeds: Sequence[int]) -> AbstractContextManager[None]:
-    """Inside, TRL's `VLLMGeneration` samples the rows of this process with these seeds; no argument of it takes any.
-
-    Args:
-        generation: with an engine of this process.
-        seeds: one for each row.
-    """
-    if generation.tensor_parallel_size > 1:  # every rank of the group samples the rows of all of them
-        parts = gather_in_group(list(seeds), generation.tp_group, generation.tensor_parallel_size)
-        seeds = [seed for part in parts for seed in part]
-    return assigned(generation, llm=_SeededEngine(generation.llm, seeds))

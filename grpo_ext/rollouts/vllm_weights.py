@@ -121,17 +121,26 @@ class AdapterVersions:
             client.session.post(f"{client.base_url}/v1/unload_lora_adapter", json={"lora_name": earlier})
 
 
-class _WithAdapter:
-    """A vLLM engine that samples with an adapter, whoever calls it."""
+class ColocatedEngine:
+    """vLLM's engine in this process, which TRL calls without seeds and without an adapter.
+
+    Attributes:
+        seeds: one for each row of the next call; None: vLLM draws all rows from one generator.
+        adapter: vLLM's request for the adapter; None: without one.
+    """
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.adapter = engine, None
+        self.engine, self.seeds, self.adapter = engine, None, None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def generate(self, *prompts: Any, **options: Any) -> Any:
-        return self.engine.generate(*prompts, **{"lora_request": self.adapter, **options})
+    def generate(self, prompts: Any, sampling_params: Any, **options: Any) -> Any:
+        if self.seeds is not None:
+            seeds, sampling_params = self.seeds, [sampling_params.clone() for _ in self.seeds]
+            for params, seed in zip(sampling_params, seeds):
+                params.seed = seed
+        return self.engine.generate(prompts, sampling_params=sampling_params, lora_request=self.adapter, **options)
 
 
 class Generation(compat.VLLMGeneration):
@@ -148,8 +157,8 @@ class Generation(compat.VLLMGeneration):
         """The same engine or server, with the weights sent by this class."""
         new = cls.__new__(cls)
         vars(new).update(vars(generation), versions=versions)
-        if versions is not None and versions.client is None:
-            new.llm = _WithAdapter(new.llm)
+        if new.mode == "colocate":
+            new.llm = ColocatedEngine(new.llm)
         return new
 
     def sync_weights(self) -> None:

@@ -42,18 +42,13 @@ class RolloutWorker:
     """Makes one process's part of rollout batches.
 
     Attributes:
-        policy: returns the model that samples.
-        reference: returns the reference model; None where it is the policy inside `as_reference`.
-        as_reference: a context in which the adapters of the policy are disabled.
-        logps: returns the log-probabilities (S,) of the completion tokens of rows under a model.
+        logps: returns the log-probabilities (S,) of the completion tokens of rows, under the policy or the reference.
         engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
         clock: adds up the seconds of the phases.
+        show_environments: called with the transcripts once their environments are reset.
     """
 
-    policy: Callable[[], Any]
-    reference: Callable[[], Any | None]
-    as_reference: Callable[[], contextlib.AbstractContextManager[Any]]
-    logps: Callable[[Any, TokenRows, Terms], torch.Tensor]
+    logps: Callable[[TokenRows, Terms, bool], torch.Tensor]
     engine: Engine
     chat: Chat
     environments: Environments
@@ -62,6 +57,7 @@ class RolloutWorker:
     images: ImageSource
     clock: PhaseClock
     settings: EngineSettings
+    show_environments: Callable[[list[Transcript]], None] = lambda transcripts: None
 
     @property
     def shards_vision(self) -> bool:
@@ -101,6 +97,7 @@ class RolloutWorker:
             transcript.prompt = self.chat.with_images(transcript.prompt, transcript.row)
             transcript.images = images_in(transcript.prompt)
             transcript.prompt_images = len(transcript.images)
+        self.show_environments(transcripts)
         return transcripts
 
     def tokenize(self, transcripts: Sequence[Transcript], terms: Terms) -> None:
@@ -173,18 +170,15 @@ class RolloutWorker:
         if not counted:  # a stand-in row: a forward may be a collective, and the first comparison of a form is
             rows = TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
 
-        def score(model: Any) -> list[torch.Tensor]:
-            logps_S = self.logps(model, rows, terms).cpu()
+        def score(by_reference: bool) -> list[torch.Tensor]:
+            logps_S = self.logps(rows, terms, by_reference).cpu()
             return list(logps_S.split(list(rows.completions_B))) if counted else []
 
         with self.clock.phase("logps"):
             if terms.scores_policy:
-                local.old_logps = score(self.policy())
-            if terms.reference and (reference := self.reference()) is not None:
-                local.ref_logps = score(reference)
-            elif terms.reference:
-                with self.as_reference():
-                    local.ref_logps = score(self.policy())
+                local.old_logps = score(False)
+            if terms.reference:
+                local.ref_logps = score(True)
 
     def _token_rows(self, local: LocalRollout) -> TokenRows:
         """The transcripts for a forward; a completion that is masked out has no tokens."""

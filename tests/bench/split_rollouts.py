@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.sizes import geometry_of, process_prompts
-from grpo_ext.rollouts.keyed import sample_chunk
 from recipes.smollm2 import smollm2
+from tests.support.rollouts import sampled_chunk
 
 PROCESSES = (1, 2, 8)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,11 +44,9 @@ def sampled(model: Any, tokenizer: Any, prompts: list[list[int]], parts: list[ra
     config.pad_token_id, index = pad, torch.arange(GROUPS * GENERATIONS)
     keys_B = completion_keys(0, TRAIN_STREAM, 0, rollout, index // GENERATIONS, index % GENERATIONS)
     ends, found = [tokenizer.eos_token_id], []
-    with torch.no_grad():
-        for part in parts:
-            rows = [prompts[row // GENERATIONS] for row in part]
-            rest = (torch.zeros(len(part), dtype=torch.long), config, ends, torch.device("cpu"), None, True)
-            found += sample_chunk(model, rows, keys_B[list(part)], *rest)
+    for part in parts:
+        rows = [prompts[row // GENERATIONS] for row in part]
+        found += sampled_chunk(model, rows, keys_B[list(part)], config, ends, compact=True)
     return found
 
 

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from grpo_ext.algorithms.keyed_random import choose, choose_by_blocks
 from grpo_ext.precision.half import half_weights
-from grpo_ext.rollouts.keyed import sample_chunk
 from tests.support.gpu import DEVICE, TOY, needs_gpu
+from tests.support.rollouts import sampled_chunk
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 VOCABULARY = 1000 if TOY else 151936
@@ -41,10 +41,10 @@ def test_sampled_completions_do_not_depend_on_rows_that_leave(half):
     prompts = [[5, 6, 7 + group] for group in range(4) for _ in range(8)]
     keys_B, ends = torch.arange(32) * 7919, [1, 2, 3]
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=60, pad_token_id=0, eos_token_id=ends)
-    arguments = (prompts, keys_B, torch.zeros_like(keys_B), config, ends, torch.device(DEVICE))
+    arguments = (prompts, keys_B, config, ends, DEVICE)
 
     def sampled() -> list[list[list[int]]]:
-        return [sample_chunk(model, *arguments, compact=compact) for compact in (True, False)]
+        return [sampled_chunk(model, *arguments, compact=compact) for compact in (True, False)]
 
     with torch.no_grad():
         if half:

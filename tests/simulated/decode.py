@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from grpo_ext.rollouts import keyed
+from grpo_ext.rollouts import engine
 from tests.simulated.device import CUDA, LEDGER, ReferenceKernels, simulated_gpu
+from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
 
 ROWS, SHORT, LONG = 16, 32, 96
@@ -42,8 +43,7 @@ def sample(model: Any, who: str, tokens: int, filters: dict[str, Any], ends: lis
         ids = torch.tensor([[0] * (10 - len(prompt)) + prompt for prompt in prompts])
         model.generate(input_ids=ids.to(CUDA), attention_mask=(ids > 0).long().to(CUDA), generation_config=config)
         return
-    keys_B = torch.arange(ROWS)
-    keyed.sample_chunk(model, prompts, keys_B, torch.zeros_like(keys_B), config, ends, CUDA, compact=True)
+    sampled_chunk(model, prompts, torch.arange(ROWS), config, ends, str(CUDA), compact=True)
 
 
 def per_token(who: str, model: Any, filters: dict[str, Any], ends: list[int]) -> dict[str, Counter[str]]:
@@ -65,8 +65,8 @@ def main() -> None:
     case = {"who": "ours", "filters": {}, "ends": [], "planted": False, **json.loads(sys.argv[1])}
     torch.set_num_threads(1)
     if case["planted"]:
-        filters_of = keyed.sampling_filters
-        keyed.sampling_filters = lambda *args: LogitsProcessorList([Planted(), *filters_of(*args)])
+        filters_of = engine.sampling_filters
+        engine.sampling_filters = lambda *args: LogitsProcessorList([Planted(), *filters_of(*args)])
     sizes = {"tie_word_embeddings": False, "max_position_embeddings": 512, "eos_token_id": None}
     models = [tiny_model("llama", num_hidden_layers=layers, **sizes).eval() for layers in (2, 4)]
     with simulated_gpu(), ReferenceKernels():

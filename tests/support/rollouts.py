@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ext import GRPOTrainer
+import torch
+
+from grpo_ext.rollouts.engine import EngineSettings, sample_chunk
+from grpo_ext.rollouts.transcript import Transcript
 
 
-def give_completions(trainer: GRPOTrainer, rows: Sequence[list[int]]) -> None:
+def sampled_chunk(
+    model: Any,
+    prompts: Sequence[list[int]],
+    keys_B: torch.Tensor,
+    config: Any,
+    ends: Sequence[int],
+    device: str = "cpu",
+    multiple: int | None = None,
+    compact: bool = False,
+) -> list[list[int]]:
+    """What `sample_chunk` samples after prompts."""
+    rows = [Transcript({}, key, prompt_ids=list(ids)) for ids, key in zip(prompts, keys_B.tolist())]
+    settings = EngineSettings(torch.device(device), ends, filler=0, pad=0, multiple=multiple)
+    with torch.no_grad():
+        return sample_chunk(model, rows, config, settings, compact=compact)
+
+
+def give_completions(trainer: Any, rows: Sequence[list[int]]) -> None:
     """Let every rollout batch have these completions, by the place of the transcript."""
 
     def generate(transcripts: Sequence[Any], config: Any, num_generations: int) -> list[Any]:
         return [(list(rows[transcript.place]), None) for transcript in transcripts]
 
-    trainer._rollouts.worker.engine.generate = generate  # type: ignore[method-assign]
+    trainer._rollouts.worker.engine.generate = generate
 
 
-def share_forwards(trainer: GRPOTrainer) -> None:
+def share_forwards(trainer: Any) -> None:
     """Let sampling believe that processes share the weights, as under FSDP and ZeRO-3."""
-    worker = trainer._rollouts.worker
-    engine: Any = worker.engine
-    worker.settings = engine.settings = dataclasses.replace(engine.settings, sharded=True)
+    trainer._rollouts.worker.settings.sharded = True

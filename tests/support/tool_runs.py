@@ -328,9 +328,9 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         share_forwards(trainer)
     sample = engine.sample_chunk
 
-    def remembered(model: Any, prompt_ids: Any, keys: Any, offsets: Any, *rest: Any) -> list[list[int]]:
-        new = sample(model, prompt_ids, keys, offsets, *rest)
-        said.extend(zip(keys.tolist(), offsets.tolist(), map(list, prompt_ids), new))
+    def remembered(model: Any, rows: Any, *rest: Any) -> list[list[int]]:
+        new = sample(model, rows, *rest)
+        said.extend((row.key, len(row.ids), row.prompt_ids + row.ids, ids) for row, ids in zip(rows, new))
         return new
 
     engine.sample_chunk = remembered

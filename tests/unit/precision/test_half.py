@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
 
 from grpo_ext.precision.half import as_in_training, half_weights
-from grpo_ext.rollouts import keyed
+from grpo_ext.rollouts import engine
 from grpo_ext.rollouts.decoding import RolloutCache
 from tests.support.architectures import architecture
+from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, make, update
 
@@ -150,13 +151,12 @@ def sample(model: Any, monkeypatch: Any) -> tuple[list[list[int]], list[torch.dt
             super().__init__(*args)
             caches.append(self)
 
-    monkeypatch.setattr(keyed, "RolloutCache", Recorded)
+    monkeypatch.setattr(engine, "RolloutCache", Recorded)
     prompts = [[5, 6, 7]] * 4 + [[9, 10, 11, 12]] * 4
     settings = {"do_sample": True, "pad_token_id": 0, "eos_token_id": [1, 2, 3], "max_new_tokens": 70, "top_k": 0}
     keys_B = torch.arange(8) * 7919
     config = GenerationConfig(**settings)
-    cpu, zeros = torch.device("cpu"), torch.zeros_like(keys_B)
-    completions = keyed.sample_chunk(model, prompts, keys_B, zeros, config, [1, 2, 3], cpu, compact=True)
+    completions = sampled_chunk(model, prompts, keys_B, config, [1, 2, 3], compact=True)
     (cache,) = caches
     return completions, [t.dtype for layer in cache.layers for t in (layer.keys, layer.values)]
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, choose_by_blocks, completion_keys
-from grpo_ext.rollouts import decoding, keyed
-from grpo_ext.rollouts.decoding import GrowingLayer, RowOrder, decodes_compactly, own_generate
-from grpo_ext.rollouts.keyed import sample_chunk
+from grpo_ext.rollouts import decoding, engine, keyed
+from grpo_ext.rollouts.decoding import GrowingLayer, decodes_compactly, own_generate, remaining_rows
 from tests.support.architectures import HYBRID, architecture
+from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
 
 FEW = ("qwen2", "llama", "gpt2", "moe", "gemma2", "lora", "lfm2", "falcon_h1")
@@ -42,10 +42,7 @@ def sample(model: Any, compact: bool, seed: int = 0, prompts: Any = PROMPTS, **o
     keys = completion_keys(seed, TRAIN_STREAM, 0, 0, rows // 6, rows % 6)
     settings = {"do_sample": True, "pad_token_id": PAD, "eos_token_id": ENDS, "max_new_tokens": 40, "top_k": 0}
     config = GenerationConfig(**{**settings, **options})
-    with torch.no_grad():
-        return sample_chunk(
-            model, prompts, keys, torch.zeros_like(rows), config, ENDS, torch.device("cpu"), compact=compact
-        )
+    return sampled_chunk(model, prompts, keys, config, ENDS, compact=compact)
 
 
 @pytest.mark.parametrize("kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.full) for kind in FURTHER)])
@@ -109,7 +106,7 @@ def test_the_way_of_cuda_gives_the_same_completions(monkeypatch):
 
 def test_what_follows_an_end_is_padding(monkeypatch):
     monkeypatch.setattr(decoding, "_LOOK_EVERY", {"cpu": 16})
-    monkeypatch.setattr(keyed, "_until_eos", lambda tokens, ends: tokens)
+    monkeypatch.setattr(engine, "_until_eos", lambda tokens, ends: tokens)
     rows = sample(model_of("qwen2"), compact=True)
     ends = [next((i for i, token in enumerate(row) if token in ENDS), len(row)) for row in rows]
     assert len(set(ends)) > 4
@@ -127,10 +124,10 @@ def test_a_growing_layer_holds_what_a_dynamic_one_holds():
                 layer.reorder_cache(torch.tensor([0, 0, 1, 1, 1]))
         if step == 50:  # finished rows leave
             count = 3
-            order = RowOrder.without([False, True, False, True, False], torch.device("cpu"))
-            assert order.index.tolist() == [0, 4, 2]
-            ours.keep(order)
-            theirs.reorder_cache(order.index)
+            index, places = remaining_rows([False, True, False, True, False], torch.device("cpu"))
+            assert index.tolist() == [0, 4, 2]
+            ours.keep(index, places)
+            theirs.reorder_cache(index)
         states = torch.randn(2, count, 2, tokens, 8, generator=generator)
         for held, expected in zip(ours.update(*states), theirs.update(*states)):
             assert torch.equal(held, expected)
@@ -139,12 +136,10 @@ def test_a_growing_layer_holds_what_a_dynamic_one_holds():
 
 @given(st.lists(st.booleans(), max_size=20))
 def test_rows_that_stay_are_in_the_order_once_and_few_move(done):
-    order = RowOrder.without(done, torch.device("cpu"))
-    index = order.index.tolist()
+    index, places = (part.tolist() for part in remaining_rows(done, torch.device("cpu")))
     assert sorted(index) == [row for row, ended in enumerate(done) if not ended]
-    moved = [(place, row) for place, row in enumerate(index) if place != row]
-    assert moved == list(zip(order.places.tolist(), order.moved.tolist()))
-    assert all(done[place] for place, _ in moved)
+    assert places == [place for place, row in enumerate(index) if place != row]
+    assert all(done[place] for place in places)
 
 
 @pytest.mark.parametrize(

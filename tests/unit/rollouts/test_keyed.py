@@ -6,24 +6,28 @@ import copy
 import itertools
 from contextlib import nullcontext
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 from scipy import stats
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.rollouts import engine as engine_module
-from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine
-from grpo_ext.rollouts.keyed import can_sample_by_key, request_keys, sample_chunk, sampling_filters
+from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, sample_chunk
+from grpo_ext.rollouts.keyed import can_sample_by_key, request_keys, sampling_filters
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.runtime.out_of_memory import Halving
+from tests.support.rollouts import sampled_chunk
+from tests.support.tiny import tiny_model
 from tests.tolerances import P_VALUE
 
 VOCABULARY, PAD, EOS = 24, 0, 1
@@ -31,23 +35,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.4,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Qwen2ForCausalLM(config).eval()
+def model() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return tiny_model(vocab_size=VOCABULARY, initializer_range=0.4, **sizes).eval()
 
 
 def sampling(**options) -> GenerationConfig:
@@ -60,10 +50,8 @@ def keys(rows: int, seed: int = 0) -> torch.Tensor:
     return completion_keys(seed, TRAIN_STREAM, 0, 0, index // 8, index % 8)
 
 
-def sample(model, prompts, keys_B, config=None, offsets=None, **options) -> list[list[int]]:
-    offsets = torch.zeros(len(prompts), dtype=torch.long) if offsets is None else offsets
-    with torch.no_grad():
-        return sample_chunk(model, prompts, keys_B, offsets, config or sampling(), [EOS], CPU, **options)
+def sample(model, prompts, keys_B, config=None, **options) -> list[list[int]]:
+    return sampled_chunk(model, prompts, keys_B, config or sampling(), [EOS], **options)
 
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7], [3, 4], [15, 16, 17, 18], [2, 2, 2], [19]]
@@ -132,7 +120,7 @@ def test_a_completion_is_the_same_alone_in_a_batch_and_in_any_order(model, name)
     order = [3, 7, 0, 5, 1, 6, 2, 4]
     shuffled = sample(model, [PROMPTS[i] for i in order], keys_B[order], config)
     assert shuffled == [together[i] for i in order]
-    assert sample(model, PROMPTS, keys_B, config, pad_to_multiple_of=16) == together
+    assert sample(model, PROMPTS, keys_B, config, multiple=16) == together
     assert config.to_dict() == before
 
 
@@ -256,6 +244,7 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
 
 def engine_of(model, sharded: bool = False, together: int | None = None) -> TransformersEngine:
     """With chunks of two groups of four."""
+    PartialState()  # the logger asks it which process this is
     ends = {"eos_token_ids": [EOS], "filler": EOS, "pad": EOS}
     settings = EngineSettings(CPU, chunk_size=8, together=together, sharded=sharded, **ends)
     memory = Halving("generation", "", not sharded)
@@ -277,12 +266,18 @@ def test_a_later_turn_goes_on_where_the_completion_is(model):
         for row in active:
             row.add_answer([3] * (1 + row.place % 2))
         found = [ids for ids, _ in engine.generate(active, config, 4)]
-    offsets = torch.tensor([len(row.ids) for row in active])
-    assert set(offsets.tolist()) == {5, 6}
-    histories, keys_B = [row.prompt_ids + row.ids for row in active], torch.tensor([row.key for row in active])
-    assert found == sample(model, histories, keys_B, config, offsets)
-    assert found != sample(model, histories, keys_B, config, offsets - 1)
+    assert {len(row.ids) for row in active} == {5, 6}
+    assert found == alone(model, active, config)
+    for row in active:  # the same tokens one position earlier
+        row.prompt_ids, row.ids = [*row.prompt_ids, row.ids[0]], row.ids[1:]
+    assert found != alone(model, active, config)
     assert [row.ids for row in rows if row.place % 3 == 0] == first[::3]
+
+
+def alone(model, rows: list[Transcript], config: GenerationConfig) -> list[list[int]]:
+    """New tokens of each row by a call of its own."""
+    with torch.no_grad():
+        return [sample_chunk(model, [row], config, engine_of(model).settings)[0] for row in rows]
 
 
 def counting(monkeypatch) -> list[int]:

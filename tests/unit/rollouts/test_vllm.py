@@ -11,7 +11,9 @@ import torch
 
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.vllm import VllmEngine, VllmServer, seeded, seeds_of
+from grpo_ext.rollouts.vllm import VllmEngine, VllmServer, seeds_of
+from grpo_ext.rollouts.vllm_weights import ColocatedEngine
+from tests.support.server import generation_settings
 
 
 def keys(prompts: range, group: int = 4, rollout: int = 0) -> torch.Tensor:
@@ -43,38 +45,28 @@ class Params:
         return Params(self.temperature, self.seed)
 
 
-def test_colocated_engines_get_one_parameter_set_for_each_row():
-    asked = []
-    llm = SimpleNamespace(generate=lambda prompts, sampling_params, use_tqdm: asked.append(sampling_params))
-    llm.device = "cuda"
-    generation = SimpleNamespace(tensor_parallel_size=1, llm=llm)
-    shared = Params(0.7)
-    with seeded(generation, [5, 6]):
-        generation.llm.generate(["a", "b"], sampling_params=shared, use_tqdm=False)
-        assert generation.llm.device == "cuda"  # what else TRL reads of the engine
-    assert [(p.temperature, p.seed) for p in asked[0]] == [(0.7, 5), (0.7, 6)]
-    assert shared.seed is None
-    generation.llm.generate(["a"], sampling_params=shared, use_tqdm=False)
-    assert asked[1] is shared  # the engine itself is as it was
-
-
 @pytest.mark.parametrize("with_seeds", [True, False])
-def test_a_colocated_engine_draws_rows_together_without_seeds(with_seeds):
-    asked = []
-    llm = SimpleNamespace(generate=lambda prompts, sampling_params: asked.append(sampling_params))
+def test_a_colocated_engine_gets_one_parameter_set_for_each_row_or_draws_them_together(with_seeds):
+    asked, shared = [], Params(0.7)
+
+    def sample(prompts: Any, sampling_params: Any, lora_request: Any, use_tqdm: bool) -> None:
+        asked.append((sampling_params, lora_request))
 
     def generate(prompts: Any, **options: Any) -> tuple[Any, ...]:
-        generation.llm.generate(prompts, sampling_params=Params(0.7))
+        generation.llm.generate(prompts, sampling_params=shared, use_tqdm=False)
         return None, [[1] for _ in prompts], None, None
 
+    llm = ColocatedEngine(SimpleNamespace(generate=sample, device="cuda"))
     generation = SimpleNamespace(tensor_parallel_size=1, llm=llm, generate=generate)
+    llm.adapter = "v1"
     VllmEngine(generation, with_seeds, contextlib.nullcontext).generate(transcripts(), None, 2)
-    rows = [params.seed for params in asked[0]] if with_seeds else asked[0].seed
-    assert rows == (seeds(range(3), 2) if with_seeds else None)
-
-
-SETTINGS = {"repetition_penalty": 1.0, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": None, "logprobs": 0}
-SETTINGS |= {"structured_outputs_regex": None, "max_completion_length": 4, "generation_kwargs": {"min_tokens": 1}}
+    ((params, adapter),) = asked
+    assert (adapter, llm.device, llm.seeds) == ("v1", "cuda", None)  # TRL reads the engine's attributes too
+    assert shared.seed is None
+    if with_seeds:
+        assert [(p.temperature, p.seed) for p in params] == [(0.7, seed) for seed in seeds(range(3), 2)]
+    else:
+        assert params is shared
 
 
 def server() -> tuple[VllmServer, list[dict[str, Any]]]:
@@ -85,7 +77,8 @@ def server() -> tuple[VllmServer, list[dict[str, Any]]]:
         ids = [[generation_kwargs["seed"] + i] for i in range(n)]
         return {"completion_ids": ids, "logprobs": [[[-1.0, -2.0]]] * n}
 
-    return VllmServer(SimpleNamespace(**SETTINGS), SimpleNamespace(generate=generate)), asked
+    settings = generation_settings(temperature=0.5, max_completion_length=4, generation_kwargs={"min_tokens": 1})
+    return VllmServer(settings, SimpleNamespace(generate=generate)), asked
 
 
 def transcripts() -> list[Transcript]:
