@@ -13,9 +13,10 @@ import torch
 from grpo_ext.forward import attention, shared_prefix
 from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
+from grpo_ext.runtime.transfer import to_device
 from tests.support import varlen
 from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, gradient, record_results, rows_of
+from tests.support.packs import SHAPES, apart, gradient, rows_of
 from tests.support.varlen import HEADS, PACKS, SCALE, dense, layout_of, outcome, states_of
 from tests.tolerances import FLOAT64_SUMS, HALF_PRECISION_JOIN, SAME_ALGEBRA
 
@@ -39,7 +40,7 @@ def model_of(kind: str, **settings: Any) -> Any:
 def test_one_call_gives_the_attention_of_a_sliding_window(calls, pack, heads, window):
     layout = layout_of(PACKS[pack])
     states = states_of(layout, heads)
-    parts = shared_prefix.joint_parts(layout, window, states[0].device)
+    parts = shared_prefix.joint_parts(layout, window)
     ours = outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE), states)
     for found, expected in zip(ours, outcome(dense(layout, *states, window), states)):
         torch.testing.assert_close(found, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
@@ -51,7 +52,7 @@ def test_one_call_gives_the_attention_of_a_sliding_window(calls, pack, heads, wi
 def test_two_calls_give_the_masked_attention_and_its_gradients(calls, pack, heads):
     layout = layout_of(PACKS[pack])
     states = states_of(layout, heads)
-    parts = shared_prefix.joint_parts(layout, None, states[0].device)
+    parts = shared_prefix.joint_parts(layout, None)
     ours = outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE), states)
     for found, expected in zip(ours, outcome(dense(layout, *states), states)):
         torch.testing.assert_close(found, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
@@ -63,7 +64,7 @@ def test_gradients_of_the_parts_alone_would_be_wrong(calls):
     """The negative control: each part with its own output and log-sum-exp, as autograd would compute them."""
     layout = layout_of(PACKS["ragged"])
     states = states_of(layout, HEADS[0])
-    own, _ = shared_prefix.joint_parts(layout, None, states[0].device)
+    own, _ = shared_prefix.joint_parts(layout, None)
     alone = outcome(shared_prefix.SharedPrefixAttention.apply(*states, [own], SCALE), states)
     expected = outcome(dense(layout, *states), states)
     assert (alone[1] - expected[1]).norm() > 0.05 * expected[1].norm()
@@ -75,7 +76,7 @@ def test_torchs_own_operators_take_the_arguments(heads, window, causal):
     """Their shapes without arithmetic: a version that took other arguments or kept the log-sum-exp otherwise shows."""
     layout = layout_of(PACKS["ragged"])
     states = states_of(layout, heads, device="meta", dtype=torch.bfloat16)
-    parts = shared_prefix.joint_parts(layout, window, torch.device("meta"))
+    parts = to_device(shared_prefix.joint_parts(layout, window), "meta")
     assert [part.causal for part in parts] == causal
     out = shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE)
     assert out.shape == states[0].shape
@@ -110,15 +111,24 @@ def test_a_window_that_a_sequence_reaches_is_the_kernels_own(calls, window, laye
 
 
 def test_layers_with_and_without_a_window_share_a_pack(calls, monkeypatch):
-    """The arguments of the calls are computed once for each window, whatever layers the model has and runs again."""
-    parts = record_results(monkeypatch, attention, "joint_parts")
+    """The arguments of the calls are computed once for each window, and those windows are known beforehand."""
+    windows: list[int | None] = []
+
+    def recorded(layout: Any, window: int | None) -> Any:
+        windows.append(window)
+        return shared_prefix.joint_parts(layout, window)
+
+    monkeypatch.setattr(attention, "joint_parts", recorded)
     layers = ["sliding_attention", "full_attention"] * 2
     model, batch = model_of("gemma3_text", sliding_window=6, layer_types=layers), rows_of(*SHAPES["groups"])
     expected = gradient("padded", model, batch)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
-    assert len(parts) == 2
+    assert sorted(map(str, windows)) == ["6", "None"]
+    assert attention.joint_parts_by_window(layout_of(PACKS["ragged"]), model.config).keys() == {6, None}
+    assert attention.joint_parts_by_window(layout_of(PACKS["prompts alone"]), model_of("mistral").config).keys() == {6}
+    assert attention.joint_parts_by_window(layout_of(PACKS["one token each"]), model.config).keys() == {None}
 
 
 def join_error(dtype: torch.dtype) -> float:
@@ -127,7 +137,7 @@ def join_error(dtype: torch.dtype) -> float:
     for groups in PACKS.values():
         layout = layout_of(groups)
         states = [x.detach() for x in states_of(layout, HEADS[0], dtype=dtype, dim=64)]
-        parts = shared_prefix.joint_parts(layout, None, states[0].device)
+        parts = shared_prefix.joint_parts(layout, None)
         out = shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE)
         exact.append(dense(layout, *(x.double() for x in states)).flatten())
         errors.append(out.double().flatten() - exact[-1])
