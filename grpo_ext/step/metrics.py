@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import torch
 
 from ..algorithms.exact import exact_sum
 from ..batching.micro_batches import Form, MicroBatch, StepSizes
-from ..runtime.collectives import gather_numbers
+from ..runtime.collectives import gather_lists
 
 # name, sum, number of things summed, weight of the micro-batch
 _Term = tuple[str, torch.Tensor | float, torch.Tensor | float, float]
@@ -64,16 +65,14 @@ class StepMetrics:
 
     def reduce(self) -> dict[str, float]:
         """Step-wide values, the same on every process; NaN where nothing was counted."""
-        names = sorted({name for name, *_ in self.terms} | {name for name, _ in self.highs})
-        number = {name: float(i) for i, name in enumerate(names)}
         values = iter(self._on_host([v for _, *pair, _ in self.terms for v in pair] + [high for _, high in self.highs]))
-        rows = [[number[name], next(values) * weight, next(values) * weight] for name, *_, weight in self.terms]
-        rows += [[number[name], next(values), 0.0] for name, _ in self.highs]
-        columns: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for which, total, count in gather_numbers(rows, self.device, self.dtype):
-            columns[names[int(which)]].append((total, count))
+        rows = [(name, next(values) * weight, next(values) * weight) for name, *_, weight in self.terms]
+        rows += [(name, next(values), 0.0) for name, _ in self.highs]
+        columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for name, total, count in gather_lists(rows):
+            columns[name].append((total, count))
         highs, result = dict(self.highs), {}
-        for name, pairs in columns.items():
+        for name, pairs in sorted(columns.items()):
             totals, counts = zip(*pairs)
             if name in highs:
                 value = max(totals)
