@@ -34,38 +34,27 @@ def model_of(kind: str, **settings: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 12])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 12])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("pack", PACKS)
-def test_one_call_gives_the_attention_of_a_sliding_window(calls, pack, heads, window):
+def test_the_masked_attention_and_its_gradients(calls, pack, heads, window):
+    """In one call with a window, else in one for the segments and one for completions on their prompts."""
     layout = layout_of(PACKS[pack])
     states = states_of(layout, heads)
     parts = shared_prefix.joint_parts(layout, window)
     ours = outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE), states)
-    for found, expected in zip(ours, outcome(dense(layout, *states, window), states)):
-        torch.testing.assert_close(found, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
-    assert calls == ["_varlen", "_varlen_backward"]
-
-
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("pack", PACKS)
-def test_two_calls_give_the_masked_attention_and_its_gradients(calls, pack, heads):
-    layout = layout_of(PACKS[pack])
-    states = states_of(layout, heads)
-    parts = shared_prefix.joint_parts(layout, None)
-    ours = outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE), states)
-    for found, expected in zip(ours, outcome(dense(layout, *states), states)):
-        torch.testing.assert_close(found, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
-    once = 1 if pack == "prompts alone" else 2
-    assert calls == ["_varlen"] * once + ["_varlen_backward"] * once
+    for values, expected in zip(ours, outcome(dense(layout, *states, window), states)):
+        torch.testing.assert_close(values, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
+    each_way = 1 if window or pack == "prompts alone" else 2
+    assert calls == ["_varlen"] * each_way + ["_varlen_backward"] * each_way
 
 
 def test_gradients_of_the_parts_alone_would_be_wrong(calls):
     """The negative control: each part with its own output and log-sum-exp, as autograd would compute them."""
     layout = layout_of(PACKS["ragged"])
     states = states_of(layout, HEADS[0])
-    own, _ = shared_prefix.joint_parts(layout, None)
-    alone = outcome(shared_prefix.SharedPrefixAttention.apply(*states, [own], SCALE), states)
+    segments, _ = shared_prefix.joint_parts(layout, None)
+    alone = outcome(shared_prefix.SharedPrefixAttention.apply(*states, [segments], SCALE), states)
     expected = outcome(dense(layout, *states), states)
     assert (alone[1] - expected[1]).norm() > 0.05 * expected[1].norm()
 
@@ -84,12 +73,18 @@ def test_torchs_own_operators_take_the_arguments(heads, window, causal):
         assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
 
 
-@pytest.mark.parametrize("shape", ["groups", "masked_out", "one"])
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
-def test_a_model_scores_and_learns_as_on_the_padded_batch(calls, kind, shape):
-    model, batch = model_of(kind), rows_of(*SHAPES[shape])
+@pytest.mark.parametrize(
+    ("kind", "settings", "shape", "layer_calls"),
+    [
+        *((kind, {}, shape, 2) for kind in ("qwen2", "gpt2") for shape in ("groups", "masked_out", "one")),
+        ("mistral", {"sliding_window": 6}, "groups", 1),  # the kernel's own window
+        ("mistral", {"sliding_window": 100}, "groups", 2),  # which no sequence reaches
+    ],
+)
+def test_a_model_scores_and_learns_as_on_the_padded_batch(calls, kind, settings, shape, layer_calls):
+    model, batch = model_of(kind, **settings), rows_of(*SHAPES[shape])
     assert apart(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S) <= SAME_ALGEBRA
-    assert len(calls) == 2 * model.config.num_hidden_layers
+    assert len(calls) == layer_calls * model.config.num_hidden_layers
     assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= SAME_ALGEBRA
 
 
@@ -100,14 +95,6 @@ def test_gradient_checkpointing_runs_the_same_calls_again(calls):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
     assert (calls.count("_varlen"), calls.count("_varlen_backward")) == (16, 8)
-
-
-@pytest.mark.parametrize(("window", "layer_calls"), [(6, 1), (100, 2)])
-def test_a_window_that_a_sequence_reaches_is_the_kernels_own(calls, window, layer_calls):
-    model, batch = model_of("mistral", sliding_window=window), rows_of(*SHAPES["groups"])
-    assert apart(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S) <= SAME_ALGEBRA
-    assert len(calls) == layer_calls * model.config.num_hidden_layers
-    assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= SAME_ALGEBRA
 
 
 def test_layers_with_and_without_a_window_share_a_pack(calls, monkeypatch):
