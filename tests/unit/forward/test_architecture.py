@@ -60,7 +60,14 @@ def test_every_kind_of_causal_language_model_has_a_cost():
 @pytest.mark.parametrize("kind", GEMMA4)
 def test_head_dimensions_that_differ_from_layer_to_layer_are_added_up(kind):
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    config = config_of(kind, num_hidden_layers=3, layer_types=kinds, vocab_size=64, vocab_size_per_layer_input=64)
+    sizes = {
+        "vocab_size": 64,
+        "vocab_size_per_layer_input": 64,
+        "hidden_size": 32,
+        "head_dim": 8,
+        "global_head_dim": 24,
+    }
+    config = config_of(kind, num_hidden_layers=3, layer_types=kinds, **sizes)
     model = on_meta(config)
     outputs = [module.in_features for path, module in model.named_modules() if path.endswith("o_proj")]
     assert len(set(outputs)) == 2
