@@ -244,7 +244,7 @@ def _as_sdpa_takes_them(*states: torch.Tensor) -> _States:
 
 
 def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> int:
-    """Replaces transformers' mask by the one thing that the layout does not hold: the sliding window, 0 without one."""
+    """Returns the sliding window, 0 without one, instead of a mask; all else of a mask follows from the layout."""
     return local_size or 0
 
 
