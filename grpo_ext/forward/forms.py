@@ -150,11 +150,10 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
     """
     policy = base_model_of(model)
     with in_form(policy, batch.form):
-        output = model(**batch.inputs, **{TARGETS: batch.targets})
+        logps_S, entropies_S, routers = model(**batch.inputs, **{TARGETS: batch.targets})
     if batch.form == "packed" and not batch.inputs[LAYOUT].readers:
         raise TakesNoPacks(f"{type(policy).__name__} does not attend through transformers' attention interface")
-    router = RouterOutput(output.router_logits, batch.counts_BL) if output.router_logits else None
-    return LogProbs(output.log_probs, output.entropy if batch.targets.entropy else None, router, batch.places_2S)
+    return LogProbs(logps_S, entropies_S, RouterOutput(routers, batch.counts_BL) if routers else None, batch.places_2S)
 
 
 def run_rows(

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ext.forward import choice as module
-from grpo_ext.forward import prefix_cache
+from grpo_ext.forward import forms, prefix_cache
 from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
@@ -160,17 +160,17 @@ def test_a_model_that_can_run_packs_does(monkeypatch):
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
 def test_a_planted_fault_is_found(monkeypatch, kind, fault):
     model, batch = model_of(kind), rows_of([20, 11], [[30, 2, 17, 9], [4, 8, 20, 3]])
-    init = prefix_cache.Continuation.__init__
+    changes = {
+        "position": lambda value: {"position_ids": value.position_ids + 1},
+        "neighbour": lambda value: {"prompt_B": value.prompt_B.flip(0)},
+        "padding": lambda value: {"attention_mask": torch.ones_like(value.attention_mask)},
+    }
 
-    def spoilt(self: Any, input_ids: Any, attention_mask: Any, position_ids: Any, prompt_B: Any, instead: Any) -> None:
-        if fault == "position":
-            position_ids = position_ids + 1
-        elif fault == "neighbour":
-            prompt_B = prompt_B.flip(0)
-        else:
-            attention_mask = torch.ones_like(attention_mask)
-        init(self, input_ids, attention_mask, position_ids, prompt_B, instead)
+    def spoilt(**values: Any) -> Any:
+        continuation = prefix_cache.Continuation(**values)
+        vars(continuation).update(changes[fault](continuation))
+        return continuation
 
     assert try_form("prefix", model, batch).refused is None
-    monkeypatch.setattr(prefix_cache.Continuation, "__init__", spoilt)
+    monkeypatch.setattr(forms, "Continuation", spoilt)
     assert try_form("prefix", model, batch).refused is not None
