@@ -10,7 +10,7 @@ import torch
 
 from ..algorithms.exact import exact_sum
 from ..batching.micro_batches import Form, MicroBatch, StepSizes
-from ..runtime.collectives import gather_numbers
+from ..runtime.collectives import gather_lists
 
 _Number = torch.Tensor | float
 
@@ -62,13 +62,12 @@ class StepMetrics:
 
     def reduce(self) -> dict[str, float]:
         """Step-wide values, the same on every process; NaN where nothing was counted."""
-        names = sorted(self.kinds)
         numbers = iter(self._on_host([number for _, *pair in self.terms for number in pair]))
-        rows = [[float(names.index(name)), next(numbers), next(numbers)] for name, *_ in self.terms]
-        columns: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for which, value, count in gather_numbers(rows, self.device, self.dtype):
-            columns[names[int(which)]].append((value, count))
-        return {name: _reduced(self.kinds[name], columns[name]) for name in names}
+        rows = [(name, next(numbers), next(numbers)) for name, *_ in self.terms]
+        columns: dict[str, list[tuple[float, float]]] = {name: [] for name in sorted(self.kinds)}
+        for name, value, count in gather_lists(rows):
+            columns[name].append((value, count))
+        return {name: _reduced(self.kinds[name], pairs) for name, pairs in columns.items()}
 
     def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
         """The values of scalars, which the device sends together."""
@@ -81,8 +80,9 @@ def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:
     """The step-wide value of a metric, from pairs of a value and a count."""
     values, counts = [value for value, _ in pairs], [count for _, count in pairs]
     if kind in ("highest", "lowest"):
-        extreme = max(values, default=math.inf) if kind == "highest" else min(values, default=math.inf)
-        return math.nan if math.isinf(extreme) else extreme
+        nothing = -math.inf if kind == "highest" else math.inf
+        extreme = max(values, default=nothing) if kind == "highest" else min(values, default=nothing)
+        return math.nan if extreme == nothing else extreme
     total, count = exact_sum(values), exact_sum(counts)
     return total if kind == "total" else total / count if count else math.nan
 
