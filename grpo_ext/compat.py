@@ -41,19 +41,12 @@ except (ImportError, RuntimeError) as error:  # the latter from TRL's lazy modul
         f"grpo_ext does not fit the installed trl {trl.__version__}: {error}. TRL 1.15 and 1.16 are tested and work."
     ) from error
 
-# methods of `trl.GRPOTrainer`, its own and transformers', that the trainer overrides
+# methods of `trl.GRPOTrainer`, inherited ones included, that the trainer overrides
 OVERRIDES = (
     *("__init__", "create_accelerator_and_postprocess", "get_total_train_batch_size", "get_train_dataloader"),
-    *(
-        "_wrap_model",
-        "get_eval_dataloader",
-        "get_test_dataloader",
-        "training_step",
-        "prediction_step",
-        "evaluation_loop",
-        "predict",
-    ),
-    *("_prepare_inputs", "_compute_loss", "_get_per_token_logps_and_entropies", "_generate_and_score_completions"),
+    *("_wrap_model", "get_eval_dataloader", "get_test_dataloader", "training_step", "prediction_step"),
+    *("evaluation_loop", "predict", "_prepare_inputs", "_compute_loss"),
+    *("_get_per_token_logps_and_entropies", "_generate_and_score_completions"),
     *("_generate", "_generate_single_turn", "_calculate_rewards", "train", "log", "_init_training_state"),
     *("_run_epoch", "_finalize_training", "_load_from_checkpoint", "_load_best_model", "_issue_warnings_after_load"),
     *("_save_checkpoint", "_get_output_dir"),
@@ -77,14 +70,14 @@ IMAGE_ARGUMENTS = tuple(
 
 
 def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is of images in a batch of TRL's, as arguments of its log-probabilities."""
+    """The image inputs of one of TRL's batches, as arguments of its log-probabilities."""
     return {name: batch[name] for name in (*IMAGE_ARGUMENTS, *_COUNTS) if name in batch}
 
 
 def sample_no_image_tokens(trainer: Any) -> None:
-    """Never sample the token that stands for an image, which the images of the prompt would not match.
+    """Never sample the token that stands for an image: its number would not match the images of the prompt.
 
-    TRL does so since 1.16, unless the user has other tokens that are not sampled.
+    TRL does so since 1.16, unless the user suppresses other tokens.
     """
     if not trainer.use_vllm and (image := image_token(trainer.model)) is not None:
         others = trainer.generation_config.suppress_tokens or []
@@ -97,10 +90,10 @@ def image_token(model: Any) -> int | None:
 
 
 def forget_absent_layers(model: Any) -> None:
-    """Let FSDP wrap the layers that a model has.
+    """Remove layers that a model lacks from those that FSDP wraps.
 
-    One with an image tower also names those of the tower's family that it lacks (CLIP's text embeddings), for which
-    Accelerate and PEFT refuse it.
+    A model with an image tower also names layers of the tower's family (CLIP's text embeddings), and Accelerate and
+    PEFT refuse names of absent layers.
     """
     model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
 
@@ -179,16 +172,16 @@ def generating(trainer: Any) -> Iterator[Any]:
 
 @contextmanager
 def as_reference(model: Any) -> Iterator[None]:
-    """Inside, a model with adapters is its own reference: without them, or with a copy of the loaded one."""
+    """Let a model with adapters act as its reference: without them, or with a copy of the loaded one."""
     with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
         yield
 
 
 @contextmanager
 def hiding_old_names() -> Iterator[None]:
-    """Inside, transformers' warnings of its old names for activation checkpointing are not shown.
+    """Hide transformers' warnings of its old names for activation checkpointing.
 
-    TRL uses the names, and so does a trainer that runs beside versions without the new ones: users cannot act on it.
+    TRL uses the old names, and this package supports versions without the new ones: users cannot act on the warnings.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
@@ -205,7 +198,7 @@ def client_of(generation: Any) -> Any:
 
 @contextmanager
 def engine_options(**options: Any) -> Iterator[None]:
-    """Inside, TRL starts its vLLM engine with further options, as its `VLLMGeneration` takes none (`enable_lora`)."""
+    """Let TRL start its vLLM engine with further options (`enable_lora`), which its `VLLMGeneration` does not take."""
     if not options:
         yield
         return
@@ -223,7 +216,7 @@ def lora_request(name: str, number: int, path: Path) -> Any:
 
 
 def server_info(client: Any) -> dict[str, Any]:
-    """A vLLM server's `vllm_config` and `vllm_env`; empty dictionaries where it does not tell.
+    """A vLLM server's `vllm_config` and `vllm_env`; empty dictionaries where it does not report them.
 
     TRL's `get_server_info` leaves the environment out, and TRL 1.15 has none.
     """
@@ -252,7 +245,7 @@ def served_rank(rank: int) -> int:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters, without `self` and without those that take any number."""
+    """Names of the parameters, without `self`, `*args` and `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind not in _VARIABLE and p.name != "self"]
 

@@ -1,4 +1,4 @@
-"""`GRPOConfig`: TRL's configuration plus the fields that separate what a run means from how it is laid out.
+"""`GRPOConfig`: TRL's configuration, with fields that separate the algorithm of a run from its hardware layout.
 
 Differs from TRL: batch sizes of the algorithm are global (`global_batch_size`, `rollout_batch_size`), the micro-batch
 may be any size, and the accumulation is derived. First thing a user touches; read by the trainer and the tools.
@@ -60,7 +60,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     The help of a field (`metadata["help"]`, and the `--help` of recipes/grpo.py) says what it is, its unit and default.
     Sizes are over all processes unless they say per device. Of TRL's fields, `per_device_train_batch_size` may be any
-    positive integer, and `gradient_accumulation_steps` is derived where `global_batch_size` is given.
+    positive integer, and `gradient_accumulation_steps` is derived where `global_batch_size` is set.
 
     Raises:
         ConfigError: sizes that break a rule, fields that contradict, unknown names; before anything is loaded.
@@ -195,12 +195,10 @@ class GRPOConfig(trl.GRPOConfig):
     )
     reward_timeout: float | None = _setting(
         None,
-        "Seconds one call of a reward function may take; without reward_workers a longer call goes on in its "
+        "Seconds one call of a reward function may take; without reward_workers a longer call continues in its "
         "thread. Default: no limit.",
     )
-    reward_retries: int = _setting(
-        0, "How often a call of a reward function that raised or took too long is made again."
-    )
+    reward_retries: int = _setting(0, "How often a call of a reward function that raised or took too long is repeated.")
     reward_on_failure: str = _setting(
         "error",
         "After the last retry of a reward function: 'error' ends the run, 'none' gives the completions of that call "
@@ -305,7 +303,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     @classmethod
     def for_model(cls, args: trl.GRPOConfig | None, model: Any) -> GRPOConfig:
-        """The configuration of a trainer: the given one, TRL's converted, or a default named after the model."""
+        """The configuration of a trainer: `args`, converted if it is TRL's, or a default named after the model."""
         if args is None:
             place = getattr(getattr(model, "config", None), "_name_or_path", "")
             name = model if isinstance(model, str) else str(place)
@@ -317,7 +315,7 @@ class GRPOConfig(trl.GRPOConfig):
         """This class's configuration with the settings of an existing `trl.GRPOConfig`, which is left as it is."""
         values = {spec.name: getattr(args, spec.name) for spec in dataclasses.fields(trl.GRPOConfig) if spec.init}
         if values["steps_per_generation"] is not None:
-            values["generation_batch_size"] = None  # TRL computes one from the other and refuses to be given both
+            values["generation_batch_size"] = None  # TRL computes one from the other and refuses both
         config = cls(**values)
         for name, value in vars(args).items():  # what a subclass of TRL's configuration adds
             if not hasattr(config, name):

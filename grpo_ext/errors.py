@@ -3,8 +3,9 @@
 All derive from `ValueError`, because TRL and transformers raise `ValueError` for the same kinds of mistakes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, show: Callable[[str], str] = repr) -> str:
@@ -24,6 +25,19 @@ class GrpoExtError(ValueError):
 
 class ConfigError(GrpoExtError):
     """A setting, or a combination of settings, that cannot be run."""
+
+
+def refuse_combination(setting: str, others: Mapping[str, Any], remedy: str) -> None:
+    """Refuse a setting together with others that contradict it.
+
+    Args:
+        others: descriptions, each with a value that is true where it applies.
+
+    Raises:
+        ConfigError: names all that apply.
+    """
+    if applying := [description for description, applies in others.items() if applies]:
+        raise ConfigError(f"{setting} cannot be combined with {'; '.join(applying)}. {remedy}")
 
 
 class DataError(GrpoExtError):
@@ -59,7 +73,7 @@ class MemoryShortageError(GrpoExtError):
 
 
 class ProcessError(GrpoExtError):
-    """Another process of the run has failed, and this one cannot go on without it."""
+    """Another process of the run has failed, and this one cannot continue without it."""
 
 
 class LaunchError(GrpoExtError):

@@ -15,7 +15,7 @@ FILE_MODULE_PREFIX = "grpo_ext_file_"  # names of modules that are loaded from a
 
 
 def load_file(path: str) -> ModuleType:
-    """Import a Python file under a name of its own, so that what it defines can be pickled."""
+    """Import a Python file and register its module, so that its definitions can be pickled."""
     name = f"{FILE_MODULE_PREFIX}{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, Path(path).expanduser())
     assert spec is not None  # a file with this suffix always has a loader
@@ -25,12 +25,12 @@ def load_file(path: str) -> ModuleType:
     return module
 
 
-def load_named(name: str, asked: str, kind: Any) -> Any:
-    """What a name stands for.
+def load_named(name: str, setting: str, kind: Any) -> Any:
+    """The object of a name.
 
     Args:
-        asked: begins an error, as the user knows it: the setting and its value.
-        kind: the class of what is wanted; `Callable` for functions.
+        setting: the user's setting and its value, with which an error begins.
+        kind: the class of the object; `Callable` for functions.
 
     Raises:
         ConfigError: there is no such module or file, or it defines nothing of that name and kind.
@@ -40,11 +40,11 @@ def load_named(name: str, asked: str, kind: Any) -> Any:
     try:
         module = load_file(source) if is_file else importlib.import_module(source)
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ConfigError(f"{asked} cannot be loaded ({error}); check the path, or the name of the module.") from error
+        raise ConfigError(f"{setting} cannot be loaded ({error}); check the path or the module's name.") from error
     value = getattr(module, attribute, None)
     if not isinstance(value, kind):
         names = [key for key, value in vars(module).items() if isinstance(value, kind) and not key.startswith("_")]
         raise ConfigError(
-            f"{asked}: {source} defines no {kind.__name__} {attribute}; it defines {', '.join(names) or 'none'}."
+            f"{setting}: {source} defines no {kind.__name__} {attribute}; it defines {', '.join(names) or 'none'}."
         )
     return value

@@ -14,22 +14,22 @@ from typing import Any
 from .algorithms.advantages import check_estimator
 from .algorithms.losses import LossConfig
 from .batching.sizes import require_whole
-from .errors import ConfigError
+from .errors import ConfigError, refuse_combination
 
-# the lowest values of settings that are whole numbers; those of the second may also be None
+# the least values of settings that are whole numbers
 _LEAST = dict.fromkeys(("per_device_eval_batch_size", "dynamic_sampling_max_rounds", "bitwise_threads"), 1)
-_LEAST |= dict.fromkeys(("reward_retries", "reward_workers"), 0)
-_LEAST_IF_GIVEN = {"num_generations_eval": 1, "micro_batch_tokens": 2}
+_LEAST |= {"reward_retries": 0, "reward_workers": 0, "num_generations_eval": 1, "micro_batch_tokens": 2}
+_MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens"}
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Refuse values that a setting cannot have.
+    """Refuse values outside the range of their settings.
 
     Raises:
         ConfigError: names the setting, and what it takes.
     """
-    for name, least in (_LEAST | _LEAST_IF_GIVEN).items():
-        if name in _LEAST or settings[name] is not None:
+    for name, least in _LEAST.items():
+        if settings[name] is not None or name not in _MAY_BE_NONE:
             require_whole(name, settings[name], least)
     for name in ("reward_timeout", "tool_timeout"):
         seconds = settings[name]
@@ -88,7 +88,7 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
     by_timing = settings["use_transformers_continuous_batching"]
     vllm, invariant = settings["use_vllm"], os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
     varies = vllm and settings["vllm_mode"] == "colocate" and not invariant  # a server is asked later
-    refused = {
+    others = {
         "FSDP (gradients are reduced as floating point numbers)": asks_for("fsdp", settings),
         "DeepSpeed (gradients are reduced as floating point numbers)": asks_for("deepspeed", settings),
         "use_vllm without VLLM_BATCH_INVARIANT=1 (batches, and with them bits, follow from timing)": varies,
@@ -101,8 +101,7 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
         "tf32": settings["tf32"],
         "fp16 (its loss scale moves with overflows)": settings["fp16"],
     }
-    if names := [name for name, value in refused.items() if value]:
-        raise ConfigError(f"bitwise_invariant=True cannot be kept with {'; '.join(names)}. Turn one of the two off.")
+    refuse_combination("bitwise_invariant=True", others, "Turn one of the two off.")
     size, group = settings["canonical_unit_size"], settings["num_generations"]
     if size is not None and (not isinstance(size, int) or not 1 <= size <= group):
         raise ConfigError(
@@ -111,10 +110,10 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
 
 
 def check_lag(lag: Any, sharded: bool) -> None:
-    """Refuse a `rollout_lag` that is no whole number, or that goes with FSDP or DeepSpeed.
+    """Refuse a `rollout_lag` that is not a whole number, or is combined with FSDP or DeepSpeed.
 
     Raises:
-        ConfigError: says what to use.
+        ConfigError: with the remedy.
     """
     require_whole("rollout_lag", lag, least=0)
     if lag and sharded:
@@ -125,7 +124,7 @@ def check_lag(lag: Any, sharded: bool) -> None:
 
 
 def check_ahead(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that sampling ahead does not go with.
+    """Refuse settings that cannot be combined with sampling ahead.
 
     Raises:
         ConfigError: names all of it.
@@ -136,12 +135,11 @@ def check_ahead(settings: Mapping[str, Any]) -> None:
         return
     colocated = vllm and settings["vllm_mode"] != "server"
     trained_weights = settings["use_transformers_continuous_batching"]
-    refused = {
+    others = {
         "vllm_mode='colocate' (the engine shares the device with training; use a server)": colocated,
         "torch_compile (a copy would be compiled anew)": settings["torch_compile"],
         "ignore_data_skip=True (what was sampled ahead belongs to later prompts)": settings["ignore_data_skip"],
         "cast_lm_head_to_fp32=True (TRL's head runs the weights that are trained)": settings["cast_lm_head_to_fp32"],
         "use_transformers_continuous_batching (it samples with the weights that are trained)": trained_weights,
     }
-    if names := [name for name, value in refused.items() if value]:
-        raise ConfigError(f"rollout_lag={lag} does not go with {'; '.join(names)}. Change that, or use rollout_lag=0.")
+    refuse_combination(f"rollout_lag={lag}", others, "Change that, or use rollout_lag=0.")

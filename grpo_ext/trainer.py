@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import trl
+from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -48,7 +49,7 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .step.evaluation import PassAtK
-from .step.gradients import clear_cache_every, replicate
+from .step.gradients import accumulating, replicate
 from .step.loss import assemble_loss
 from .step.optimizer_step import Attempt, StepPlanner
 from .step.settings import StepSettings, loss_config_of, step_settings_of
@@ -234,15 +235,17 @@ class GRPOTrainer(trl.GRPOTrainer):
         for attempt in self._step_planner.attempts(model, completions, settings):
             with attempt.running():
                 attempt.measure(self.model)  # the denominators, before any forward with gradients
-                with attempt.accumulating() as accumulation:  # at its end, one sum over the processes
+                # at its end one sum over the processes
+                with accumulating(self.accelerator, attempt.gradients, len(attempt.plan)) as backward:
                     for micro_batch in self._with_events(attempt.micro_batches()):
-                        with accumulation.micro_batch():  # Accelerate's `accumulate`
-                            accumulation.backward(self._loss_of(model, micro_batch))
+                        with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
+                            backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
         self._refuse_not_finite(loss, model, attempt)
         self._losses.append(loss)
         self._step += 1
-        clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
+        if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
+            clear_device_cache()
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
 
@@ -308,7 +311,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return batch
 
     def _step_settings(self) -> StepSettings:
-        """What the loss of a step is made of, as it is set now."""
+        """The settings of a step as they are now."""
         custom_loss = any(map(self._override_of, ("compute_loss", "_compute_loss")))
         return step_settings_of(self, custom_loss, self._override_of(LOGPS))
 

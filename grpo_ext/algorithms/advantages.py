@@ -117,29 +117,35 @@ class AdvantageRule:
             ConfigError: an unknown estimator, or one that returns something else than one finite number for every
                 completion that was scored.
         """
-        if self.estimator is None and self.aggregation == "normalize_then_sum":
-            return _standardized(_normalized_sum(rewards_BF, weights_F, num_generations)).nan_to_num(nan=0.0)
-        rewards_PG = weighted_sum(rewards_BF, weights_F).view(-1, num_generations)
-        if self.estimator is None:
-            return _SCALED[self.scale_rewards](rewards_PG).view(-1).nan_to_num(nan=0.0)
-        return _estimated(self.estimator, rewards_PG)
+        rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
+        if self.estimator is not None:
+            return _estimated(self.estimator, rewards_PG)
+        scaled = _standardized if self.aggregation == "normalize_then_sum" else _SCALED[self.scale_rewards]
+        return scaled(rewards_PG).view(-1).nan_to_num(nan=0.0)
 
     def zero_std_fraction(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> float:
         """The share of completions whose reward has no standard deviation, as TRL logs it (`frac_reward_zero_std`)."""
-        rewards = weighted_sum(rewards_BF, weights_F)
-        if self.aggregation == "normalize_then_sum":
-            rewards = _normalized_sum(rewards_BF, weights_F, num_generations)
-        if self.aggregation == "normalize_then_sum" or self.scale_rewards == "batch":
-            std = (nan_std(rewards) if rewards.numel() > 1 else torch.zeros(())).expand_as(rewards)
-        else:
-            grouped = rewards.view(-1, num_generations)
-            std = nan_std(grouped, dim=1) if num_generations > 1 else torch.zeros(len(grouped))
+        rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
+        if self.scale_rewards == "batch" or self.aggregation == "normalize_then_sum":
+            rewards_PG = rewards_PG.view(1, -1)
+        std = nan_std(rewards_PG, dim=1) if rewards_PG.size(1) > 1 else torch.zeros(len(rewards_PG))
         return torch.isclose(std, torch.zeros_like(std)).float().mean().item()
+
+    def _combined(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
+        """One reward for each completion, (P, G); with "normalize_then_sum" of rewards standardised in their group."""
+        rewards_B = weighted_sum(rewards_BF, weights_F)
+        if self.aggregation == "normalize_then_sum":
+            grouped = rewards_BF.view(-1, num_generations, rewards_BF.size(1))
+            mean = torch.nanmean(grouped, dim=1, keepdim=True)
+            std = nan_std(grouped, dim=1, keepdim=True) if num_generations > 1 else torch.zeros_like(mean)
+            total_B = weighted_sum(((grouped - mean) / (std + EPSILON)).view_as(rewards_BF), weights_F)
+            rewards_B = torch.where(torch.isnan(rewards_B), torch.nan, total_B.nan_to_num(nan=0.0))
+        return rewards_B.view(-1, num_generations)
 
     def constant_groups(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
         """Which groups teach nothing because their rewards are all alike, (P,), bool (DAPO, arXiv 2503.14476, 3.2).
 
-        With "normalize_then_sum" every reward function has to be without variance on its own.
+        With "normalize_then_sum" every single reward function has to be without variance.
         """
         values = rewards_BF[:, weights_F.to(rewards_BF) != 0]
         if self.aggregation == "sum_then_normalize":
@@ -195,12 +201,3 @@ def weighted_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor) -> torch.Ten
     """Weighted sum over the functions that scored a completion, shape (B,); NaN where none did."""
     total = (rewards_BF * weights_F.to(rewards_BF)).nansum(dim=1)
     return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, total)
-
-
-def _normalized_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-    grouped = rewards_BF.view(-1, num_generations, rewards_BF.size(1))
-    mean = torch.nanmean(grouped, dim=1, keepdim=True)
-    std = nan_std(grouped, dim=1, keepdim=True) if num_generations > 1 else torch.zeros_like(mean)
-    rewards = weighted_sum(((grouped - mean) / (std + EPSILON)).view_as(rewards_BF), weights_F)
-    unscored = torch.isnan(rewards_BF).all(dim=1)
-    return torch.where(unscored, torch.nan, torch.nan_to_num(rewards, nan=0.0))

@@ -32,20 +32,12 @@ def mix(key: torch.Tensor, value: torch.Tensor | int) -> torch.Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def mix_int(key: int, value: int) -> int:
-    """`mix` for one Python integer; returns an unsigned 64-bit integer."""
-    x = ((key ^ (value & _MASK64)) + _GOLDEN) & _MASK64
-    x = ((x ^ (x >> 30)) * _MIX1) & _MASK64
-    x = ((x ^ (x >> 27)) * _MIX2) & _MASK64
-    return x ^ (x >> 31)
-
-
 def derive_key(*parts: int) -> int:
     """One unsigned 64-bit key from a sequence of integers; the order of the parts matters."""
-    key = 0
+    key = torch.zeros((), dtype=torch.int64)
     for part in parts:
-        key = mix_int(key, part)
-    return key
+        key = mix(key, _signed(part & _MASK64))
+    return int(key) & _MASK64
 
 
 def completion_keys(

@@ -7,6 +7,7 @@ Called by the trainer for every micro-batch. Shapes: B completions, T completion
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_nor
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What the loss is made of; fields without a line here are TRL's `GRPOConfig` fields of the same names.
+    """The settings of the loss. Fields that are not described here are TRL's `GRPOConfig` fields of the same names.
 
     Attributes:
         correct_sampling: multiply by the ratio of the policy to the engine that sampled.
@@ -124,7 +125,7 @@ class TokenBatch:
 
 @dataclass
 class TokenLoss:
-    """Per-token loss of a micro-batch and the quantities the logs are made of (all but the loss detached)."""
+    """Per-token loss of a micro-batch, and quantities that are logged (detached)."""
 
     loss_BT: torch.Tensor
     ratio: torch.Tensor
@@ -137,12 +138,6 @@ def importance_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, leve
     if level == "token":
         return log_ratio_BT
     return ((log_ratio_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0)).unsqueeze(-1)
-
-
-def kl_estimate(ref_logps_BT: torch.Tensor, logps_BT: torch.Tensor) -> torch.Tensor:
-    """The k3 estimator of KL(policy || reference) per token (Schulman, "Approximating KL divergence", 2020)."""
-    delta = ref_logps_BT - logps_BT
-    return torch.exp(delta) - delta - 1
 
 
 def off_policy_keep(
@@ -208,7 +203,9 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
         loss = loss * batch.sampling_ratio
     kl = None
     if cfg.beta != 0.0 and batch.ref_logps_BT is not None:
-        kl = kl_estimate(batch.ref_logps_BT, logps)
+        # the k3 estimator of KL(policy || reference) per token (Schulman, "Approximating KL divergence", 2020)
+        delta = batch.ref_logps_BT - logps
+        kl = torch.exp(delta) - delta - 1
         kl = kl * ratio if cfg.use_bias_correction_kl else kl
         loss = loss + cfg.beta * kl
         kl = kl.detach()
@@ -218,7 +215,7 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
 def token_weights(
     cfg: LossConfig, mask_BT: torch.Tensor, counts: StepCounts, groups_B: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Weight of every token in the loss of the step, (B, T): the aggregation, with its denominators given.
+    """Weight of every token in the loss of the step, (B, T): the aggregation over the step's denominators.
 
     "token_mean" (DAPO), "sequence_mean" (GRPO), "sequence_sum" and "sequence_sum_norm" (Dr. GRPO: over
     `max_completion_length`) weight completions alike or by their tokens; "prompt_mean" takes the mean over
@@ -321,17 +318,20 @@ def router_statistics(
     flat = counts_BT.reshape(-1)
     real = flat > 0
     times = flat[real]
-    chosen: torch.Tensor | None = None
-    probs: torch.Tensor | None = None
+    chosen, probs = [], []
     for logits in router_logits:
         layer_probs = torch.softmax(logits.float(), dim=-1)[real.to(logits.device)]
         weights = times.to(layer_probs)
         picked = torch.topk(layer_probs, top_k, dim=-1).indices.reshape(-1)
         layer_chosen = torch.zeros(logits.size(-1), dtype=torch.float64, device=logits.device)
         layer_chosen.index_add_(0, picked, weights.double().repeat_interleave(top_k))  # deterministic, on CUDA too
-        layer_sum = (layer_probs * weights[:, None]).sum(0)
-        chosen = layer_chosen if chosen is None else chosen + layer_chosen.to(chosen.device)
-        probs = layer_sum if probs is None else probs + layer_sum.to(probs.device)
-    if chosen is None or probs is None:
+        chosen.append(layer_chosen)
+        probs.append((layer_probs * weights[:, None]).sum(0))
+    if not chosen:
         raise ValueError("the model returned no router logits")
-    return chosen, probs, int(flat.sum()) * len(router_logits)
+    return _total(chosen), _total(probs), int(flat.sum()) * len(router_logits)
+
+
+def _total(layers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum over layers, which may be on several devices."""
+    return functools.reduce(lambda total, layer: total + layer.to(total.device), layers)

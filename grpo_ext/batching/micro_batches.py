@@ -8,7 +8,8 @@ completion with its prompt; rows of one group are neighbours and share their pro
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,13 +45,7 @@ class StepSizes:
 
     def pieces(self, rows: Iterable[int]) -> list[list[int]]:
         """The rows, in order, cut where the group changes."""
-        result: list[list[int]] = []
-        for row in sorted(rows):
-            if result and self.groups_B[result[-1][0]] == self.groups_B[row]:
-                result[-1].append(row)
-            else:
-                result.append([row])
-        return result
+        return [list(piece) for _, piece in itertools.groupby(sorted(rows), key=self.groups_B.__getitem__)]
 
     def load(self, rows: Iterable[int], cost: TokenCost) -> float:
         """Cost of these rows on one process: a prompt once per group, and the completions."""
@@ -130,9 +125,9 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
         rows: the rows of the step that are run; the others add nothing to it.
     """
     shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
-    if layout.unit_rows is not None:  # units go to processes whole; each runs its own in order
+    if layout.unit_rows is not None:  # units go to processes whole; each runs them in order
         units = canonical_units(sizes, rows, layout.unit_rows)
-        numbers, _ = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
+        numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
         return fill_up([units[number] for number in sorted(numbers[layout.rank])], 1, shortest)
     assigned = assign_rows(sizes, rows, layout.processes, layout.cost)
     most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
@@ -166,64 +161,52 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
     Returns:
         For each process, its rows in order. Every row is assigned once; a process may get none.
     """
-    group_cost = {sizes.groups_B[r]: cost.prompt(sizes.prompts_B[r]) for r in rows}
-    row_cost = {r: cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in rows}
     pieces = sizes.pieces(rows)
-    numbers, loads = _longest_first([sizes.load(piece, cost) for piece in pieces], processes)
-    assigned = [{sizes.groups_B[pieces[i][0]]: list(pieces[i]) for i in taken} for taken in numbers]
+    numbers = _longest_first([sizes.load(piece, cost) for piece in pieces], processes)
+    assigned = [sorted(row for number in taken for row in pieces[number]) for taken in numbers]
     for _ in range(8 * processes):
-        if max(loads) <= BALANCED * sum(loads) / processes or not _level(assigned, loads, group_cost, row_cost):
+        loads = [sizes.load(part, cost) for part in assigned]
+        high, low = loads.index(max(loads)), loads.index(min(loads))
+        if loads[high] <= BALANCED * sum(loads) / processes:
             break
-    return [sorted(row for piece in groups.values() for row in piece) for groups in assigned]
+        moved = _rows_to_move(sizes, cost, assigned[high], assigned[low])
+        if not moved:
+            break
+        assigned[high] = [row for row in assigned[high] if row not in moved]
+        assigned[low] = sorted([*assigned[low], *moved])
+    return assigned
 
 
-def _longest_first(costs: Sequence[float], processes: int) -> tuple[list[list[int]], list[float]]:
-    """For each process, which of the items it gets, in the order assigned, and their cost (Graham 1969, LPT)."""
+def _longest_first(costs: Sequence[float], processes: int) -> list[list[int]]:
+    """For each process, which of the items it gets, in the order assigned (Graham 1969, LPT)."""
     heap = [(0.0, process) for process in range(processes)]
     assigned: list[list[int]] = [[] for _ in range(processes)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, process = heapq.heappop(heap)
         assigned[process].append(index)
         heapq.heappush(heap, (load + costs[index], process))
-    return assigned, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
+    return assigned
 
 
-def _level(
-    assigned: list[dict[int, list[int]]],
-    loads: list[float],
-    group_cost: Mapping[int, float],
-    row_cost: dict[int, float],
-) -> bool:
-    """Move completions of one group from the most to the least loaded process; False if nothing helps."""
-    high, low = loads.index(max(loads)), loads.index(min(loads))
-    best: tuple[float, int, list[int], float, float] | None = None
-    for group, piece in assigned[high].items():
-        second_prompt = 0.0 if group in assigned[low] else group_cost[group]
-        room = (loads[high] - loads[low] - second_prompt) / 2
-        moved: list[int] = []
-        total = 0.0
+def _rows_to_move(sizes: StepSizes, cost: TokenCost, high: Sequence[int], low: Sequence[int]) -> set[int]:
+    """Completions of one group whose move from the process of `high` to that of `low` evens the loads best, or none."""
+    load_high, load_low = sizes.load(high, cost), sizes.load(low, cost)
+    groups_low = {sizes.groups_B[row] for row in low}
+    best, result = load_high * WORTH_CUTTING, set[int]()
+    for piece in sizes.pieces(high):
+        prompt = cost.prompt(sizes.prompts_B[piece[0]])
+        second_prompt = 0.0 if sizes.groups_B[piece[0]] in groups_low else prompt
+        row_cost = {row: cost.completion(sizes.completions_B[row], sizes.prompts_B[row]) for row in piece}
+        moved, total = set[int](), 0.0
         for row in sorted(piece, key=lambda r: -row_cost[r]):
-            if total + row_cost[row] <= room:
-                moved.append(row)
+            if total + row_cost[row] <= (load_high - load_low - second_prompt) / 2:
+                moved.add(row)
                 total += row_cost[row]
-        if not moved:
-            continue
-        freed = total + (group_cost[group] if len(moved) == len(piece) else 0.0)
-        result = max(loads[high] - freed, loads[low] + total + second_prompt)
-        if best is None or result < best[0]:
-            best = (result, group, moved, freed, total + second_prompt)
-    if best is None or best[0] > loads[high] * WORTH_CUTTING:
-        return False
-    _, group, moved, freed, added = best
-    left = [row for row in assigned[high][group] if row not in set(moved)]
-    if left:
-        assigned[high][group] = left
-    else:
-        del assigned[high][group]
-    assigned[low][group] = sorted(assigned[low].get(group, []) + moved)
-    loads[high] -= freed
-    loads[low] += added
-    return True
+        freed = total + (prompt if len(moved) == len(piece) else 0.0)
+        highest = max(load_high - freed, load_low + total + second_prompt)
+        if moved and highest < best:
+            best, result = highest, moved
+    return result
 
 
 def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> list[list[int]]:
@@ -241,28 +224,25 @@ def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> li
 def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[list[int]]:
     """Cut rows, in order, into the fewest micro-batches of at most `max_rows`, at the ends of groups where it can."""
     rows = sorted(rows)
+    group_ends = set(itertools.accumulate(map(len, sizes.pieces(rows))))
     count = ceil_div(len(rows), max_rows)
     result, start = [], 0
     for number in range(count):
         left, after = len(rows) - start, count - number - 1
         fewest, most = max(left - after * max_rows, 1), min(max_rows, left - after)
         even = len(even_slice(left, after + 1, 0))
-        ends = [n for n in range(fewest, most + 1) if _ends_group(sizes, rows, start + n)]
+        ends = [n for n in range(fewest, most + 1) if start + n in group_ends]
         size = min(ends, key=lambda n: (abs(n - even), n)) if ends else min(max(even, fewest), most)
-        result.append(list(rows[start : start + size]))
+        result.append(rows[start : start + size])
         start += size
     return result
-
-
-def _ends_group(sizes: StepSizes, rows: Sequence[int], stop: int) -> bool:
-    return stop == len(rows) or sizes.groups_B[rows[stop - 1]] != sizes.groups_B[rows[stop]]
 
 
 def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, form: Form) -> list[list[int]]:
     """Cut rows into few micro-batches of at most `max_rows` rows and `max_tokens` tokens, each as full as it gets.
 
     Where prompts are shared the rows of a group stay together, where they are padded rows of like length. A row that is
-    larger than the budget on its own goes alone.
+    larger than the budget goes alone.
     """
 
     def lengths(piece: Sequence[int]) -> list[int]:
@@ -271,23 +251,24 @@ def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_toke
     pieces = [[row] for row in sorted(rows)] if form == "padded" else sizes.pieces(rows)
     pieces.sort(key=lambda piece: -max(lengths(piece)))
     ordered = [row for piece in pieces for _, row in sorted(zip((-n for n in lengths(piece)), piece))]
-    result: list[list[int]] = []
-    for row in ordered:
-        grown = [*result[-1], row] if result else []
-        if result and len(grown) <= max_rows and sizes.tokens(grown, form) <= max_tokens:
-            result[-1] = grown
-        else:
-            result.append([row])
-    return [sorted(part) for part in result]
+    return [sorted(part) for part in _filled(sizes, ordered, max_rows, max_tokens, form)]
 
 
 def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: Form) -> list[slice]:
     """Cut rows that have to keep their order into slices within the limits, for passes without gradients."""
-    result: list[slice] = []
-    start, total = 0, len(sizes.prompts_B)
-    for row in range(1, total):
-        grown = range(start, row + 1)
-        if len(grown) > max_rows or (max_tokens is not None and sizes.tokens(grown, form) > max_tokens):
-            result.append(slice(start, row))
-            start = row
-    return [*result, slice(start, total)]
+    parts = _filled(sizes, range(len(sizes.prompts_B)), max_rows, max_tokens, form)
+    return [slice(part[0], part[-1] + 1) for part in parts]
+
+
+def _filled(
+    sizes: StepSizes, ordered: Iterable[int], max_rows: int, max_tokens: int | None, form: Form
+) -> list[list[int]]:
+    """Rows in their order, cut where the next one would exceed a limit."""
+    result: list[list[int]] = []
+    for row in ordered:
+        grown = [*result[-1], row] if result else []
+        if grown and len(grown) <= max_rows and (max_tokens is None or sizes.tokens(grown, form) <= max_tokens):
+            result[-1] = grown
+        else:
+            result.append([row])
+    return result

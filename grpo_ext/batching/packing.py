@@ -6,9 +6,10 @@ the CPU; the packed forward (forward.forms) runs it. Shapes: B completions, N to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -41,14 +42,18 @@ class PackLayout:
     Attributes:
         groups: one for each prompt.
         tokens: length N of the pack.
+        longest: tokens of the longest prompt with one of its completions.
         readers: the attention layers that have read this layout; none after a forward means the model ignores it.
-        calls: what attention has computed of this layout for all layers: masks, arguments of kernels.
+        shared: what all attention layers use of this layout: masks, arguments of kernels.
     """
 
     def __init__(self, groups: tuple[PackedGroup, ...], tokens: int) -> None:
         self.groups, self.tokens = groups, tokens
+        self.longest = max(
+            g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in groups
+        )
         self.readers: set[object] = set()
-        self.calls: dict[object, object] = {}
+        self.shared: dict[Hashable, Any] = {}
 
 
 @dataclass(frozen=True)

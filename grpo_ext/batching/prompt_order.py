@@ -133,8 +133,8 @@ class ProcessSlices:
         return StepRows(rows, request, () if number is None else numbers)
 
 
-class EpochSteps(Sampler[list[tuple[int, int]]]):
-    """Batch sampler of one key `(epoch, step)` per optimizer step, so that skipping on resume loads nothing."""
+class EpochSteps(Sampler[list[int]]):
+    """Batch sampler of one step, counted over all epochs, per item, so that skipping on resume loads nothing."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -147,8 +147,8 @@ class EpochSteps(Sampler[list[tuple[int, int]]]):
     def __len__(self) -> int:
         return self.num_steps
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return ([(self.epoch, step)] for step in range(self.num_steps))
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([self.epoch * self.num_steps + step] for step in range(self.num_steps))
 
 
 class StepDataset(Dataset):
@@ -175,9 +175,8 @@ class StepDataset(Dataset):
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def __getitem__(self, key: tuple[int, int]) -> StepRows:
-        epoch, step = key
-        request = self.rule.request(epoch, self.layout[step])
+    def __getitem__(self, step: int) -> StepRows:
+        request = self.request(step)
         return self.rows(request) if request.layout.starts_rollout and not self.ahead else StepRows([], request)
 
     def request(self, step: int) -> RolloutRequest:
@@ -234,13 +233,12 @@ class StepStream(IterableDataset):
         g, rows = self.geometry, iter(self.stream)
         for rollout in itertools.count():
             batch = list(itertools.islice(rows, g.prompts_per_rollout))
-            completions = len(batch) * g.num_generations
-            if self.drop_last:
-                completions -= completions % g.global_batch_size
-            if not completions:
+            layout = EpochLayout(g, len(batch), self.drop_last)
+            if not len(layout):
                 return
-            for inside in range(ceil_div(completions, g.global_batch_size) * g.num_iterations):
-                request = self.rule.request(epoch, step_layout(g, rollout, inside, completions))
+            for inside in range(len(layout)):
+                step = step_layout(g, rollout, inside, layout.trained_completions)
+                request = self.rule.request(epoch, step)
                 yield self.rule.rows(request, batch)
 
 
@@ -295,7 +293,7 @@ def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> Ste
     rows = prompts if hasattr(prompts, "__len__") else list(prompts)
     layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows) * rule.num_generations))
     dataset = StepDataset(rows, [layout], rule)
-    keys = [[(0, 0)]] if len(rows) else []  # whatever the epoch: every evaluation samples by the same keys
+    keys = [[0]] if len(rows) else []  # whatever the epoch: every evaluation samples by the same keys
     loader = StepLoader(dataset, batch_sampler=keys, collate_fn=itemgetter(0))
     loader.micro_batches = ceil_div(len(rows) * rule.num_generations, rule.num_processes * micro_batch)
     return loader

@@ -1,6 +1,6 @@
 """Batch geometry: which completions make up an optimizer step, and how they are laid onto processes.
 
-Differs from TRL: the sizes that define the algorithm (global batch, rollout batch) are given in completions over all
+Differs from TRL: the sizes that define the algorithm (global batch, rollout batch) count completions over all
 processes, and the layout (micro-batch, accumulation) is derived from them, rounded up, never floored.
 First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer step.
 """
@@ -179,20 +179,14 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
 
 def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
     """Completions per generation phase; one optimizer step of `step` completions where nothing else is set."""
-    requested, by_trl = sizes["rollout_batch_size"], sizes["generation_batch_size"]
-    phases = sizes["steps_per_generation"]
-    rollout, name = requested or by_trl, "generation_batch_size" if requested is None else "rollout_batch_size"
-    if requested is not None and by_trl not in (None, requested):
-        raise ConfigError(
-            f"rollout_batch_size={requested} and generation_batch_size={by_trl} are two names for one size; set "
-            "rollout_batch_size alone."
-        )
+    requested, phases = sizes["rollout_batch_size"], sizes["steps_per_generation"]
+    named = {name: sizes[name] for name in ("rollout_batch_size", "generation_batch_size") if sizes[name] is not None}
+    if len(set(named.values())) > 1 or (named and phases is not None):
+        both = named if phases is None else named | {"steps_per_generation": phases}
+        values = " and ".join(f"{name}={value}" for name, value in both.items())
+        raise ConfigError(f"{values} set the same size, the rollout batch; set rollout_batch_size alone.")
+    name, rollout = next(iter(named.items()), ("", None))
     if phases is not None:
-        if rollout is not None:
-            raise ConfigError(
-                f"steps_per_generation={phases} and rollout_batch_size={rollout} both set the rollout batch; set "
-                "rollout_batch_size alone."
-            )
         if sizes["global_batch_size"] is not None:
             raise ConfigError(
                 f"steps_per_generation={phases} counts micro-batches, so with global_batch_size={step} the rollout "
@@ -216,15 +210,10 @@ def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any
     """
     group = sizes["num_generations"]
     unit = math.lcm(step, group)
-    if rollout % step:
+    if rollout % step or (rollout % group and rollout > step):
         raise ConfigError(
-            f"{name}={rollout} is not a multiple of global_batch_size={step}; a generation phase feeds whole optimizer "
-            f"steps; use {_multiples_around(rollout, unit)}."
-        )
-    if rollout % group and rollout > step:
-        raise ConfigError(
-            f"{name}={rollout} is not a multiple of num_generations={group}; a rollout batch holds whole groups; use "
-            f"{_multiples_around(rollout, unit)}."
+            f"{name}={rollout} is not a multiple of global_batch_size={step} and of num_generations={group}; a rollout "
+            f"batch holds whole optimizer steps and whole groups; use {_multiples_around(rollout, unit)}."
         )
     if rollout % group:
         factors = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")

@@ -1,4 +1,4 @@
-"""What `rollout_lag` refuses before training: what cannot be sampled on a thread, or not before it is due."""
+"""Checks of `rollout_lag` before training: models, overrides and data that cannot be sampled ahead on a thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..config import GRPOConfig
-from ..errors import ConfigError, ModelError
+from ..errors import ConfigError, ModelError, refuse_combination
 from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
 from ..forward.snapshot import refuse_no_copy
@@ -15,7 +15,7 @@ from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from .model import random_parts
 
-# what a user overrides of sampling
+# methods of sampling that users override
 _SAMPLING_HOOKS = ("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts")
 
 
@@ -31,8 +31,8 @@ def refuse_own_forward(model: Any) -> None:
     forwards = [vars(module).get("forward") for module in modules]
     if any(forward is not None and not hasattr(forward, "of_grpo_ext") for forward in forwards):
         raise ModelError(
-            "the model was given a forward of its own by hand, and a copy of the model would run the weights that are "
-            "trained; rollout_lag needs the one of its class. Use rollout_lag=0."
+            "the forward of the model was replaced by hand, and a copy of the model would run the weights that are "
+            "trained; rollout_lag needs the forward of its class. Use rollout_lag=0."
         )
 
 
@@ -51,37 +51,25 @@ def refuse_overrides_ahead(trainer: Any) -> None:
 
 
 def check_ahead(trainer: Any, config: GRPOConfig) -> None:
-    """With `rollout_lag`: refuse models, data and ways to sample that do not go with it.
+    """With `rollout_lag`: refuse models, data and ways to sample that cannot be combined with it.
 
     Raises:
         ConfigError, ModelError: with the reason and the remedy.
     """
-    lag, sampling = config.rollout_lag, own_sampling(trainer) or own_generate(trainer.model)
-    if sampling is not None or not (trainer.use_vllm or samples_by_key(trainer)):
-        raise ConfigError(
-            f"rollout_lag={lag} needs this trainer's own sampling; rollout_func, beam search, do_sample=False, a paged "
-            f"cache and a generate of one's own{'' if sampling is None else f' ({sampling})'} would run on the weights "
-            "that are trained. Use rollout_lag=0."
-        )
+    sampling = own_sampling(trainer) or own_generate(trainer.model)
+    foreign = sampling is not None or not (trainer.use_vllm or samples_by_key(trainer))
     noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
-    if noise:
-        raise ConfigError(
-            f"rollout_lag={lag} and {noise[0]}: two threads draw from one stream of random numbers, so speed would "
-            "decide who gets which. Use disable_dropout=True, no NEFTune, or rollout_lag=0."
-        )
-    if outlier_thresholds(trainer.model):
-        raise ConfigError(
-            f"rollout_lag={lag} and weights in 8 bits: bitsandbytes hands their scales to the layer that runs first, "
-            "so a copy and the model cannot share them. Use load_in_4bit, or rollout_lag=0."
-        )
+    others = {
+        f"{sampling or 'beam search, do_sample=False or a paged cache'} (it would sample with the weights that are "
+        "trained; only this trainer's own sampling runs on a copy of them)": foreign,
+        f"{''.join(noise[:1])} (two threads would draw from one stream of random numbers; use disable_dropout=True "
+        "and no NEFTune)": noise,
+        "weights in 8 bits (a copy and the model cannot share their scales, which bitsandbytes hands to the layer that "
+        "runs first; use load_in_4bit)": outlier_thresholds(trainer.model),
+        "images together with tools or an environment (not implemented)": trainer._rollouts.images.carry_images,
+        "a stream (rows are read before their step; use a data set with a length)": not hasattr(
+            trainer.train_dataset, "__len__"
+        ),
+    }
+    refuse_combination(f"rollout_lag={config.rollout_lag}", others, "Change that, or use rollout_lag=0.")
     refuse_no_copy(trainer.model)
-    if trainer._rollouts.images.carry_images:
-        raise ConfigError(
-            f"rollout_lag={lag} with tools or an environment, and a model that takes images: not built; use "
-            "rollout_lag=0, or a model without images."
-        )
-    if not hasattr(trainer.train_dataset, "__len__"):
-        raise ConfigError(
-            f"rollout_lag={lag} asks for rows before their step, and a stream gives them in its own order; use a data "
-            "set with a length, or rollout_lag=0."
-        )

@@ -1,4 +1,4 @@
-"""What is refused of data before training: prompts that are missing, empty or too long, and images that change."""
+"""Checks of the data before training: prompts that are missing, empty or too long, and images that change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals of a model, its adapter and its optimizer before training: above all what depends on the split."""
+"""Checks of a model, its adapter and its optimizer before training, above all for what depends on the split."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
             "0.0} in model_init_kwargs (BitsAndBytesConfig takes the same), or in 4 bits"
         )
     if getattr(getattr(model, "config", None), "model_type", None) == "cpmant":
-        reasons.append("CpmAnt puts its own prompt before the padding, which so moves the input; use another model")
+        reasons.append("CpmAnt puts a prompt before the padding, so the padding moves the input; use another model")
     if neftune_noise_alpha:
         reasons.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
     return reasons
@@ -174,7 +174,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 def check_half_weights(model: Any, fp16: bool) -> None:
     """Refuse trained weights in half precision in fp16, whose scaler takes none; otherwise warn of their rounding.
 
-    Not for DeepSpeed, which trains float32 copies of its own.
+    Not for DeepSpeed, which trains float32 copies.
 
     Raises:
         ModelError: names one.

@@ -17,7 +17,7 @@ from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
-from ..errors import ConfigError, DataError, did_you_mean
+from ..errors import ConfigError, DataError, did_you_mean, refuse_combination
 from ..forward.architecture import layer_kinds
 from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
@@ -180,9 +180,9 @@ def _refuse_images_and_tools(trainer: Any) -> None:
             check_images(data, prepare)
         if prepare is None and images_of(data[0]):
             raise DataError(
-                "the data has images, and the model is given a tokenizer, which makes nothing of them: pass the "
-                "processor of a model that takes images as processing_class (its own, where none is given), or remove "
-                "the columns image and images."
+                "the data has images, and the processing class is a tokenizer, which ignores them: pass the processor "
+                "of a model that takes images as processing_class (default: the model's), or remove the columns image "
+                "and images."
             )
 
 
@@ -190,7 +190,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     """Refuse a trainer that cannot be trained; returns what the promise does not cover, as sentences.
 
     Args:
-        config: as the user gave it.
+        config: the user's, before sizes are filled in.
 
     Raises:
         ConfigError, DataError, ModelError, SplitDependentError: before anything is trained.
@@ -236,14 +236,11 @@ def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
     def lengths(prompts: list[Any]) -> list[int]:
         return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
 
-    def longest_sequence() -> int | None:
-        return _longest_sequence(trainer, lengths) if readable else None
-
     if readable and hasattr(dataset, "__len__"):
         longest = trainer.max_completion_length or 0  # None: as long as the model allows
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
     models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
-    dependent = settle_rope(models, longest_sequence)
+    dependent = settle_rope(models, lambda: _longest_sequence(trainer, lengths) if readable else None)
     return refuse([] if dependent is None else [dependent], config.allow_split_dependent)
 
 
@@ -266,24 +263,20 @@ def check_bitwise(trainer: Any) -> None:
     Raises:
         ConfigError: names it.
     """
-    if models := [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]:
-        raise ConfigError(
-            f"bitwise_invariant=True cannot be kept with reward models ({', '.join(models)}): the bits of a score "
-            "depend on the batch it is computed in. Use a function that scores one completion at a time."
-        )
-    if trainer.use_vllm and not compat.is_batch_invariant(getattr(trainer._rollouts.worker.engine, "client", None)):
-        raise ConfigError(
-            "bitwise_invariant=True cannot be kept with this vLLM engine, which does not say that its bits are the "
-            "same in every batch; set VLLM_BATCH_INVARIANT=1 where it starts, on an NVIDIA GPU."
-        )
+    models = [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]
+    client = getattr(trainer._rollouts.worker.engine, "client", None)
     override = own_sampling(trainer)
-    if override is not None or not (trainer.use_vllm or samples_by_key(trainer)):
-        override = override or own_generate(trainer.accelerator.unwrap_model(trainer.model))
-        raise ConfigError(
-            "bitwise_invariant=True needs this trainer's own sampling; rollout_func, beam search, do_sample=False and "
-            f"a generate of one's own{'' if override is None else f' ({override})'} go through other code. Turn one of "
-            "the two off."
-        )
+    foreign = override is not None or not (trainer.use_vllm or samples_by_key(trainer))
+    override = override or own_generate(trainer.accelerator.unwrap_model(trainer.model))
+    others = {
+        f"reward models ({', '.join(models)}; the bits of a score depend on the batch it is computed in, so use a "
+        "function that scores one completion at a time)": models,
+        "this vLLM engine (it does not report that its bits are the same in every batch; set VLLM_BATCH_INVARIANT=1 "
+        "where it starts, on an NVIDIA GPU)": trainer.use_vllm and not compat.is_batch_invariant(client),
+        f"{override or 'beam search or do_sample=False'} (only this trainer's own sampling has the same bits in every "
+        "split)": foreign,
+    }
+    refuse_combination("bitwise_invariant=True", others, "Turn one of the two off.")
     check_kernels(trainer.accelerator.device, "linear_attention" in layer_kinds(trainer.model.config))
 
 
@@ -313,7 +306,7 @@ def _uncovered_sampling(trainer: Any) -> str | None:
         return (
             "rollout_func may sample in its own way; only the update is covered. A resumed run goes on with the "
             "completions of its checkpoint, and with the random numbers of Python, NumPy and torch where it has as "
-            "many processes; what else rollout_func draws from is its own"
+            "many processes; other random states that rollout_func uses are not restored"
         )
     if override is not None:
         return f"{override} may sample in its own way; only the update is covered"

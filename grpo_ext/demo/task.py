@@ -29,12 +29,12 @@ MAX_COMPLETION_LENGTH = 8  # tokens; the longest answer is five letters and the 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """What a trainer takes: a model with its tokenizer, data with `prompt` and `answer`, reward functions.
+    """The arguments of a trainer: a model with its tokenizer, data with `prompt` and `answer`, reward functions.
 
     Attributes:
-        about: what is learned, and from which weights.
+        about: a description of the problem and the initial weights.
         model_path: folder or id.
-        reward_funcs: the first says what is right, with 1.0.
+        reward_funcs: the first returns 1.0 for right answers.
     """
 
     about: str
@@ -63,7 +63,7 @@ def sorted_letters_reward(prompts: list[str], completions: list[str], answer: li
 
 
 def _words(rng: random.Random) -> Iterator[str]:
-    """Words without end; short ones repeat, since there are only a few hundred of them."""
+    """An endless stream of words; short ones repeat, since there are only a few hundred of them."""
     while True:
         length = rng.choices(list(LENGTH_SHARE), list(LENGTH_SHARE.values()))[0]
         yield "".join(rng.sample(LETTERS, length))

@@ -70,6 +70,11 @@ def cached_numbers(config: Any, tokens: int) -> int:
     return sum(cached * min(tokens, window or tokens) for _, cached, window in _attention_layers(config))
 
 
+def layer_windows(config: Any) -> set[int | None]:
+    """The sliding windows of the layers that attend, in tokens; None of a layer without one."""
+    return {window for *_, window in _attention_layers(config)}
+
+
 def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
     """Of each layer that attends: heads times head dimension, numbers cached of a token, tokens of its window."""
     kinds = layer_kinds(config)

@@ -20,7 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
-from .shared_prefix import SharedPrefixAttention, joint_parts, parts_of, takes_varlen
+from ..runtime.transfer import to_device
+from .architecture import layer_windows
+from .shared_prefix import Part, SharedPrefixAttention, joint_parts, parts_of, takes_varlen
 
 PACKED = "grpo_ext_packed"
 LAYOUT = "grpo_ext_pack"  # keyword that carries the layout through the model to its attention layers
@@ -78,9 +80,20 @@ def _reference(module: torch.nn.Module, name: str) -> Callable[..., Any]:
 
 def _once_per_pack(layout: PackLayout, key: Hashable, make: Callable[[], Any]) -> Any:
     """What the layers of a pack share: made by the first that asks, and freed with the layout."""
-    if key not in layout.calls:
-        layout.calls[key] = make()
-    return layout.calls[key]
+    if key not in layout.shared:
+        layout.shared[key] = make()
+    return layout.shared[key]
+
+
+def _effective_window(layout: PackLayout, window: int | None) -> int | None:
+    """The sliding window; None where it is as long as every sequence, and so hides nothing."""
+    return None if window is None or window >= layout.longest else window
+
+
+def joint_parts_by_window(layout: PackLayout, config: Any) -> dict[int | None, list[Part]]:
+    """The kernel calls for a whole pack, by the sliding windows of a model's layers; tensors on the CPU."""
+    windows = {_effective_window(layout, window) for window in layer_windows(config)}
+    return {window: joint_parts(layout, window) for window in windows}
 
 
 def _mask_of(
@@ -107,11 +120,6 @@ def _share_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
 def _tokens_first(out: torch.Tensor) -> torch.Tensor:
     """An output (heads of keys, queries of each, n, D) as (1, n, H, D)."""
     return out.permute(2, 0, 1, 3).flatten(1, 2)[None]
-
-
-def _longest(layout: PackLayout) -> int:
-    """Tokens of the longest prompt with one of its completions."""
-    return max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
 
 
 def packed_attention_forward(
@@ -147,7 +155,7 @@ def packed_attention_forward(
     # the mask of transformers decides, as in the model's own attention; without one, the layer's setting
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers.add(module)
-    window = None if window is None or window >= _longest(layout) else window
+    window = _effective_window(layout, window)
     plain = (
         name == "sdpa"
         and not options.get("dropout")
@@ -165,7 +173,7 @@ def _plain(layout: PackLayout, window: int | None, states: _States, scale: float
     """Attention (1, N, H, D) that is a softmax of products alone, by the best of torch's kernels."""
     device, cast_states = states[0].device, _as_sdpa_takes_them(*states)
     if takes_varlen(*cast_states):
-        parts = _once_per_pack(layout, (window, device), lambda: joint_parts(layout, window, device))
+        parts = _once_per_pack(layout, (window, device), lambda: to_device(joint_parts(layout, window), device))
         return SharedPrefixAttention.apply(*cast_states, parts, scale).transpose(1, 2)
 
     # transformers' function repeats keys and values under a mask
@@ -202,7 +210,7 @@ def _by_group(
         elif by_flash is not None:
             outputs.append(by_flash(group, parts))
         else:
-            mask = mask_of(PackedGroup((0, _longest(layout)), ()))
+            mask = mask_of(PackedGroup((0, layout.longest), ()))
             outputs += [attend(*segment, mask=seen) for *segment, seen in _segments(group, parts, mask)]
     return torch.cat(outputs, dim=1)
 
@@ -236,7 +244,7 @@ def _as_sdpa_takes_them(*states: torch.Tensor) -> _States:
 
 
 def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> int:
-    """Replaces transformers' mask by the one thing that the layout does not hold: the sliding window, 0 without one."""
+    """Returns the sliding window, 0 without one, instead of a mask; all else of a mask follows from the layout."""
     return local_size or 0
 
 

@@ -30,7 +30,7 @@ _MEANINGS: dict[Form, str] = {
     "prefix": "shared prefixes: a prompt once for its completions, through a cache",
     "padded": "padded: every completion with its prompt",
 }
-_ENOUGH = 32  # completion tokens to compare; attention that is sharp hides a neighbour from a few
+_ENOUGH = 32  # completion tokens to compare; where attention is sharp, a few tokens may not show a fault
 
 
 def needs_whole_rows(model: Any) -> str | None:
@@ -43,7 +43,7 @@ def needs_whole_rows(model: Any) -> str | None:
 
 @dataclass
 class _ModelForms:
-    """The forms that may be run, those that one model does not run, and the tokens compared in the one that it runs."""
+    """The forms that may be run, the reasons against some of them in one model, and the completion tokens compared."""
 
     forms: tuple[Form, ...]
     refused: dict[Form, str]

@@ -241,7 +241,7 @@ def _in_roundings(values: torch.Tensor, padded: torch.Tensor, perturbed: list[to
 
     if not math.isfinite(size(padded)):
         return 0.0
-    # a value near the end of its type's range may leave it when it is rounded otherwise
+    # perturbed values near the end of their type's range may overflow
     rounding = max(unit * size(padded), *(size((other - padded).nan_to_num(0, 0, 0)) for other in perturbed))
     error = size(values - padded)
     return error / rounding if rounding else math.inf if error else 0.0

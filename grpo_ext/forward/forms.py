@@ -21,12 +21,21 @@ from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
 from ..runtime.transfer import to_device
 from .architecture import layer_kinds
-from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, packed_attention, plain_attention
+from .attention import (
+    LAYOUT,
+    PACKED,
+    SUPPORTED,
+    TakesNoPacks,
+    joint_parts_by_window,
+    packed_attention,
+    plain_attention,
+)
 from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
 from .reference import base_model_of
 from .rows import TokenRows
+from .shared_prefix import Part
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # arguments of a model, positions that predict the completion tokens (S,), and how often each token counts; on the CPU
@@ -114,15 +123,20 @@ def lay_out(
         multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
         suppressed: sets of token ids that sampling suppressed, which `rows.kept` refers to.
     """
+    parts: dict[int | None, list[Part]] = {}
     if form == "packed":
         layout = _packed(rows, with_router, multiple)
+        if torch.device(device).type == "cuda":
+            parts = joint_parts_by_window(layout[0][LAYOUT], policy.config)
     elif form == "prefix":
         layout = _prefix(policy, rows, with_router, multiple)
     else:
         layout = _padded(policy, rows, multiple)
     masks = None if rows.kept is None else rows.kept.masks(suppressed)
-    tensors = layout, rows.targets(), rows.places(), {} if masks is None else masks.tensors
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S, moved = to_device(tensors, device)
+    tensors = layout, rows.targets(), rows.places(), parts, {} if masks is None else masks.tensors
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, moved = to_device(tensors, device)
+    for window, calls in parts.items():
+        inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
     masks = None if masks is None else replace(masks, **moved)
@@ -141,11 +155,10 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
     """
     policy = base_model_of(model)
     with in_form(policy, batch.form):
-        output = model(**batch.inputs, **{TARGETS: batch.targets})
+        logps_S, entropies_S, routers = model(**batch.inputs, **{TARGETS: batch.targets})
     if batch.form == "packed" and not batch.inputs[LAYOUT].readers:
         raise TakesNoPacks(f"{type(policy).__name__} does not attend through transformers' attention interface")
-    router = RouterOutput(output.router_logits, batch.counts_BL) if output.router_logits else None
-    return LogProbs(output.log_probs, output.entropy if batch.targets.entropy else None, router, batch.places_2S)
+    return LogProbs(logps_S, entropies_S, RouterOutput(routers, batch.counts_BL) if routers else None, batch.places_2S)
 
 
 def run_rows(

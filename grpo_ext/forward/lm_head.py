@@ -18,7 +18,6 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.utils import ModelOutput
 
 from ..algorithms.losses import load_balancing_loss, router_statistics
 from ..compat import triton_head
@@ -139,15 +138,6 @@ class Targets:
         self.masks = masks
 
 
-@dataclass
-class HeadOutput(ModelOutput):
-    """The output of a model with this head: (S,) log-probabilities and entropies, and router logits of a MoE model."""
-
-    log_probs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] | None = None
-
-
 def _backbone(model: Any) -> Any:
     """The part of a causal language model before its head; the model itself where there is none."""
     return model.base_model if model.base_model is not model else getattr(model, "model", model)
@@ -189,7 +179,8 @@ def refuse_unknown_head(model: Any) -> None:
 def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
     """Install this head in the forward of `model`, before anything wraps the model.
 
-    Called with `grpo_ext_targets=Targets(...)`, the forward returns a `HeadOutput`; other calls are unchanged.
+    Called with `grpo_ext_targets=Targets(...)`, the forward returns log-probabilities (S,), entropies (S,) and router
+    logits, the latter two None where not requested; other calls are unchanged.
 
     Args:
         model: the causal language model; under PEFT, the base model.
@@ -214,7 +205,7 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
 
 def _run(
     model: Any, transform: LogitTransform, cast_to_fp32: bool, targets: Targets, *args: Any, **kwargs: Any
-) -> HeadOutput:
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...] | None]:
     if targets.router:
         kwargs["output_router_logits"] = True
     completions: Continuation | None = kwargs.pop(PREFIX, None)
@@ -235,5 +226,6 @@ def _run(
         precision = torch.autocast(hidden_SH.device.type, enabled=False)
     with precision, gathered(weight, bias):
         tokens_S = targets.tokens_S.to(weight.device)
-        logps, entropy = log_probs(hidden_SH, weight, bias, tokens_S, transform, targets.entropy, targets.masks)
-    return HeadOutput(logps, entropy, routers if targets.router else None)
+        masks = None if targets.masks is None else targets.masks.on(weight.device)
+        logps, entropy = log_probs(hidden_SH, weight, bias, tokens_S, transform, targets.entropy, masks)
+    return logps, entropy if targets.entropy else None, routers if targets.router else None

@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -37,8 +38,8 @@ _KNOWN = (
 )
 
 
-class Continuation:
-    """The completions' pass after that of the prompts; a plain class, because FSDP copies dataclass arguments.
+class Continuation(SimpleNamespace):
+    """The completions' pass after that of the prompts; no dataclass, because FSDP copies dataclass arguments.
 
     Attributes:
         input_ids: (B, T), of the completions, padded on the right.
@@ -48,16 +49,11 @@ class Continuation:
         instead: replaces further arguments of the prompts' pass in that of the completions; None for absent ones.
     """
 
-    def __init__(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor | None,
-        prompt_B: torch.Tensor,
-        instead: dict[str, torch.Tensor | None],
-    ) -> None:
-        self.input_ids, self.attention_mask = input_ids, attention_mask
-        self.position_ids, self.prompt_B, self.instead = position_ids, prompt_B, instead
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor | None
+    prompt_B: torch.Tensor
+    instead: dict[str, torch.Tensor | None]
 
 
 class _Recorded:

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import trl
 from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
@@ -66,7 +65,7 @@ def reference_loader(
             f"The model object is named {name!r}, and no model can be found there; the reference model of beta="
             f"{args.beta} is a copy of the object's weights as they are now."
         )
-    return functools.partial(_as_on_main_process, _copied(model), args.device)
+    return functools.partial(copy_from_main_process, _copied(model), args.device)
 
 
 def _is_known(name: str, trust_remote_code: bool) -> bool:
@@ -87,12 +86,6 @@ def _copied(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has no name to load the reference model of beta > 0 from, and the object cannot "
             f"be copied ({error}); save it with save_pretrained and pass the folder, or set beta=0."
         ) from None
-
-
-def _as_on_main_process(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a copy the weights it has on the main process, as the policy gets them."""
-    copy_from_main_process(model, device)
-    return model
 
 
 def use_reference(load: Callable[[], Any], trainer: Any, config: trl.GRPOConfig) -> None:

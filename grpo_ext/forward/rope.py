@@ -80,7 +80,7 @@ def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> str | N
 
     Args:
         models: the policy, and the reference where there is one.
-        longest: tokens of the longest prompt and completion the run can have, or None; asked only where it matters.
+        longest: returns the tokens of the longest prompt and completion of the run, or None; called only if needed.
 
     Returns:
         What still depends on the micro-batch, as a sentence; None where nothing does.

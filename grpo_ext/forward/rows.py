@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -76,10 +77,7 @@ class TokenRows:
     @property
     def starts_B(self) -> list[int]:
         """Index of the first token of each row, and the number of all tokens."""
-        starts = [0]
-        for prompt, completion in zip(self.prompts_B, self.completions_B):
-            starts.append(starts[-1] + prompt + completion)
-        return starts
+        return [0, *accumulate(map(sum, zip(self.prompts_B, self.completions_B)))]
 
     def part(self, rows: slice) -> TokenRows:
         """Consecutive rows."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class SamplingMasks:
     def tensors(self) -> dict[str, Any]:
         """The attributes that go to a device."""
         return {name: value for name, value in vars(self).items() if name != "bounds"}
+
+    def on(self, device: torch.device) -> SamplingMasks:
+        """The same on a device; `device_map` may put the head on another one."""
+        return self if self.ids_K.device == device else replace(self, **send_to_device(self.tensors, device))
 
     def removed(self, rows: slice, columns: slice) -> torch.Tensor:
         """True on the logits (R, C) of a tile whose tokens were not kept."""

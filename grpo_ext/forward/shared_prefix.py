@@ -8,9 +8,8 @@ D head dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
@@ -27,8 +26,7 @@ _varlen_backward = torch.ops.aten._flash_attention_backward.default
 _Tokens = tuple[int, int]  # a half-open range
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One call of a kernel: which tokens are queries, and which are keys.
 
     Attributes:
@@ -55,8 +53,8 @@ def parts_of(group: PackedGroup) -> list[Part]:
     return [Part(queries, keys, causal=queries == keys) for queries, keys in places]
 
 
-def joint_parts(layout: PackLayout, window: int | None, device: torch.device) -> list[Part]:
-    """The calls for a whole pack.
+def joint_parts(layout: PackLayout, window: int | None) -> list[Part]:
+    """The calls for a whole pack, with tensors on the CPU.
 
     Without a window two: all segments, and the completions of all prompts. With a window one: the keys of a completion
     are its own, after those of its prompt that the window reaches.
@@ -67,9 +65,9 @@ def joint_parts(layout: PackLayout, window: int | None, device: torch.device) ->
         bounds, longest, places = [], [], []
         for side in (queries, keys):
             lengths = [sum(stop - start for start, stop in ranges) for ranges in side]
-            bounds.append(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
+            bounds.append(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
             longest.append(max(2, *lengths))  # with 1 and grouped heads the kernel takes every sequence to have 1 query
-            places.append(_place([tokens for ranges in side for tokens in ranges], device))
+            places.append(_place([tokens for ranges in side for tokens in ranges]))
         return Part(places[0], places[1], causal, (bounds[0], bounds[1], longest[0], longest[1]), window)
 
     segments: list[tuple[_Tokens, list[_Tokens]]] = []
@@ -84,11 +82,11 @@ def joint_parts(layout: PackLayout, window: int | None, device: torch.device) ->
     return [*parts, part(answers, causal=False)] if answers and window is None else parts
 
 
-def _place(ranges: list[_Tokens], device: torch.device) -> slice | torch.Tensor:
+def _place(ranges: list[_Tokens]) -> slice | torch.Tensor:
     """The tokens of these ranges in order: a slice where each range begins at the end of the one before."""
     if all(before[1] == after[0] for before, after in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
-    return torch.cat([torch.arange(*tokens, device=device) for tokens in ranges])
+    return torch.cat([torch.arange(*tokens) for tokens in ranges])
 
 
 def takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -16,10 +16,10 @@ import torch
 
 from .sampling_masks import SamplingMasks
 
-# Rows and columns of a tile of logits. On the CPU 4 MiB in float32: what is larger than 32 MiB is mapped and unmapped
-# by the C library each time, and squares read the head and write its gradient least often. Accelerators want larger
-# products; there not measured. Fewer rows get no more columns: a row is summed over the same columns whatever runs
-# beside it, so the micro-batch does not round it otherwise
+# Rows and columns of a tile of logits. On the CPU 4 MiB in float32: the C library maps and unmaps memory above 32 MiB
+# for every tile, and square tiles read the head and write its gradient least often. Accelerators run larger products
+# faster (not measured). The columns do not depend on the number of rows, so the rounding of a row's sum does not depend
+# on the micro-batch
 CPU_TILE, TILE = (1024, 1024), (1024, 32768)
 
 Whole = Callable[..., AbstractContextManager[Any]]
@@ -77,7 +77,7 @@ class _Tiles:
         return self._spare[which][: like.numel()].view_as(like)
 
     def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Rows, columns and (R, C) what the head makes of them, before soft-capping and scale."""
+        """Rows, columns and the output (R, C) of the head for them, before soft-capping and scale."""
         for first in range(0, self.vocabulary, self.columns):
             columns = slice(first, min(first + self.columns, self.vocabulary))
             weight_CH = self.weight_VH[columns].to(self.dtype)
@@ -224,7 +224,7 @@ def tiled_log_probs(
     In float32, or float64 for float64 hidden states. A gradient of second order is not supported.
 
     Args:
-        whole: for weight and bias, a context in which they are not cut; entered again in the backward pass.
+        whole: returns a context in which weight and bias are not partitioned; entered again in the backward pass.
         masks: the tokens that each target was sampled from, over which probabilities and entropies are taken; None:
             the whole vocabulary.
     """

@@ -49,9 +49,7 @@ def as_in_training(model: nn.Module, accelerator: Any) -> Iterator[None]:
 
     Under FSDP and DeepSpeed, which cast and gather weights themselves, and with quantised weights nothing changes.
     """
-    quantised = any(
-        getattr(module, "is_quantized", False) for module in model.modules()
-    )  # PEFT's has no such attribute
+    quantised = any(getattr(module, "is_quantized", False) for module in model.modules())  # PEFT's wrapper lacks it
     half = accelerator.native_amp and accelerator.mixed_precision in ("bf16", "fp16")
     if not half or quantised or shards_parameters(accelerator):
         yield

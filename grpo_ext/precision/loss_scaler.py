@@ -127,7 +127,7 @@ def install_loss_scaler(accelerator: Any) -> None:
     """Give an accelerator in fp16 this loss scale, before models and optimizers are prepared.
 
     Raises:
-        ConfigError: Accelerate would compute in float32 without a word.
+        ConfigError: Accelerate would silently compute in float32.
     """
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         return

@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import dataclasses
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import tenacity
 import torch
 from accelerate.logging import get_logger
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    sleep_using_event,
-    stop_after_attempt,
-    stop_when_event_set,
-    wait_exponential,
-)
 
 from ..errors import ConfigError, RewardError, shortened
-from .worker import RemoteError, as_list
+from .worker import Attempt, RemoteError, RewardCall, call_function
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
+ChunkRewards = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
 
 
 class CallTimeout(TimeoutError):
@@ -85,43 +79,11 @@ def in_time(function: Callable[[], Any], seconds: float | None, setting: str) ->
     return function() if seconds is None else result_in_time(start(function), seconds, setting)
 
 
-@dataclass
-class RewardCall:
-    """One call of a reward function, with what it logged by `log_metric` and `log_extra`.
-
-    A call holds the same completions for every number of processes, so its metrics and columns are the same too.
-
-    Attributes:
-        function: its name.
-        number: its place among the reward functions.
-        first: place of the call's first completion in the rollout batch, over all processes.
-        rows: completions of the call.
-        metrics: names and values, in the order logged.
-        columns: values by column, at best one for each completion of the call.
-    """
-
-    function: str
-    number: int
-    first: int
-    rows: int
-    metrics: list[tuple[str, float]] = field(default_factory=list)
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-
-    def moved(self, places: int) -> RewardCall:
-        """The same call, with its completions moved by `places` in the rollout batch."""
-        return dataclasses.replace(self, first=self.first + places)
-
-    def log_metric(self, name: str, value: float) -> None:
-        """Log a number; the metric is the mean over all calls that logged it."""
-        self.metrics.append((name, float(value)))
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log a column of the completions table, one value for each completion of the call."""
-        self.columns.setdefault(column, []).extend(values)
+class CallCancelled(CancelledError):
+    """A call whose process was ended with all others."""
 
 
-ChunkRewards = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
-Execute = Callable[["GuardedCall", RewardCall], Any]  # makes one attempt, which logs into the record
+_FINAL = (ConfigError, CallCancelled)  # no further attempt is made
 
 
 @dataclass(frozen=True)
@@ -139,18 +101,6 @@ class Faults:
     on_failure: str = "error"
 
 
-def execute_here(call: GuardedCall, record: RewardCall) -> Any:
-    """Call a synchronous function in this process."""
-    keywords = {**call.keywords, **call.recorders_of(record)}
-    return in_time(lambda: as_list(call.function(**keywords)), call.faults.timeout, "reward_timeout")
-
-
-def execute_on(loop: asyncio.AbstractEventLoop, call: GuardedCall, record: RewardCall) -> Any:
-    """Call an asynchronous function on a loop that another thread runs, and wait for it."""
-    coroutine = call.function(**call.keywords, **call.recorders_of(record))
-    return result_in_time(asyncio.run_coroutine_threadsafe(coroutine, loop), call.faults.timeout, "reward_timeout")
-
-
 @dataclass(frozen=True)
 class GuardedCall:
     """A call of a reward function for one chunk of completions.
@@ -158,63 +108,60 @@ class GuardedCall:
     Attributes:
         function: the reward function.
         record: an empty record of the call. Each attempt logs into a copy, so a failed attempt logs nothing.
-        keywords: of the call, without recorders.
-        recorders: the user's overrides of `log_metric` and `log_extra`; missing ones log into the record.
+        keywords: of the call, without `log_metric` and `log_extra`.
         faults: how a call that hangs or raises is handled.
     """
 
     function: Callable[..., Any]
     record: RewardCall
     keywords: dict[str, Any]
-    recorders: Mapping[str, Callable[..., None]]
     faults: Faults
 
-    def run(self, execute: Execute = execute_here, ended: threading.Event | None = None) -> ChunkRewards:
+    def run_here(self) -> ChunkRewards:
+        """Call a synchronous function in this process; see `run`."""
+        attempt = partial(call_function, self.function, self.keywords, self.record)
+        return self.run(lambda: in_time(attempt, self.faults.timeout, "reward_timeout"))
+
+    def run_on(self, loop: asyncio.AbstractEventLoop) -> ChunkRewards:
+        """Call an asynchronous function on a loop that another thread runs; see `run`."""
+
+        async def attempt() -> Attempt:
+            coroutine, record = call_function(self.function, self.keywords, self.record)
+            return await coroutine, record
+
+        begin = partial(asyncio.run_coroutine_threadsafe, loop=loop)
+        return self.run(lambda: result_in_time(begin(attempt()), self.faults.timeout, "reward_timeout"))
+
+    def run(self, attempt: Callable[[], Attempt], sleep: Callable[[float], None] = time.sleep) -> ChunkRewards:
         """The rewards, and what the function logged.
 
         Args:
-            execute: calls the function: here, on a loop or in another process.
-            ended: once it is set, no further attempt is made.
+            attempt: calls the function once.
+            sleep: waits between two attempts, for so many seconds.
 
         Raises:
-            CancelledError: `ended` is set.
+            CallCancelled: the processes of reward_workers were ended.
             RewardError: the last attempt failed, or it returned something that is not a reward.
             ConfigError: the function cannot be loaded in the other process.
         """
-        ended = ended or threading.Event()
-        retrying = Retrying(
-            sleep=sleep_using_event(ended),
-            stop=stop_after_attempt(self.faults.retries + 1) | stop_when_event_set(ended),
-            wait=wait_exponential(multiplier=0.5, max=30),
-            retry=retry_if_exception(lambda e: isinstance(e, Exception) and not isinstance(e, ConfigError)),
+        retrying = tenacity.Retrying(
+            sleep=sleep,
+            stop=tenacity.stop_after_attempt(self.faults.retries + 1),
+            wait=tenacity.wait_exponential(multiplier=0.5, max=30),
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, Exception) and not isinstance(e, _FINAL)),
             before_sleep=self._warn,
             reraise=True,
         )
         try:
-            if ended.is_set():  # before the first attempt
-                raise CancelledError
-            rewards, record = retrying(self._attempt, execute)
-        except ConfigError:  # no attempt would succeed
+            rewards, record = retrying(attempt)
+        except _FINAL:
             raise
         except Exception as error:
-            if ended.is_set():
-                raise CancelledError("the processes of reward_workers were ended") from error
             return self._failed(error)
         return self._checked(rewards), record
 
-    def _attempt(self, execute: Execute) -> tuple[Any, RewardCall]:
-        record = dataclasses.replace(self.record, metrics=[], columns={})
-        return execute(self, record), record
-
-    def recorders_of(self, record: RewardCall) -> dict[str, Callable[..., None]]:
-        """The `log_metric` and `log_extra` of an attempt."""
-        return {"log_metric": record.log_metric, "log_extra": record.log_extra, **self.recorders}
-
-    def _failure(self, error: BaseException | None) -> str:
-        return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
-
-    def _warn(self, state: RetryCallState) -> None:
-        failure = self._failure(None if state.outcome is None else state.outcome.exception())
+    def _warn(self, state: tenacity.RetryCallState) -> None:
+        failure = _text(state.outcome.exception() if state.outcome else None)
         tries = f"try {state.attempt_number + 1} of {self.faults.retries + 1} follows"
         logger.warning(f"reward function '{self.record.function}' failed ({failure}); {tries}.")
 
@@ -224,7 +171,7 @@ class GuardedCall:
         Raises:
             RewardError: a failure is an error.
         """
-        failure, name, rows = self._failure(error), f"reward function '{self.record.function}'", self.record.rows
+        failure, name, rows = _text(error), f"reward function '{self.record.function}'", self.record.rows
         if self.faults.on_failure == "none":
             logger.warning(f"{name} failed ({failure}); its {rows} completions get None (reward_on_failure='none').")
             return [None] * rows, self.record
@@ -259,6 +206,10 @@ class GuardedCall:
                     f"{_short(completion)}); a reward is a finite number, or None where the function does not apply."
                 )
         return numbers
+
+
+def _text(error: BaseException | None) -> str:
+    return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
 
 
 def _short(value: Any) -> str:

@@ -148,7 +148,7 @@ def resolve_rewards(names: list[str], max_completion_length: int | None = None) 
         max_completion_length: tokens; what `length_penalty`, `soft_overlong` and `cosine` measure against.
 
     Raises:
-        ConfigError: no such name, module, file or function; math-verify missing; a budget needed and not given; a
+        ConfigError: no such name, module, file or function; math-verify missing; no budget where one is needed; a
             plugin that cannot be imported, or has the name of another reward.
     """
     if not names:

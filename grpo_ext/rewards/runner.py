@@ -11,7 +11,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,8 @@ from trl import apply_chat_template, is_conversational
 
 from ..compat import parameters_of
 from ..errors import RewardError
-from .guard import ChunkRewards, Faults, GuardedCall, RewardCall, execute_on, start
+from .guard import ChunkRewards, Faults, GuardedCall, start
+from .worker import RewardCall
 from .workers import RewardWorkers
 
 logger = get_logger(__name__)
@@ -152,7 +153,7 @@ class RewardRunner:
                         results = [result() for result in chunks]
                     rewards = [torch.nan if reward is None else reward for part, _ in results for reward in part]
                     rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32)
-                    records += [record for _, record in results]
+                    records += [_handed_over(record, rows.recorders) for _, record in results]
             except BaseException:
                 if self.workers is not None:  # the first chunk that fails for good ends the others
                     self.workers.kill()
@@ -182,15 +183,15 @@ class RewardRunner:
             chunk = {column: values[first : first + size] for column, values in keywords.items()}
             record = RewardCall(name, number, rows.first + first, len(chunk["completions"]))
             chunk["trainer_state"] = rows.state
-            calls.append(GuardedCall(function, record, chunk, rows.recorders, self.faults))
+            calls.append(GuardedCall(function, record, chunk, self.faults))
         if not is_async(function):
-            return [call.run if self.workers is None else self.workers.submit(call).result for call in calls]
+            return [call.run_here if self.workers is None else self.workers.submit(call).result for call in calls]
         if self.async_loop is None:
             raise RewardError(
                 f"reward function '{name}' is asynchronous, and the trainer was built without an asynchronous function;"
                 " pass it as reward_funcs when the trainer is built."
             )
-        return [start(partial(call.run, partial(execute_on, self.async_loop))).result for call in calls]
+        return [start(partial(call.run_on, self.async_loop)).result for call in calls]
 
     def join_remaining_forwards(self, sources: RewardFunctions, rows: RewardRows) -> None:
         """Run only the reward models, on completions that do not count, where their forward is a collective."""
@@ -211,3 +212,16 @@ class RewardRunner:
         with torch.inference_mode():
             logits = sources.functions[number](**send_to_device(inputs, self.device)).logits
         return logits[:, 0].tolist(), RewardCall(sources.names[number], number, rows.first, len(texts))
+
+
+def _handed_over(record: RewardCall, recorders: Mapping[str, Callable[..., None]]) -> RewardCall:
+    """The record of a call, without the logs that the user's `recorders` take; they are called with these."""
+    if (log_metric := recorders.get("log_metric")) is not None:
+        for name, value in record.metrics:
+            log_metric(name, value)
+        record = replace(record, metrics=[])
+    if (log_extra := recorders.get("log_extra")) is not None:
+        for column, values in record.columns.items():
+            log_extra(column, values)
+        record = replace(record, columns={})
+    return record

@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cloudpickle
@@ -40,7 +41,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """Unpickle what `pack` returned; imports the modules that it names from where `pack` found them."""
+    """Unpickle what `pack` returned; imports the modules that it names from their files in the process of `pack`."""
     path, files, value = pickle.loads(packed)
     sys.path.extend(part for part in path if part not in sys.path)
     for name, file in files.items():
@@ -49,9 +50,49 @@ def unpack(packed: bytes) -> Any:
     return pickle.loads(value)
 
 
-def as_list(rewards: Any) -> Any:
-    """Exhaust a generator, so that the timeout and the retries cover it."""
-    return list(rewards) if isinstance(rewards, Iterator) else rewards
+@dataclass
+class RewardCall:
+    """One call of a reward function, with what it logged by `log_metric` and `log_extra`.
+
+    A call holds the same completions for every number of processes, so its metrics and columns are the same too.
+
+    Attributes:
+        function: its name.
+        number: its place among the reward functions.
+        first: place of the call's first completion in the rollout batch, over all processes.
+        rows: completions of the call.
+        metrics: names and values, in the order logged.
+        columns: values by column, at best one for each completion of the call.
+    """
+
+    function: str
+    number: int
+    first: int
+    rows: int
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def moved(self, places: int) -> RewardCall:
+        """The same call, with its completions moved by `places` in the rollout batch."""
+        return replace(self, first=self.first + places)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number; the metric is the mean over all calls that logged it."""
+        self.metrics.append((name, float(value)))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a column of the completions table, one value for each completion of the call."""
+        self.columns.setdefault(column, []).extend(values)
+
+
+Attempt = tuple[Any, RewardCall]  # what a function returned, and what it logged
+
+
+def call_function(function: Callable[..., Any], keywords: dict[str, Any], record: RewardCall) -> Attempt:
+    """Call a function, which logs into a copy of `record`; a generator is exhausted."""
+    record = replace(record, metrics=[], columns={})
+    rewards = function(**keywords, log_metric=record.log_metric, log_extra=record.log_extra)
+    return list(rewards) if isinstance(rewards, Iterator) else rewards, record
 
 
 class RemoteError(Exception):
@@ -86,24 +127,16 @@ def load(packed: bytes, name: str) -> None:
         ) from error
 
 
-def call(packed: bytes, seed: int, keywords: dict[str, Any]) -> tuple[Any, list[tuple[str, str, Any]]]:
-    """What a function returns; and what it logs, as recorder, name and value, in order.
+def call_packed(packed: bytes, seed: int, keywords: dict[str, Any], record: RewardCall) -> Attempt:
+    """`call_function` for a function that this process has loaded.
 
     Raises:
         RemoteError: the function raised.
     """
-    logged: list[tuple[str, str, Any]] = []
-
-    def log_metric(name: str, value: float) -> None:
-        logged.append(("log_metric", name, value))
-
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        logged.append(("log_extra", column, list(values)))
-
     function = _unpacked(packed)
     _seed(seed)
     try:
-        return as_list(function(**keywords, log_metric=log_metric, log_extra=log_extra)), logged
+        return call_function(function, keywords, record)
     except BaseException as error:  # sys.exit() too: the call failed
         raise RemoteError(f"{type(error).__name__}: {error}") from error
 

@@ -12,15 +12,17 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import tenacity
 from loky import ProcessPoolExecutor
 from loky.process_executor import BrokenProcessPool, ShutdownExecutorError
 
 from ..errors import ConfigError
-from .guard import CallTimeout, ChunkRewards, GuardedCall, RewardCall
-from .worker import begin, call, load, pack
+from .guard import CallCancelled, CallTimeout, ChunkRewards, GuardedCall
+from .worker import Attempt, RewardCall, begin, call_packed, load, pack
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -40,48 +42,10 @@ class WorkerDied(RuntimeError):
     )
 
 
-class RewardWorker:
-    """One process, used by one thread. It starts at its first call, and again after it has ended."""
-
-    def __init__(self) -> None:
-        self._executor: ProcessPoolExecutor | None = None
-        self._loaded: set[bytes] = set()  # the functions that its process has loaded
-
-    def call(self, name: str, packed: bytes, seed: int, keywords: dict[str, Any], seconds: float | None) -> Any:
-        """What `rewards.worker.call` returns, within `seconds`; None: no limit. Loading has no limit.
-
-        Raises:
-            ConfigError: the function, by its name, cannot be loaded.
-            CallTimeout: it took longer; the process is killed.
-            WorkerDied: the process ended.
-            RemoteError: the function raised.
-        """
-        executor = self._executor
-        if executor is None:
-            executor = self._executor = ProcessPoolExecutor(1, timeout=None, env=_ENVIRONMENT, initializer=begin)
-            self._loaded = set()
-        try:
-            if packed not in self._loaded:
-                executor.submit(load, packed, name).result()
-                self._loaded.add(packed)
-            return executor.submit(call, packed, seed, keywords).result(seconds)
-        except (BrokenProcessPool, ShutdownExecutorError) as error:
-            self.kill()
-            exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]
-            raise WorkerDied(f"its process has ended: {exit_codes.strip('{}') or 'no exit code'}") from None
-        except FutureTimeout:
-            self.kill()
-            raise CallTimeout(seconds, "reward_timeout") from None
-
-    def kill(self) -> None:
-        """End the process and those that it has started; from any thread."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown(kill_workers=True)
-
-
 class RewardWorkers:
-    """The processes of one training process; each is called by a thread of its own.
+    """The processes of one training process; each is called by one thread of a pool.
+
+    A process starts at its thread's first call, and again after it has ended.
 
     Args:
         number: of processes.
@@ -91,16 +55,12 @@ class RewardWorkers:
     def __init__(self, number: int, seed: int) -> None:
         self.number, self.seed = number, seed
         self._ended = threading.Event()  # set by `kill` for the calls of that time; later ones have another
-        # by `id`; the function is kept alive, so that its `id` is not reused
+        # by `id`, which is not reused while the function is referenced
         self._packed: dict[int, tuple[Callable[..., Any], bytes]] = {}
-        self._workers: list[RewardWorker] = []
-        self._thread = threading.local()
+        # by thread: a process, and the functions that it has loaded
+        self._processes: dict[int, tuple[ProcessPoolExecutor, set[bytes]]] = {}
         # a process ends with the thread that started it (rewards.worker.begin), so these live as long as this object
-        self._threads = ThreadPoolExecutor(number, "reward worker", initializer=self._add_worker)
-
-    def _add_worker(self) -> None:
-        self._thread.worker = RewardWorker()
-        self._workers.append(self._thread.worker)
+        self._threads = ThreadPoolExecutor(number, "reward worker")
 
     def add(self, function: Callable[..., Any], name: str) -> None:
         """Pickle a function, before it is called.
@@ -126,33 +86,76 @@ class RewardWorkers:
             ConfigError: the function cannot be sent to another process.
         """
         self.add(guarded.function, guarded.record.function)
-        return self._threads.submit(guarded.run, self._attempt, self._ended)
+        ended = self._ended
+        return self._threads.submit(
+            guarded.run, partial(self._attempt, guarded, ended), tenacity.sleep_using_event(ended)
+        )
 
-    def _attempt(self, guarded: GuardedCall, record: RewardCall) -> Any:
-        """Call a function in the process of this thread, and log here what it logs there."""
-        keywords, state = dict(guarded.keywords), guarded.keywords["trainer_state"]
+    def _attempt(self, guarded: GuardedCall, ended: threading.Event) -> Attempt:
+        """Call a function in the process of this thread.
+
+        Raises:
+            CallCancelled: `ended` is set.
+        """
+        keywords, record, state = dict(guarded.keywords), guarded.record, guarded.keywords["trainer_state"]
         if (step := getattr(state, "global_step", None)) is not None:
             # its class would import transformers there, and its log grows with the run
             keywords["trainer_state"] = SimpleNamespace(**{**vars(state), "log_history": []})
         # random numbers of a call do not depend on the worker, the split or an attempt that failed
         seed = zlib.crc32(f"{self.seed} {step} {record.number} {record.first}".encode())
-        packed, worker = self._packed[id(guarded.function)][1], self._thread.worker
-        request = (record.function, packed, seed, keywords, guarded.faults.timeout)
+        request = (self._packed[id(guarded.function)][1], seed, keywords, record, guarded.faults.timeout)
+        for again in (True, False):
+            if ended.is_set():
+                break
+            try:
+                return self._call(*request)
+            except WorkerDied as died:
+                # a cluster tells all processes that the run is to end, and the training process decides when
+                if not ended.is_set() and not (again and "SIGTERM" in str(died)):
+                    raise
+        raise CallCancelled("the processes of reward_workers were ended")
+
+    def _call(
+        self, packed: bytes, seed: int, keywords: dict[str, Any], record: RewardCall, seconds: float | None
+    ) -> Attempt:
+        """Run `rewards.worker.call_packed` in this thread's process within `seconds`; None: no limit.
+
+        Loading the function has no limit.
+
+        Raises:
+            ConfigError: the function cannot be loaded.
+            CallTimeout: it took longer; the process is killed.
+            WorkerDied: the process ended.
+            RemoteError: the function raised.
+        """
+        thread = threading.get_ident()
+        process = self._processes.get(thread)
+        if process is None:
+            process = ProcessPoolExecutor(1, timeout=None, env=_ENVIRONMENT, initializer=begin), set()
+            self._processes[thread] = process
+        executor, loaded = process
         try:
-            rewards, logged = worker.call(*request)
-        except WorkerDied as died:
-            if "SIGTERM" not in str(died):
-                raise
-            # a cluster tells all processes that the run is to end, and the training process decides when
-            rewards, logged = worker.call(*request)
-        recorders = guarded.recorders_of(record)
-        for recorder, name, value in logged:
-            recorders[recorder](name, value)
-        return rewards
+            if packed not in loaded:
+                executor.submit(load, packed, record.function).result()
+                loaded.add(packed)
+            return executor.submit(call_packed, packed, seed, keywords, record).result(seconds)
+        except (BrokenProcessPool, ShutdownExecutorError) as error:
+            self._kill(thread)
+            exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]
+            raise WorkerDied(f"its process has ended: {exit_codes.strip('{}') or 'no exit code'}") from None
+        except FutureTimeout:
+            self._kill(thread)
+            raise CallTimeout(seconds, "reward_timeout") from None
+
+    def _kill(self, thread: int) -> None:
+        """End the process of a thread and those that it has started; from any thread."""
+        executor, _ = self._processes.pop(thread, (None, None))
+        if executor is not None:
+            executor.shutdown(kill_workers=True)
 
     def kill(self) -> None:
         """End all processes and the calls that were submitted; the next call starts processes again."""
         self._ended.set()
         self._ended = threading.Event()
-        for worker in list(self._workers):
-            worker.kill()
+        for thread in list(self._processes):
+            self._kill(thread)

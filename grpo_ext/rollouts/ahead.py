@@ -152,20 +152,20 @@ class RolloutsAhead:
         """The rollout batches that are not held yet: their first steps, and the weights that sample them."""
         return [(job.step, job.weights) for job in self.jobs]
 
-    def steps_to_submit(self, step: int, held: tuple[int, int] | None, lag: int) -> list[int]:
-        """First steps of the rollout batches that the weights before an optimizer step sample; drops the job of `held`.
+    def steps_to_submit(self, step: int, current: tuple[int, int] | None, lag: int) -> list[int]:
+        """First steps of the rollout batches that the weights before `step` sample; drops the job of `current`.
 
         Args:
-            held: the rollout batch that is trained on, by its epoch and its index in the epoch.
+            current: the rollout batch that is trained on, by its epoch and its index in the epoch.
             lag: rollout batches after that of this step, at most.
         """
-        while self.jobs and self.jobs[0].name == held:
+        while self.jobs and self.jobs[0].name == current:
             self.jobs.popleft()
         while not self._starts_rollout(step):
             step -= 1
         if self._next is None:
             request = self.steps.request(step)
-            self._next = step + 1 if held == (request.epoch, request.layout.rollout) else step
+            self._next = step + 1 if current == (request.epoch, request.layout.rollout) else step
         starts = itertools.islice(filter(self._starts_rollout, range(step, self.max_steps)), lag + 1)
         return [start for start in starts if start >= self._next]
 

@@ -33,7 +33,7 @@ from ..runtime.collectives import shards_parameters, wait_for_all
 from ..runtime.out_of_memory import Halving
 from ..runtime.transfer import to_device
 from .chat import Chat
-from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine, chunk_sizes
+from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .environments import Environments
 from .images import ImageSource
@@ -117,7 +117,7 @@ def _worker(
 
 
 def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
-    return EngineSettings(
+    settings = EngineSettings(
         device=trainer.accelerator.device,
         eos_token_ids=trainer.eos_token_ids,
         filler=tokenizer.eos_token_id,
@@ -127,8 +127,10 @@ def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
         sharded=shards_parameters(trainer.accelerator),
         replay=trainer.args.sampling_mask == "replay",
         fp16=trainer.args.fp16,
-        **({"chunk_size": None} if trainer.use_vllm else chunk_sizes(trainer.geometry)),  # vLLM batches by itself
     )
+    if not trainer.use_vllm:
+        settings.resize_chunks(trainer.geometry)
+    return settings
 
 
 def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:

@@ -35,7 +35,7 @@ _PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "bes
 
 
 def described(trainer: Any) -> str | None:
-    """How far a trainer samples ahead and the memory of the weights for that, in words; None without a lag."""
+    """The lag of a trainer and the memory that the weights of earlier steps take, in words; None without a lag."""
     lag, reference = trainer.args.rollout_lag, trainer.ref_model
     if not lag:
         return None

@@ -51,15 +51,15 @@ class Engine(Protocol):
 
 @dataclass
 class EngineSettings:
-    """Settings of sampling. During a run only the sizes of chunks may change, where it resumes.
+    """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint; the others are fixed.
 
     Attributes:
         device: of the model.
-        chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
-        together: completions of a `generate` call, at most, where it samples several chunks; None: those of a chunk.
         eos_token_ids: any of these ends a completion.
         filler: a token, for rows that no result contains.
         pad: the padding token of TRL's dictionary.
+        chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
+        together: completions of a `generate` call, at most, where it samples several chunks; None: those of a chunk.
         multiple: of which the width of a batch is (TRL's `pad_to_multiple_of`).
         compact: each different prompt runs once, and finished rows leave the batch.
         sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
@@ -68,16 +68,21 @@ class EngineSettings:
     """
 
     device: torch.device
-    chunk_size: int | None
     eos_token_ids: Sequence[int]
     filler: int
     pad: int
+    chunk_size: int | None = None
     together: int | None = None
     multiple: int | None = None
     compact: bool = True
     sharded: bool = False
     replay: bool = False
     fp16: bool = False
+
+    def resize_chunks(self, geometry: BatchGeometry) -> None:
+        """Set the sizes of chunks and of `generate` calls."""
+        self.chunk_size = geometry.rollout_chunk_size
+        self.together = geometry.generate_size if geometry.together else None
 
     def groups_of(self, num_generations: int) -> int | None:
         """Completions of a chunk in whole groups, at least one."""
@@ -94,14 +99,6 @@ class EngineSettings:
         for transcript in transcripts:
             chunks.setdefault(0 if size is None else transcript.place // size, []).append(transcript)
         return list(chunks.values())
-
-
-def chunk_sizes(geometry: BatchGeometry) -> dict[str, Any]:
-    """The fields of `EngineSettings` that follow from the batch sizes of a run."""
-    return {
-        "chunk_size": geometry.rollout_chunk_size,
-        "together": geometry.generate_size if geometry.together else None,
-    }
 
 
 def _whole_groups(rows: int | None, num_generations: int) -> int | None:

@@ -86,7 +86,7 @@ class EngineCheck:
         if not all(name in batch.columns for name in names):
             return
         rows = zip(batch.loss_masks, *(batch[name] for name in names))
-        excess = torch.cat([(engine - own)[mask.bool()] for mask, own, engine in rows]).double()
+        excess = torch.cat([(engine - trainer)[mask.bool()] for mask, trainer, engine in rows]).double()
         excess = excess[~excess.isnan()]
         off = excess.clamp(max=0).neg() + (excess - surplus).clamp(min=0)
         if len(off) and not (mean := off.mean().item()) <= self.bound:

@@ -45,7 +45,7 @@ class ImageSource:
         return RowImages([t.number for t in transcripts], lambda number: prepare(rows[number]))  # type: ignore[misc]
 
     def columns_of(self, transcripts: Sequence[Transcript], masked: Sequence[bool]) -> dict[str, Column]:
-        """The column of a rollout batch by which `of_batch` finds the images; none for a model that takes none.
+        """The column from which `of_batch` reads the images; empty for a model that takes none.
 
         Args:
             masked: for each transcript whether it is masked out; it keeps the images of its prompt only.

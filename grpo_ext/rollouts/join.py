@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, PrecisionError, ProcessError, RolloutError
-from ..rewards.guard import RewardCall
+from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_lists
 from .batch import KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, RolloutBatch, concatenated
 from .images import ImageSource

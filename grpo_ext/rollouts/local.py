@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.importance import RatioRule
 from ..batching.prompt_order import RolloutRequest
-from ..rewards.guard import RewardCall
 from ..rewards.runner import RewardFunctions
+from ..rewards.worker import RewardCall
 from .tools import TurnLimits
 from .transcript import Transcript
 
@@ -66,7 +66,7 @@ class Terms:
         state: of the Trainer; an argument of reward functions.
         generation_config: transformers' settings; None with vLLM.
         old_logps, reference: log-probabilities of the policy that samples, of the reference model, are needed.
-        unchecked: vLLM's log-probabilities were not compared with the policy's yet, and will be.
+        unchecked: vLLM's log-probabilities are still to be compared with the policy's.
         batch_size, max_tokens: limits of a forward without gradients.
         ends: a completion that ends in none of these tokens is truncated.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
@@ -122,7 +122,7 @@ class LocalRollout:
         request: the prompts of this process.
         terms: of the rollout batch.
         transcripts: one for each row; those of a process without prompts are stand-ins that reach no result.
-        has_mask: tokens of tools or of an environment may be among those of the completions.
+        has_mask: completions may contain tokens of tools or of an environment.
         extra_fields: what a `rollout_func` returned beside TRL's lists.
         old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
         rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.

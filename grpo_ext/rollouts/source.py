@@ -30,7 +30,6 @@ from ..runtime.collectives import gather_lists, uneven_gathers
 from ..runtime.out_of_memory import Halving
 from .ahead import RolloutsAhead
 from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
-from .engine import chunk_sizes
 from .engine_check import EngineCheck
 from .images import ImageSource
 from .join import Round, exchange, join
@@ -84,7 +83,6 @@ class Rollouts:
     _scored: tuple[RolloutRequest, list[Round]] | None = field(default=None, init=False)
     _rewarded: LocalRollout | None = field(default=None, init=False)  # while a user's `_calculate_rewards` runs
     _free_requests: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
-    _warned_of_own_scoring: bool = field(default=False, init=False)
 
     @property
     def images(self) -> ImageSource:
@@ -115,7 +113,7 @@ class Rollouts:
         """Sample and score in the chunks of `geometry` from now on."""
         self.args.geometry = geometry
         if not self.args.use_vllm:
-            vars(self.worker.settings).update(chunk_sizes(geometry))
+            self.worker.settings.resize_chunks(geometry)
 
     def divide_threads(self) -> int | None:
         """CPU threads of training, where sampling ahead takes half of them; None: as many as torch has."""
@@ -340,12 +338,10 @@ class Rollouts:
                 f"{what}, and the processes have {min(counts)} to {max(counts)} rows; a copy of TRL's method takes "
                 "advantages of other rows then. Use a number of prompts that the processes share evenly, or super()."
             )
-        if not self._warned_of_own_scoring:
-            self._warned_of_own_scoring = True
-            logger.warning(
-                f"The promise that the split does not matter does not cover this run: {what}, so it may sample in its "
-                "own way; only the update is covered."
-            )
+        logger.warning_once(
+            f"The promise that the split does not matter does not cover this run: {what}, so it may sample in its own "
+            "way; only the update is covered."
+        )
 
     def score(self, inputs: Sequence[dict[str, Any]], terms: Terms) -> dict[str, Any]:
         """TRL's `_generate_and_score_completions`: samples and scores any rows; returns TRL's padded dictionary.

@@ -63,7 +63,6 @@ class Toolbox:
         self, tools: Sequence[Tool], environments: Environments, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self.tools, self.environments, self.loop = list(tools), environments, loop
-        self._warned: set[str] = set()
 
     def tools_of(self, transcript: Transcript) -> dict[str, Tool]:
         """The tools that a transcript may call, by name; of two with one name the synchronous one, or the last."""
@@ -159,13 +158,11 @@ class Toolbox:
         """Warn of a call that hangs, and retire its environment."""
         if _is_method_of(environment, tool):
             self.environments.retire(environment)
-        if tool.__name__ not in self._warned:
-            self._warned.add(tool.__name__)
-            logger.warning(
-                f"tool '{tool.__name__}' gave no answer within tool_timeout={seconds} seconds: {action}, and the model "
-                "is told that the call failed. An environment whose method hangs has no reward (None), and the next "
-                "rollout has another. Shown once for each tool; tools/failure_frequency counts every call."
-            )
+        logger.warning_once(
+            f"tool '{tool.__name__}' gave no answer within tool_timeout={seconds} seconds: {action}, and the model is "
+            "told that the call failed. An environment whose method hangs has no reward (None), and the next rollout "
+            "has another. Shown once for each tool; tools/failure_frequency counts every call."
+        )
 
 
 def _is_method_of(environment: Any, tool: Tool) -> bool:

@@ -22,8 +22,8 @@ from ..batching.prompt_order import StepRows
 from ..errors import RolloutError
 from ..forward.rows import TokenRows, same_prompts
 from ..forward.sampling_masks import KeptTokens
-from ..rewards.guard import RewardCall
 from ..rewards.runner import RewardRows, RewardRunner
+from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process
 from .chat import Chat, images_in

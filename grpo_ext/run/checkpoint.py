@@ -1,4 +1,4 @@
-"""Folders of runs and of checkpoints, which are whole or absent: written under another name, synced, listed, renamed.
+"""Folders of runs, and of checkpoints, which are whole or absent: written under another name, synced, then renamed.
 
 Differs from transformers, which writes into the final folder file by file. `checkpoint.json` lists every file with its
 size and SHA-256; it is written last and verified before anything is loaded. A run locks its folder while it trains, and
@@ -146,18 +146,8 @@ def why_not_resumable(folder: str | Path) -> str | None:
     )
 
 
-def newest_whole(folder: str | Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that a run can go on from, and the reasons against newer ones."""
-    skipped: list[str] = []
-    for path in reversed(checkpoints(folder)):
-        if (reason := why_not_resumable(path)) is None:
-            return path, skipped
-        skipped.append(reason)
-    return None, skipped
-
-
 def is_path(wanted: str | bool | None) -> bool:
-    """Whether `resume_from_checkpoint` names a checkpoint, and not which one to look for."""
+    """Whether `resume_from_checkpoint` is a path, not "latest" or "auto"."""
     return isinstance(wanted, str) and wanted not in ("latest", "auto")
 
 
@@ -171,24 +161,22 @@ def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
     Raises:
         CheckpointError: it is broken, or there is none.
     """
-    if not wanted or (wanted == "auto" and not checkpoints(folder)):
+    existing = checkpoints(folder)
+    if not wanted or (wanted == "auto" and not existing):
         return None
-    if is_path(wanted):
-        reason = why_not_resumable(str(wanted))
-    else:
-        newest, skipped = newest_whole(folder)
-        if newest is not None:
-            for sentence in skipped:
+    reasons: list[str] = []
+    for path in [Path(str(wanted))] if is_path(wanted) else reversed(existing):
+        if (reason := why_not_resumable(path)) is None:
+            for sentence in reasons:
                 logger.warning(f"Skipped a checkpoint: {sentence}.")
-            return str(newest)
-        reason = f"{folder} holds no whole checkpoint: {'; '.join(skipped) or 'it has none'}"
-    if reason is not None:
-        raise CheckpointError(
-            f"{reason}, so nothing can be resumed from it; use resume_from_checkpoint='latest' for the newest "
-            "whole checkpoint of output_dir, 'auto' for that or a new run where there is none, or leave it out to "
-            "start anew."
-        )
-    return str(wanted)
+            return str(path)
+        reasons.append(reason)
+    searched = "" if is_path(wanted) else f"{folder} holds no whole checkpoint: "
+    raise CheckpointError(
+        f"{searched}{'; '.join(reasons) or 'it has none'}, so nothing can be resumed from it; use "
+        "resume_from_checkpoint='latest' for the newest whole checkpoint of output_dir, 'auto' for that or a new run "
+        "where there is none, or leave it out to start anew."
+    )
 
 
 def writing_folder(run: str | Path, owner: str = "checkpoint") -> Path:
@@ -230,7 +218,7 @@ def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) ->
     existing, keep = checkpoints(run), {Path(path).resolve() for path in protected if path is not None}
     deletable = [path for path in existing if path.resolve() not in keep]
     for path in deletable[: max(0, len(existing) - limit)]:
-        # under another name first: what is half deleted is not a checkpoint
+        # renamed first: a half-deleted folder is not a checkpoint
         os.rename(path, doomed := writing_folder(run, f"{path.name}-removed"))
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -239,10 +227,10 @@ def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) ->
 
 
 def create_output_dir(folder: str) -> None:
-    """Make a run's folder, if it does not exist.
+    """Create a run's folder, if it does not exist.
 
     Raises:
-        ConfigError: it cannot be made, or no file can be created in it.
+        ConfigError: it cannot be created, or no file can be created in it.
     """
     try:
         os.makedirs(folder, exist_ok=True)

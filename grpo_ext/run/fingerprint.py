@@ -1,4 +1,4 @@
-"""What a run means, as opposed to how it is laid out: saved with every checkpoint, compared on resume.
+"""The identity of a run, without its layout: saved with every checkpoint, compared on resume.
 
 A run may resume with another number of processes, with another micro-batch size or on another machine. With another
 seed, batch, loss, data set or model it would be another run, which is refused before training.
@@ -31,7 +31,7 @@ from ..runtime.collectives import shards_parameters
 FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 100_000  # of a data set, evenly spread: a second or two; smaller sets are read whole
 _LARGE_ROWS_READ = 2_000  # where rows are files
-# fields of the configuration of a model or an adapter that say where it comes from, how it is stored and how it is run
+# fields of a model's or adapter's configuration that describe its origin, storage and execution
 _NOT_COMPUTED = {
     *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "architectures", "auto_map"),
     *("base_model_name_or_path", "inference_mode"),
@@ -65,11 +65,11 @@ _EXTENSIONS = (
     "sampling_mask",
     *("bitwise_invariant", *_BITWISE),
 )
-# what may change in the middle of a rollout batch: its completions and their advantages stay what they are
+# settings that may change within a rollout batch: they affect neither its completions nor their advantages
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
-# what a checkpoint of the optimizer holds: another value would have no effect
+# values that the optimizer's checkpoint holds: another value would have no effect
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
-_SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can go on with each other's state
+_SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
 _LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together")
 
 
@@ -176,10 +176,10 @@ def model_fingerprint(
 ) -> dict[str, Any]:
     """Class, configuration, adapters, and hashes of the weights.
 
-    "sha256" covers names, shapes and types of all weights, "frozen" the values of those that no checkpoint holds.
+    "sha256" covers names, shapes and types of all weights, "frozen" the values of those that checkpoints do not hold.
 
     Args:
-        reference: the reference model, where it is a model of its own.
+        reference: the reference model, where it is a separate model.
         whole: whether this process holds all weights; without them "frozen" is None.
     """
     config: Any = getattr(base_model_of(model), "config", None)
@@ -253,7 +253,7 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs, as `name: (saved, current)`; parts of the model have names like `model.config`.
+    """The differences, as `name: (saved, current)`; parts of the model have names like `model.config`.
 
     Names that only one of the two fingerprints has are not compared, because another version wrote it.
     """

@@ -47,7 +47,7 @@ class InterruptWatch(TrainerCallback):
             print(sentence, flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """All processes find out whether one was asked to stop."""
+        """Stop all processes if one of them was asked to stop."""
         if not any_process(self.requested, self.accelerator.device):
             return
         self.stopping = True
@@ -55,7 +55,7 @@ class InterruptWatch(TrainerCallback):
         control.should_evaluate = False  # takes time, and with save_strategy="best" decides whether to save
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """The loop ends the epoch it was stopped in; the checkpoint is written already."""
+        """Write no second checkpoint where the loop ends the epoch after a stop."""
         if self.stopping:
             control.should_save = control.should_evaluate = False
 
@@ -70,12 +70,12 @@ class InterruptWatch(TrainerCallback):
         first, self.requested = not self.requested, True
         if first:
             with suppress(OSError, RuntimeError):  # the console may be gone, or in the middle of a line
-                # a line of its own, below the terminal's ^C or a bar
+                # on a new line, below the terminal's ^C or a bar
                 self.say("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, SIGTERM and SIGINT ask for a stop; only the main thread of a program can listen."""
+        """Turn SIGTERM and SIGINT into a request to stop; only the main thread of a program can listen."""
         self.requested = self.stopping = False
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""Keeping a run: it can stop anywhere and resume with the same result.
+"""Checkpoints, resume and interrupts: a run can stop anywhere and resume with the same result.
 
 Differs from transformers: a checkpoint is whole or absent, is verified before it is read, and holds the rollout batch
 in progress; signals end a run after its step. Called by the Trainer's events and the trainer's override points.
@@ -69,7 +69,7 @@ class RunKeeper(TrainerCallback):
         user_args: the user's configuration; its `output_dir` follows that of the loop's.
 
     Attributes:
-        output_dir: the folder that the Trainer's own saving writes to; None: the run's.
+        output_dir: the folder that transformers' saving writes to; None: the run's.
         resumed: the loop's state in the checkpoint that the run resumes from.
     """
 
@@ -85,7 +85,7 @@ class RunKeeper(TrainerCallback):
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
-        self._writer = ""  # a name of this training alone: processes of one that was killed may still be writing
+        self._writer = ""  # unique to this training: processes of a killed one may still be writing
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class RunKeeper(TrainerCallback):
     # ---- Events of the Trainer ------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore what a checkpoint holds of the loop's sums, which the loop has set to zero."""
+        """Restore the sums of the loop from a checkpoint; the loop has set them to zero."""
         run_state, self._run_state = self._run_state, None  # its memory is freed
         if run_state is not None:
             run_state.restore(self.trainer)
@@ -136,7 +136,7 @@ class RunKeeper(TrainerCallback):
         folder, checkpoint, in_place, self._writer = from_main_process(self.accelerator, take)
         if checkpoint is not None:
             self._read(checkpoint)
-        for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its own arguments
+        for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its arguments
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
         if self.args.log_completions and self.accelerator.is_main_process:
@@ -186,10 +186,10 @@ class RunKeeper(TrainerCallback):
         self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
 
     def _resize_chunks(self, saved: Mapping[str, Any]) -> None:
-        """Keep the chunks of a checkpoint where the configuration leaves their size open.
+        """Take the chunk size of a checkpoint where the configuration does not set one.
 
         Args:
-            saved: the checkpoint's settings; none for a new run, whose chunks are those of the configuration.
+            saved: the checkpoint's settings; empty for a new run.
         """
         trainer, geometry = self.trainer, self._geometry
         size = saved.get("rollout_chunk_size")
@@ -221,7 +221,7 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def running(self, checkpoint: str | None) -> Iterator[None]:
-        """Inside, a run: signals stop it after a step. Its plan is printed; its start and end are logged."""
+        """Print the plan, log start and end of the run, and let signals stop it after a step."""
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
         with self.watch.listening():
@@ -268,7 +268,7 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def writing(self, final: Path, state: TrainerState) -> Iterator[None]:
-        """Inside, the Trainer writes a checkpoint to `output_dir`; afterwards it is whole or absent: run.checkpoint.
+        """Let the Trainer write a checkpoint to `output_dir`; afterwards it is whole or absent (run.checkpoint).
 
         Args:
             final: the checkpoint's folder.
@@ -297,7 +297,7 @@ class RunKeeper(TrainerCallback):
         with failing_together(explain):
             if saves:
                 self._complete(written, state, run_state)
-            # on a disk of its own a node has a part of the checkpoint too; on a shared one it is the main process's
+            # on a local disk a node has a part of the checkpoint too; on a shared one the main process has all of it
             publishes = saves or (
                 self.accelerator.is_local_main_process
                 and written.is_dir()
@@ -312,7 +312,7 @@ class RunKeeper(TrainerCallback):
             rotate(run, self.args.save_total_limit, final, state.best_model_checkpoint)
 
     def _complete(self, folder: Path, state: TrainerState, run_state: RunState | None) -> None:
-        """Add to a checkpoint what transformers leaves out, and list its files."""
+        """Add the files that transformers does not write to a checkpoint, and list all of them."""
         state.save_to_json(str(folder / TRAINER_STATE_NAME))  # with the best checkpoint's final name
         (folder / FINGERPRINT).write_text(json.dumps(self.fingerprint, indent=1) + "\n")
         if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):

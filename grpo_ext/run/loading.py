@@ -1,6 +1,6 @@
-"""Loading a checkpoint: what transformers' Trainer leaves out of weights and optimizer.
+"""Loads the weights and optimizer states of a checkpoint that transformers' Trainer leaves out.
 
-transformers loads weights by name and only warns of those it does not find. Used on resume and where the best
+transformers loads weights by name and only warns of missing ones. Used on resume and where the best
 checkpoint is loaded.
 """
 
@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 
 @contextmanager
 def dtypes_kept(model: Any) -> Iterator[None]:
-    """Inside, weights are loaded; parameters keep their dtypes: PEFT makes a bfloat16 adapter float32."""
+    """Restore the dtypes of parameters after loading: PEFT converts a bfloat16 adapter to float32."""
     before = {name: parameter.dtype for name, parameter in model.named_parameters()}
     yield
     for name, parameter in model.named_parameters():
@@ -43,7 +43,7 @@ def load_renamed(model: Any, folder: str | Path, missing: Collection[str]) -> No
     if not absent:
         return
     if not isinstance(model, PreTrainedModel):
-        raise CheckpointError(f"{folder} lacks {_some(absent)}, and nothing tells which of its weights they are.")
+        raise CheckpointError(f"{folder} lacks {_some(absent)}, and its class cannot read them.")
     widest = max((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
     reading: Any = type(model).from_pretrained
     try:

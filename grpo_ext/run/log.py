@@ -1,4 +1,4 @@
-"""`log.jsonl` in a run's folder: the start of each training call, every log line as it is made, the end of the call.
+"""`log.jsonl` in a run's folder: the start of each training call, every log line, the end of the call.
 
 Differs from transformers' `log_history`, which only checkpoints hold. A line has "step" and one of "start" (settings,
 versions and data), "values" and "end". Completions are in the files of TRL's `log_completions`. Written on the main
@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions of what a run depends on."""
+    """Installed versions of the packages that a run depends on."""
     installed: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -55,7 +55,7 @@ class RunLog:
             folder: of the run; it exists.
             checkpoint: the checkpoint that the run resumes from, or None.
             step: optimizer steps done before.
-            about: what is trained, with which settings.
+            about: model, settings and data.
         """
         self.path, self._start = Path(folder) / LOG, time.perf_counter()
         before = b"\n" if self.path.is_file() else b""  # a kill may have cut the last line
@@ -107,14 +107,12 @@ class LoggedRun:
         entries: log lines, oldest first; each has step, epoch, time and values.
         resumed_from: the steps that were resumed from.
         seconds: spent in training calls, superseded steps included.
-        unreadable: lines that are not JSON; a kill in the middle of a write leaves one.
     """
 
     starts: list[dict[str, Any]] = field(default_factory=list)
     entries: list[dict[str, Any]] = field(default_factory=list)
     resumed_from: list[int] = field(default_factory=list)
     seconds: float = 0.0
-    unreadable: int = 0
 
 
 def read_log(path: str | Path) -> LoggedRun:
@@ -129,8 +127,7 @@ def read_log(path: str | Path) -> LoggedRun:
             line = json.loads(raw)
             step = int(line["step"])
         except (ValueError, TypeError, KeyError):
-            run.unreadable += bool(raw.strip())
-            continue
+            continue  # an empty line, or one that a kill has cut
         if "values" in line:
             run.entries.append(line)
             run.seconds += line["time"] - seconds
@@ -160,7 +157,7 @@ def peak_memory_mib(device: torch.device) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """A logged value as strict JSON: None for a number that is not finite, the text of what is not a number."""
+    """A logged value as strict JSON: None for a number that is not finite, text for other objects."""
     if value is None or isinstance(value, (str, int)):
         return value
     try:

@@ -26,7 +26,7 @@ from accelerate.utils import (
     gather_object,
     recursively_apply,
 )
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from ..errors import CheckpointError, GrpoExtError, ProcessError, RolloutError
 
@@ -125,28 +125,18 @@ def uneven_gathers(accelerator: Accelerator, empty: bool = False, refused_in: st
         yield
 
 
-def gather_numbers(rows: list[list[float]], device: torch.device, dtype: torch.dtype) -> list[list[float]]:
-    """The rows of all processes, in process order, on every process."""
-    return rows if _processes() == 1 else ragged_gather(torch.tensor(rows, dtype=dtype, device=device)).tolist()
-
-
 def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
     """Stack tensors of one shape over all processes: (processes, ...)."""
     return equal_gather(values[None])
 
 
-def broadcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The main process's tensor, on every process."""
+def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Give the parameters and buffers of a model their values on the main process; returns the model."""
     _refuse_alone()
-    return broadcast(tensor)
-
-
-def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> None:
-    """Give the parameters and buffers of a model their values on the main process."""
-    if PartialState().num_processes == 1:
-        return
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        tensor.data.copy_(broadcast_tensor(tensor.data.to(device).contiguous()))
+    if PartialState().num_processes > 1:
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            tensor.data.copy_(broadcast(tensor.data.to(device).contiguous()))
+    return model
 
 
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
@@ -160,20 +150,11 @@ def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
 def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
     """Sum tensors over all processes in place, in buckets of one type."""
     _refuse_alone()
-    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_type.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_type.values():
-        buckets: list[list[torch.Tensor]] = [[]]
-        for tensor in same:
-            if sum(t.nbytes for t in buckets[-1]) >= _BUCKET_BYTES:
-                buckets.append([])
-            buckets[-1].append(tensor)
-        for bucket in buckets:
-            flat = _flatten_dense_tensors(bucket)
-            dist.all_reduce(flat)
-            for tensor, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket)):
-                tensor.copy_(summed)
+    for bucket in _take_tensors(tensors, _BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat)
+        for tensor, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket)):
+            tensor.copy_(summed)
 
 
 def sum_over_processes(values: torch.Tensor) -> torch.Tensor:

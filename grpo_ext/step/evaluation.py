@@ -20,7 +20,7 @@ class PassAtK:
     def __init__(self, args: GRPOConfig) -> None:
         self.args = args
         self._rewards_B = torch.empty(0)
-        self._pass_or_fail, self._warned = True, False  # every reward so far was 0 or 1
+        self._pass_or_fail = True  # every reward so far was 0 or 1
 
     def observe(self, rewards_BF: torch.Tensor | None, weights_F: torch.Tensor, names: Sequence[str]) -> None:
         """Take the rewards of a rollout batch, of training or of an evaluation, by reward function; None: unknown."""
@@ -38,9 +38,8 @@ class PassAtK:
         threshold = self.args.eval_pass_threshold
         if threshold is None and self._pass_or_fail:
             threshold = 1.0
-        if threshold is None and self.args.num_generations_eval is not None and not self._warned:
-            self._warned = True
-            logger.warning(
+        if threshold is None and self.args.num_generations_eval is not None:
+            logger.warning_once(
                 "Evaluation logs no pass@k, because not every reward is 0 or 1; set eval_pass_threshold to the least "
                 "reward that has passed, or eval_pass_reward to the reward function that says what has."
             )

@@ -14,12 +14,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from accelerate.utils.memory import clear_device_cache
 
 from ..precision.fixed_point import FixedPointSum, check_terms
 from ..runtime.collectives import (
@@ -176,67 +174,46 @@ def out_of_memory_on_all(accelerator: Accelerator, discard: Callable[[], None] |
         raise StepOutOfMemory(reason or "another process ran out of memory")
 
 
-class Accumulation:
-    """The backward passes of one step on this process, which `accumulating` has prepared Accelerate for.
+@contextmanager
+def accumulating(
+    accelerator: Accelerator, gradients: NativeGradients | None, count: int
+) -> Iterator[Callable[[torch.Tensor], None]]:
+    """A context for the backward passes of a step; at its end one sum over the processes.
 
     Where an engine reduces in the backward pass, `accelerator.backward` divides by the number of micro-batches (not
     under DeepSpeed) and the engine averages over processes; the scale undoes both, because the weights are those of the
     whole step.
-    """
-
-    def __init__(self, accelerator: Accelerator, model: Any, count: int, by_engine: bool) -> None:
-        self.accelerator, self.model = accelerator, model
-        deepspeed = by_engine and accelerator.distributed_type == DistributedType.DEEPSPEED
-        # without an engine `steps` exceeds the count, so no backward synchronises; a power of two divides exactly.
-        # FSDP reduces in every backward: gradients that wait for the last one are whole on every process
-        whole = 1 if accelerator.distributed_type == DistributedType.FSDP else count
-        self.steps = whole if by_engine else 1 << count.bit_length()
-        self.scale = (accelerator.num_processes if by_engine else 1) * (1 if deepspeed else self.steps)
-        self.options: dict[str, Any] = {"scale_wrt_gas": False} if deepspeed else {}
-
-    @contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """A context for the forward and the backward pass of a micro-batch."""
-        # DDP and FSDP decide in the forward whether the backward synchronises, so both stand inside
-        with self.accelerator.accumulate(self.model):
-            yield
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of a micro-batch's part of the loss of the step."""
-        self.accelerator.backward(loss * self.scale, **self.options)
-
-
-@contextmanager
-def accumulating(
-    accelerator: Accelerator, model: Any, gradients: NativeGradients | None, count: int
-) -> Iterator[Accumulation]:
-    """A context for the backward passes of a step; at its end one sum over the processes.
 
     Args:
         gradients: how gradients are added up; None where the engine does it: DeepSpeed in its last backward, FSDP in
             every one.
         count: micro-batches of this process.
 
+    Returns:
+        The backward pass of a micro-batch's part of the loss of the step.
+
     Raises:
         StepOutOfMemory: on every process, with the gradients thrown away.
         PrecisionError: in bitwise mode, gradients that are not finite or out of range.
     """
-    adding = Accumulation(accelerator, model, count, by_engine=gradients is None)
-    accelerator.gradient_accumulation_steps = adding.steps
-    accelerator.step = 0
     discard, collecting = (None, nullcontext()) if gradients is None else (gradients.discard, gradients.collecting())
+    deepspeed = gradients is None and accelerator.distributed_type == DistributedType.DEEPSPEED
+    options = {"scale_wrt_gas": False} if deepspeed else {}
+    if gradients is None:
+        # FSDP reduces in every backward: gradients that wait for the last one are whole on every process
+        steps = 1 if accelerator.distributed_type == DistributedType.FSDP else count
+        scale = accelerator.num_processes * (1 if deepspeed else steps)
+    else:
+        # more than `count`, so that no backward synchronises; a power of two divides exactly
+        steps = scale = 1 << count.bit_length()
+    accelerator.gradient_accumulation_steps = steps
+    accelerator.step = 0
     with out_of_memory_on_all(accelerator, discard):
         try:
             with collecting:
-                yield adding
+                yield lambda loss: accelerator.backward(loss * scale, **options)
         finally:
             accelerator.gradient_accumulation_steps = 1
     if gradients is not None:
         gradients.finish(count)
         accelerator.sync_gradients = True  # the optimizer may step
-
-
-def clear_cache_every(steps: int | None, step: int) -> None:
-    """Honour `torch_empty_cache_steps`: free the device's cache every so many optimizer steps."""
-    if steps is not None and step % steps == 0:
-        clear_device_cache()

@@ -10,10 +10,9 @@ import torch
 
 from ..algorithms.exact import exact_sum
 from ..batching.micro_batches import Form, MicroBatch, StepSizes
-from ..runtime.collectives import gather_numbers
+from ..runtime.collectives import gather_lists
 
-# name, sum, number of things summed, weight of the micro-batch
-_Term = tuple[str, torch.Tensor | float, torch.Tensor | float, float]
+_Number = torch.Tensor | float
 
 
 @dataclass
@@ -25,25 +24,26 @@ class StepMetrics:
     """
 
     device: torch.device
-    totals: set[str] = field(default_factory=set)
-    lowest: set[str] = field(default_factory=set)
-    terms: list[_Term] = field(default_factory=list)
-    highs: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)  # by name: "total", "mean", "highest" or "lowest"
+    terms: list[tuple[str, _Number, _Number]] = field(default_factory=list)  # name, sum or extreme, number of things
 
     @property
     def dtype(self) -> torch.dtype:
         """float64, or float32 on the one kind of device that has no float64."""
         return torch.float32 if self.device.type == "mps" else torch.float64
 
-    def add_total(self, name: str, part: torch.Tensor | float, weight: float) -> None:
+    def add_total(self, name: str, part: _Number, weight: float) -> None:
         """Add a part of a step-wide total, such as the loss."""
-        self.totals.add(name)
-        self.add(name, part, 0.0, weight)
+        self._add("total", name, part, 0.0, weight)
 
-    def add(self, name: str, total: torch.Tensor | float, count: torch.Tensor | float, weight: float = 1.0) -> None:
+    def add(self, name: str, total: _Number, count: _Number, weight: float = 1.0) -> None:
         """Add a sum and the number of things summed; the metric is their quotient over the step."""
-        total = total.detach() if isinstance(total, torch.Tensor) else total
-        self.terms.append((name, total, count, weight))
+        self._add("mean", name, total, count, weight)
+
+    def _add(self, kind: str, name: str, value: _Number, count: _Number, weight: float) -> None:
+        self.kinds[name] = kind
+        if weight:
+            self.terms.append((name, value.detach() if isinstance(value, torch.Tensor) else value, count))
 
     def add_tokens(self, name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
         """Add token values under a mask; the metric is their mean over the step's tokens."""
@@ -55,39 +55,36 @@ class StepMetrics:
 
     def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
         """Keep the largest (or lowest) of values over the step; NaN entries do not count."""
-        signed = (-values if lowest else values).detach().to(self.dtype)
-        if weight == 0.0:
-            signed = torch.full_like(signed, -math.inf)
-        self.highs.append((name, torch.nan_to_num(signed, nan=-math.inf, neginf=-math.inf).max()))
         if lowest:
-            self.lowest.add(name)
+            self._add("lowest", name, values.nan_to_num(nan=math.inf, posinf=math.inf).min(), 0.0, weight)
+        else:
+            self._add("highest", name, values.nan_to_num(nan=-math.inf, neginf=-math.inf).max(), 0.0, weight)
 
     def reduce(self) -> dict[str, float]:
         """Step-wide values, the same on every process; NaN where nothing was counted."""
-        names = sorted({name for name, *_ in self.terms} | {name for name, _ in self.highs})
-        number = {name: float(i) for i, name in enumerate(names)}
-        values = iter(self._on_host([v for _, *pair, _ in self.terms for v in pair] + [high for _, high in self.highs]))
-        rows = [[number[name], next(values) * weight, next(values) * weight] for name, *_, weight in self.terms]
-        rows += [[number[name], next(values), 0.0] for name, _ in self.highs]
-        columns: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for which, total, count in gather_numbers(rows, self.device, self.dtype):
-            columns[names[int(which)]].append((total, count))
-        highs, result = dict(self.highs), {}
-        for name, pairs in columns.items():
-            totals, counts = zip(*pairs)
-            if name in highs:
-                value = max(totals)
-                result[name] = math.nan if value == -math.inf else -value if name in self.lowest else value
-            else:
-                total, count = exact_sum(totals), exact_sum(counts)
-                result[name] = total if name in self.totals else total / count if count else math.nan
-        return result
+        numbers = iter(self._on_host([number for _, *pair in self.terms for number in pair]))
+        rows = [(name, next(numbers), next(numbers)) for name, *_ in self.terms]
+        columns: dict[str, list[tuple[float, float]]] = {name: [] for name in sorted(self.kinds)}
+        for name, value, count in gather_lists(rows):
+            columns[name].append((value, count))
+        return {name: _reduced(self.kinds[name], pairs) for name, pairs in columns.items()}
 
     def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
         """The values of scalars, which the device sends together."""
         tensors = [value.to(self.device, self.dtype) for value in values if isinstance(value, torch.Tensor)]
         sent = iter(torch.stack(tensors).tolist() if tensors else [])
         return [next(sent) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:
+    """The step-wide value of a metric, from pairs of a value and a count."""
+    values, counts = [value for value, _ in pairs], [count for _, count in pairs]
+    if kind in ("highest", "lowest"):
+        nothing = -math.inf if kind == "highest" else math.inf
+        extreme = max(values, default=nothing) if kind == "highest" else min(values, default=nothing)
+        return math.nan if extreme == nothing else extreme
+    total, count = exact_sum(values), exact_sum(counts)
+    return total if kind == "total" else total / count if count else math.nan
 
 
 def token_counts(sizes: StepSizes, rows: Sequence[int], plan: Sequence[MicroBatch], form: Form) -> tuple[int, int, int]:

@@ -1,5 +1,4 @@
-"""One optimizer step: planned, counted, run micro-batch by micro-batch, and again with smaller ones
-after running out of memory.
+"""Plans an optimizer step: its micro-batches, counts and log values; smaller ones where memory runs out.
 
 Differs from the Trainer's accumulation: the whole step is one call, so its denominators are known before the first
 forward, and the number of micro-batches may differ between processes. `StepPlanner` plans an `Attempt`, and
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 
+from ..algorithms.losses import router_statistics
 from ..batching.micro_batches import Form, MicroBatch, MicroBatchLayout, StepSizes, TokenCost, plan_step
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
@@ -32,7 +32,7 @@ from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
 from ..runtime.transfer import to_device
-from .gradients import Accumulation, FixedPointGradients, NativeGradients, accumulating, out_of_memory_on_all
+from .gradients import FixedPointGradients, NativeGradients, out_of_memory_on_all
 from .loss import loss_mask
 from .metrics import StepMetrics, token_counts
 from .settings import StepSettings
@@ -96,7 +96,7 @@ class Attempt:
         planner, settings, accelerator = self.planner, self.settings, self.planner.accelerator
         top_k = settings.experts_per_token
         self.context = count_step(self.rollout, StepMetrics(accelerator.device), top_k)
-        if not settings.needs_statistics:
+        if settings.top_entropy_quantile >= 1.0 and not settings.router:
             return
         measured: list[MicroBatchStatistics] = []
         discard = None if self.gradients is None else self.gradients.discard
@@ -104,15 +104,12 @@ class Attempt:
         with out_of_memory_on_all(accelerator, discard), without_gradients:
             for part in self.plan:
                 batch, rows = planner.collate(self.rollout, part.rows, settings.training)
-                scores = planner.forwards.micro_batch_log_probs(
+                _, entropies_BT, router = planner.forwards.micro_batch_log_probs(
                     model, batch, rows, settings.router, settings.log_probs_override
                 )
-                measured.append(MicroBatchStatistics.of(part, scores, loss_mask(batch), top_k))
+                experts = None if router is None else router_statistics(router.logits, router.counts_BL, top_k)
+                measured.append(MicroBatchStatistics(part, entropies_BT, loss_mask(batch), experts))
         set_statistics(self.context, measured, settings.top_entropy_quantile)
-
-    def accumulating(self) -> AbstractContextManager[Accumulation]:
-        """A context for the backward passes; afterwards `.grad` is that of the step. See `gradients.accumulating`."""
-        return accumulating(self.planner.accelerator, self.model, self.gradients, len(self.plan))
 
     def micro_batches(self) -> Iterator[Inputs]:
         """The micro-batches of this process, once the step is measured."""
@@ -135,7 +132,7 @@ class Attempt:
         return inputs
 
     def log_values(self) -> dict[str, float]:
-        """The logged values of the step: counts and sums are the same on every process, seconds and rates its own."""
+        """The logged values of the step. Counts and sums are the same on every process; seconds and rates are not."""
         seconds, metrics = self.planner.clock.take(), self.context.metrics
         useful, computed, padding = token_counts(self.sizes, self.rows, self.plan, self.form)
         metrics.add_total("computed", float(computed), 1.0)
@@ -177,7 +174,7 @@ class StepPlanner:
         self.limits = MicroBatchLimits(self.args.per_device_train_batch_size, self.args.micro_batch_tokens)
 
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
-        """The step as it is run, and again with smaller micro-batches until an attempt fits into memory.
+        """Yield attempts at a step, each with smaller micro-batches, until one fits into memory.
 
         Args:
             model: as the loop calls it.
@@ -186,7 +183,10 @@ class StepPlanner:
         Raises:
             MemoryShortageError: the smallest micro-batch does not fit.
         """
-        gradients = self._gradients(model)
+        gradients = None
+        if not self.forwards.sharded:  # else the engine adds them up
+            kind = FixedPointGradients if self.args.bitwise_invariant else NativeGradients
+            gradients = kind(self.accelerator.unwrap_model(model), self.accelerator)
         for number in itertools.count():
             attempt = self._planned(model, rollout, settings, self.limits.rows, gradients)
             yield attempt
@@ -196,7 +196,7 @@ class StepPlanner:
             self._shrink(attempt, number)
 
     def evaluation(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Attempt:
-        """The forward passes alone, in micro-batches of the evaluation's size; arguments as of `attempts`."""
+        """An attempt without gradients, in micro-batches of the evaluation's size; arguments as of `attempts`."""
         return self._planned(model, rollout, settings, self.args.per_device_eval_batch_size, None)
 
     def _planned(
@@ -242,7 +242,7 @@ class StepPlanner:
     def collate(
         self, rollout: RolloutBatch, rows: Sequence[int], training: bool, constants: Inputs | None = None
     ) -> tuple[Inputs, TokenRows]:
-        """Some completions as TRL's loss takes them, padded and on the device, and their tokens without padding.
+        """Collate completions into TRL's padded dictionary, on the device; returns it and the tokens without padding.
 
         Args:
             constants: further entries of the dictionary.
@@ -256,7 +256,7 @@ class StepPlanner:
         return rollout.token_rows(self.images.of_batch(rollout.columns, training))
 
     def tokens_of(self, inputs: Inputs, training: bool) -> TokenRows:
-        """The tokens of a padded batch without padding, also of one that the user has made or changed."""
+        """The tokens of a padded batch without padding; read from its tensors where a user built or changed it."""
         rows = inputs[CONTEXT_KEY].rows_of(inputs) if CONTEXT_KEY in inputs else None
         if rows is None:
             images = self.images.of_batch(inputs, training)
@@ -264,10 +264,10 @@ class StepPlanner:
         return rows
 
     def as_step(self, model: Any, inputs: Inputs, num_generations: int, settings: StepSettings) -> Inputs:
-        """A batch with log-probabilities and advantages that is no part of a step, with itself as its step.
+        """Treat a user's batch as a whole step: count it, and add its `MicroBatchContext`.
 
         Args:
-            inputs: TRL's dictionary, of a user's own call; it begins with a whole group.
+            inputs: TRL's dictionary, with advantages; it begins with a whole group.
         """
         rows, mask, top_k = self.tokens_of(inputs, settings.training), loss_mask(inputs), settings.experts_per_token
         whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), num_generations)
@@ -280,14 +280,7 @@ class StepPlanner:
             set_statistics(step, [MicroBatchStatistics(whole, scores[1], mask)], settings.top_entropy_quantile)
         return {**inputs, CONTEXT_KEY: MicroBatchContext.of(step, whole, groups, rows, inputs)}
 
-    # ---- Gradients and memory -------------------------------------------------------------------------------------
-
-    def _gradients(self, model: Any) -> NativeGradients | None:
-        """How this step's gradients are added up; None where the engine does it."""
-        if self.forwards.sharded:
-            return None
-        kind = FixedPointGradients if self.args.bitwise_invariant else NativeGradients
-        return kind(self.accelerator.unwrap_model(model), self.accelerator)
+    # ---- Memory ---------------------------------------------------------------------------------------------------
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` of a step, which did not fit.

@@ -15,7 +15,7 @@ from ..forward.runner import LogProbsOverride
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What the loss of a step is made of, as it is set when the step begins.
+    """The settings of a step, read when it begins.
 
     Attributes:
         skip_zeros: a completion with advantage 0 adds nothing to loss or gradient, and is not run.
@@ -34,11 +34,6 @@ class StepSettings:
     custom_loss: bool
     training: bool
     log_probs_override: LogProbsOverride | None
-
-    @property
-    def needs_statistics(self) -> bool:
-        """Whether a term depends on a statistic of the whole step, which takes a pass of its own."""
-        return self.top_entropy_quantile < 1.0 or self.router
 
 
 def step_settings_of(trainer: Any, custom_loss: bool, log_probs_override: LogProbsOverride | None) -> StepSettings:

@@ -1,8 +1,7 @@
 """Step-wide statistics: the counts every loss is divided by, the entropy threshold and the experts' shares.
 
 The entropy quantile and the MoE load-balancing loss are no sums over tokens; with their step-wide threshold and expert
-shares measured first (one pass without gradients), they are. Runs once per attempt at a step, before its first
-backward.
+shares measured first (one pass without gradients), they are. Both are measured once per attempt.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ..algorithms.losses import StepCounts, entropy_threshold, router_statistics
+from ..algorithms.losses import StepCounts, entropy_threshold
 from ..batching.micro_batches import MicroBatch
-from ..forward.lm_head import RouterOutput
 from ..forward.rows import TokenRows, Unchanged
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import ragged_gather, sum_over_processes
@@ -31,7 +29,8 @@ class StepContext:
     Attributes:
         counts: the denominators.
         metrics: collects what is logged.
-        entropy_keep: for the rows of this process, which tokens are above the step's entropy quantile.
+        entropy_keep: by rows of a micro-batch, 1 on the tokens above the step's entropy quantile; None without a
+            quantile.
         expert_share: how often each expert is chosen per row (a token in a layer), (E,); None without a router.
         router_rows: rows of the step: tokens times layers, over all processes.
         top_k: experts per token.
@@ -39,20 +38,10 @@ class StepContext:
 
     counts: StepCounts
     metrics: StepMetrics
-    entropy_keep: dict[int, torch.Tensor] | None = None
+    entropy_keep: Mapping[tuple[int, ...], torch.Tensor] | None = None
     expert_share: torch.Tensor | None = None
     router_rows: int = 0
     top_k: int = 1
-
-    def keep_mask(self, rows: Sequence[int], width: int, device: torch.device) -> torch.Tensor | None:
-        """`entropy_keep` of some rows as one (B, width) tensor of 0 and 1; None without a quantile."""
-        if self.entropy_keep is None:
-            return None
-        mask = torch.zeros(len(rows), width, device=device)
-        for i, row in enumerate(rows):
-            keep_T = self.entropy_keep[row]
-            mask[i, : keep_T.numel()] = keep_T[:width].float()
-        return mask
 
     def items_in_batch(self, rows: int, processes: int, steps_per_rollout: int | None) -> float:
         """The `num_items_in_batch` that TRL's rescaling (in training alone) turns into the loss tokens of this step.
@@ -108,14 +97,13 @@ class MicroBatchContext:
         sampler_logps_BT: torch.Tensor | None = None,
     ) -> MicroBatchContext:
         """The context of the completions of `part`, which `inputs` holds as TRL's dictionary."""
-        mask = inputs["completion_mask"]
         return cls(
             step=step,
             weight=part.weight,
             groups=groups,
             rows=rows,
             padded=Unchanged(*(inputs[name] for name in TOKENS)),
-            entropy_keep_BT=step.keep_mask(part.rows, mask.size(1), mask.device),
+            entropy_keep_BT=None if step.entropy_keep is None else step.entropy_keep[part.rows],
             sampler_logps_BT=sampler_logps_BT,
         )
 
@@ -153,28 +141,13 @@ class MicroBatchStatistics:
 
     Attributes:
         entropies_BT, mask_BT: of the completion tokens, and which of them carry loss.
-        experts: how often each expert is chosen (E,), and the rows counted; None without a router.
+        experts: of `router_statistics`; None without a router.
     """
 
     part: MicroBatch
     entropies_BT: torch.Tensor
     mask_BT: torch.Tensor
-    experts: tuple[torch.Tensor, int] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        part: MicroBatch,
-        scores: tuple[torch.Tensor, torch.Tensor, RouterOutput | None],
-        mask_BT: torch.Tensor,
-        top_k: int,
-    ) -> MicroBatchStatistics:
-        """Of the log-probabilities, entropies and router output of a micro-batch; its router logits are not kept."""
-        _, entropies_BT, router = scores
-        if router is None:
-            return cls(part, entropies_BT, mask_BT)
-        chosen, _, rows = router_statistics(router.logits, router.counts_BL, top_k)
-        return cls(part, entropies_BT, mask_BT, (chosen * part.weight, rows if part.weight else 0))
+    experts: tuple[torch.Tensor, torch.Tensor, int] | None = None
 
 
 def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
@@ -191,13 +164,14 @@ def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics
         local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
         threshold = entropy_threshold(everyone, top_entropy_quantile)
-        keep = [(m.part.rows, (m.entropies_BT >= threshold) & m.mask_BT.bool()) for m in measured]
-        context.entropy_keep = {row: keep_T for rows, keep_BT in keep for row, keep_T in zip(rows, keep_BT)}
+        keep = ((m.part.rows, (m.entropies_BT >= threshold) & m.mask_BT.bool()) for m in measured)
+        context.entropy_keep = {rows: keep_BT.float() for rows, keep_BT in keep}
         tokens = int((everyone >= threshold).sum()) if math.isfinite(threshold) else 0
         context.counts = replace(context.counts, entropy_tokens=tokens)
-    experts = [m.experts for m in measured if m.experts is not None]
+    experts = [(m.part.weight, m.experts) for m in measured if m.experts is not None]
     if experts:
-        chosen, rows = functools.reduce(torch.add, (c for c, _ in experts)), sum(n for _, n in experts)
+        chosen = functools.reduce(torch.add, (chosen * weight for weight, (chosen, _, _) in experts))
+        rows = sum(rows for weight, (_, _, rows) in experts if weight)
         totals = sum_over_processes(torch.cat([chosen, chosen.new_tensor([float(rows)])]))
         context.router_rows = int(totals[-1])
         context.expert_share = totals[:-1] / max(context.router_rows, 1)

@@ -1,7 +1,7 @@
 """The command line `grpo-ext`: what people run beside training.
 
-`check` and `plan` take a run's file and options as recipes/grpo.py does; what a command does not know itself goes to
-the recipe's parser. Light until a command needs more: a `plan` of sizes alone loads no model and no trainer.
+`check` and `plan` take a run's file and options as recipes/grpo.py does; options that a command does not define go to
+the recipe's parser. Libraries are imported when a command needs them: a `plan` of sizes alone imports no torch.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CONFIG = typer.Option(help="YAML file of a run, as for recipes/grpo.py; options 
 
 
 def say(text: str) -> None:
-    """Print a sentence, unwrapped."""
+    """Print a line without wrapping it."""
     Console().print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def load_libraries() -> None:
-    """Import the libraries without their remarks, and say that it takes a moment."""
+    """Import the libraries quietly, and announce that it takes a moment."""
     from . import starting  # noqa: F401, isort: skip  (before they are imported)
     from ..runtime.quiet import quiet_libraries
 
@@ -53,7 +53,7 @@ def integers(text: str, name: str) -> list[int]:
     """A list of positive integers from "16,5,1".
 
     Raises:
-        ConfigError: something else.
+        ConfigError: the text is no such list.
     """
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
@@ -62,7 +62,7 @@ def integers(text: str, name: str) -> list[int]:
 
 
 def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
-    """The settings of a run's file, and of the options that the command does not have itself."""
+    """The settings in a run's file and in the options that the command itself does not define."""
     if config is None and not context.args:
         return {}  # without importing the libraries
     load_libraries()
@@ -186,7 +186,7 @@ def export(
 def report(
     run: Annotated[Path, typer.Argument(help="Folder of the run: its output_dir.")],
 ) -> None:
-    """Write what a run did as one page with plots; also of a run that goes on or was killed."""
+    """Write one page with plots about a run, which may still be running or have been killed."""
     load_libraries()
     from .report import report as write
 

@@ -1,6 +1,6 @@
 """The console of a run: a bar with the time left and one line per log on a terminal, plain lines everywhere else.
 
-Differs from transformers' ProgressCallback, which moves the bars, in its lines: what matters, not a dictionary.
+Differs from transformers' ProgressCallback, which moves the bars, in its lines: selected values, not a dictionary.
 `Console().install(trainer)` before `train()`; the main process alone prints. recipes/grpo.py uses it.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["Console", "quiet_libraries"]
 Trainer = TypeVar("Trainer")
 Measure = Callable[[Any], Mapping[str, float]]
 
-# key in the logs, name, value: what a line holds, in this order
+# the values of a line, in this order: key in the logs, name, format
 _FIELDS = (
     ("reward", "reward", "{:5.2f}"),
     ("completions/mean_length", "length", "{:4.0f}"),  # tokens
@@ -36,7 +36,7 @@ _FIELDS = (
     ("cispo_clip_ratio", "clipped", "{:.1%}"),
     ("grad_norm", "grad", "{:.2g}"),
     ("step_time", "s/step", "{:.2f}"),
-    ("time/wait_rollout", "waited", "{:.2f}"),  # seconds of it, for what is sampled ahead
+    ("time/wait_rollout", "waited", "{:.2f}"),  # seconds per step, for completions that are sampled ahead
     ("layout/useful_tokens_per_second", "tokens/s", "{:,.0f}"),  # forward and backward
 )
 
@@ -65,7 +65,7 @@ class Console(ProgressCallback):
         self.measured: dict[int, dict[str, float]] = {}  # by step
 
     def install(self, trainer: Trainer) -> Trainer:
-        """Add this to a trainer in place of transformers' own progress callbacks; returns the trainer."""
+        """Add this to a trainer in place of transformers' progress callbacks; returns the trainer."""
         from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # in notebooks transformers sets another callback
 
         changed: Any = trainer
@@ -140,7 +140,7 @@ def _print(line: str) -> None:
 
 
 def _line(kind: str, state: Any, logs: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """Figures of this kind of line, then what was logged."""
+    """A line with the figures, then the logged values."""
     parts = [f"{kind} {state.global_step:>4}/{state.max_steps}", *(f"{name} {x:.2f}" for name, x in figures.items())]
     for key, name, form in _FIELDS:
         if logs.get(key) is not None:

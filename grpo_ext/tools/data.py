@@ -129,7 +129,7 @@ def _with_prompt(dataset: Dataset, data: DataArguments) -> Dataset:
 
 
 def _prompt(prompt: Any, data: DataArguments) -> Any:
-    """A prompt as the trainer wants it: text, or messages where it came as messages or `conversational` is set."""
+    """A prompt as the trainer takes it: text, or messages where the column has them or `conversational` is set."""
     if data.conversational and not isinstance(prompt, list):
         prompt = [{"role": "user", "content": str(prompt)}]
     if isinstance(prompt, list):

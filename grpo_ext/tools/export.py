@@ -26,7 +26,7 @@ from ..run.fingerprint import FINGERPRINT
 DTYPES = ("float32", "bfloat16", "float16")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WEIGHTS = "model*.safetensors*"  # one file, or several with their index
-# beginnings of the names of the files that go with the weights
+# prefixes of the names of files that are copied with the weights
 _BESIDE = (
     *("generation_config", "preprocessor_config", "processor_config", "chat_template", "tokenizer"),
     *("special_tokens_map", "added_tokens", "vocab", "merges", "spiece", "sentencepiece"),
@@ -47,13 +47,13 @@ def export(
     Returns what the checkpoint held: "full", "adapter", "merged adapter", "FSDP shards" or "ZeRO shards".
 
     Args:
-        merge_adapter: put an adapter into its base model; otherwise the adapter alone is written.
-        base: the adapter's base model, where it is not the one its configuration names.
-        dtype: of the written weights; default: as they are stored (merged: as the base's).
+        merge_adapter: merge an adapter into its base model; otherwise the adapter alone is written.
+        base: the adapter's base model; default: the one that its configuration names.
+        dtype: of the written weights; default: the stored one (merged: that of the base).
         trust_shards: weights in an engine's shards are Python pickles, which run code when they are read.
 
     Raises:
-        ConfigError: arguments that contradict, or a folder that exists.
+        ConfigError: contradicting arguments, or a folder that exists.
         CheckpointError: the checkpoint is broken or of no known kind, lacks a weight of the model, or the disk is full.
     """
     source, target = Path(checkpoint), Path(out)
@@ -67,7 +67,7 @@ def export(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="_exporting-", dir=target.parent) as temporary:
-            folder = Path(temporary) / "export"  # a name of its own: other temporary folders lie beside it
+            folder = Path(temporary) / "export"  # beside other temporary folders
             folder.mkdir()
             if adapter:
                 kind = _write_adapter(source, folder, merge_adapter, base, dtype)
@@ -84,7 +84,7 @@ def export(
 
 
 def _holds_adapter(source: Path, trust_shards: bool) -> bool:
-    """Whether a checkpoint holds an adapter, or a whole model; refuses what is neither, or cannot be read."""
+    """Whether a checkpoint holds an adapter and not a whole model; refuses one that holds neither or cannot be read."""
     if (reason := why_broken(source)) is not None:
         raise CheckpointError(f"{reason}; name another checkpoint.")
     adapter = (source / _ADAPTER_CONFIG).is_file()
@@ -114,10 +114,10 @@ def _write_model(source: Path, folder: Path, dtype: str | None) -> str:
     if not files:
         kind = _join_shards(source, plain)
     config = json.loads((source / "config.json").read_text())
-    if "auto_map" not in config:  # code of the model's own is not run here
+    if "auto_map" not in config:  # custom model code is not run
         config = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
         (plain / "config.json").write_text(json.dumps(config))
-        # names and shapes alone: transformers would only warn, and initialise what is missing
+        # compares names and shapes: transformers only warns, and initialises missing weights
         model, info = _class_of(config).from_pretrained(plain, device_map="meta", output_loading_info=True)
         _check_names(info["missing_keys"])
         config["dtype"] = str(model.dtype).removeprefix("torch.")  # as stored, which an engine's shards decide
@@ -128,7 +128,7 @@ def _write_model(source: Path, folder: Path, dtype: str | None) -> str:
 
 
 def _join_shards(source: Path, joined: Path) -> str:
-    """Put the weights that an engine's processes wrote together, with the engine's own tool."""
+    """Join the shards that an engine's processes wrote, with the engine's tool."""
     shards = next((path for path in sorted(source.glob("pytorch_model_fsdp_*")) if path.is_dir()), None)
     if shards is not None:
         from accelerate.utils import merge_fsdp_weights
@@ -200,7 +200,7 @@ def _load_base(name: str | None) -> Any:
     return _class_of(config).from_pretrained(name, dtype="auto")
 
 
-# ---- What goes with them --------------------------------------------------------------------------------------------
+# ---- Tokenizer, configuration and model card -------------------------------------------------------------------------
 
 
 def _copy_beside(source: Path, folder: Path) -> None:

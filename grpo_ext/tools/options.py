@@ -25,12 +25,12 @@ from .data import DataArguments
 from .stock import OURS, STOCK
 
 # prefixes of settings of a run's output, evaluation and resume
-_WRITTEN = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
+_OUTPUT = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
 
 
 @dataclass
 class ScriptArguments(DataArguments):
-    """What is trained on: the data, how a row becomes a prompt, and the rewards by name."""
+    """The data of a run, how a row becomes a prompt, and the rewards by name."""
 
     rewards: list[str] = field(
         default_factory=lambda: ["exact_number"],
@@ -71,7 +71,7 @@ def parse(
 def read_settings(
     argv: list[str], kinds: tuple[Any, ...] = OPTIONS, more_options: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """What the command line and its `--config FILE` set, by name and in its type; the command line wins.
+    """The settings of a command line and its `--config FILE`, by name and parsed; the command line wins.
 
     Args:
         kinds: the dataclasses whose fields are options.
@@ -127,15 +127,13 @@ def demo_of(settings: Mapping[str, Any]) -> Demo | None:
     if name == EMBEDDED and model is not None:
         raise ConfigError(f"--demo {name} makes its own model; leave --model_name_or_path out.")
     if name is None and (model is None) != (dataset is None):
-        given = "dataset_name" if model is None else "model_name_or_path"
-        raise ConfigError(
-            f"Only --{given} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
-        )
+        one = "dataset_name" if model is None else "model_name_or_path"
+        raise ConfigError(f"Only --{one} is set; set both --model_name_or_path and --dataset_name, or neither (demo).")
     return None if name is None and model is not None else demo_named(name or EMBEDDED)
 
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
-    """Settings as what they configure.
+    """Settings as the dataclasses that they configure.
 
     Raises:
         ConfigError: a setting is refused, by this package, TRL or transformers.
@@ -157,9 +155,9 @@ def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in names}
 
 
-def written(settings: Mapping[str, Any]) -> set[str]:
+def output_settings(settings: Mapping[str, Any]) -> set[str]:
     """The settings of a run's output, evaluation and resume, which a check leaves out."""
-    return {name for name in fields_of(settings, GRPOConfig) if name.startswith(_WRITTEN)}
+    return {name for name in fields_of(settings, GRPOConfig) if name.startswith(_OUTPUT)}
 
 
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:

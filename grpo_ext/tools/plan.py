@@ -38,7 +38,7 @@ _QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4 bits have a float32 factor for
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What counts of a model.
+    """The sizes of a model that determine its memory.
 
     Attributes:
         parameters: all weights; trained: those with a gradient.
@@ -72,16 +72,16 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """How it is run.
+    """How a model is run.
 
     Attributes:
         engine: one of `ENGINES`; processes: devices that share what it shards.
         tokens: of the largest micro-batch, prompt included.
         sampled_tokens: of all completions of a `generate` call at their longest, prompts included.
         checkpointing: gradient checkpointing.
-        reference: a reference model of its own is held.
+        reference: a separate reference model is held.
         bitwise: gradient sums of 64-bit integers.
-        weights_ahead: copies of the trained weights on this device, for what is sampled ahead.
+        weights_ahead: copies of the trained weights on this device, for rollout batches that are sampled ahead.
         head_tile: logits that the head computes at a time.
     """
 
@@ -97,14 +97,14 @@ class MemoryLayout:
 
 
 def _at_a_time(model: ModelSizes, engine: str) -> tuple[float, float]:
-    """Bytes of sharded weights that are gathered, and of gradients that are whole, at a time."""
+    """Bytes of gathered weights, and of unsharded gradients, at any one time."""
     if engine not in ("zero3", "fsdp2"):
         return 0.0, 0.0
-    # one layer in use and the next one being gathered; what stands outside of layers, FSDP2 gathers once
+    # one layer in use and the next one being gathered; FSDP2 gathers weights outside of the layers once
     gathered = 2 * model.largest_layer * model.compute_bytes
     if engine == "zero3":
         return gathered, 0.0
-    # a gradient is reduced in every micro-batch: for one unit at a time it is whole, and in float32 once more
+    # gradients are reduced in every micro-batch: one unit at a time is unsharded, with a float32 copy
     unit = max(model.largest_layer, model.outside) * model.trained / model.parameters
     return gathered + model.outside * model.compute_bytes, unit * (model.compute_bytes + _WEIGHT_BYTES)
 
@@ -141,7 +141,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         "optimizer": (8 + masters) * model.trained / holders,
         "bitwise sums": 8 * model.trained + _SLICE_BYTES if layout.bitwise else 0,
         "activations": layout.tokens * saved,
-        # float32 values and what becomes of them; in half precision the products too
+        # float32 logits and their log-probabilities; in half precision the products too
         "logits": min(layout.tokens * model.vocabulary, layout.head_tile) * (8 + (model.compute_bytes if half else 0)),
         "weights that sample": layout.weights_ahead * width * model.trained,
         "key-value cache": model.cache_bytes * layout.sampled_tokens,
@@ -151,7 +151,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     step = sum(parts[n] for n in in_a_step)
     # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer; others hold half copies
     sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0) + (0 if model.quantised else casts)
-    if layout.weights_ahead:  # both at a time
+    if layout.weights_ahead:  # both at the same time
         return {**parts, "training": held + step + sampling, "rollout": held + step + sampling}
     return {**parts, "training": held + step, "rollout": held + sampling}
 
@@ -192,7 +192,7 @@ def measure(
     bits: int | None = None,
     forms: Sequence[Form] = ("packed", "prefix"),
 ) -> ModelSizes:
-    """What counts of an architecture, without its weights.
+    """The sizes of an architecture, without its weights.
 
     Args:
         compute: type of a forward pass.
@@ -268,7 +268,7 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
 
 
 def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form: Form, budget: int | None) -> int:
-    """Tokens of the largest micro-batch, with prompts and completions of the greatest lengths."""
+    """Tokens of the largest micro-batch, with prompts and completions of maximal length."""
     rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
     groups = rows if form == "padded" else ceil_div(rows, geometry.num_generations)
     tokens = groups * prompt + rows * longest
@@ -278,7 +278,7 @@ def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form
 def expected_memory(
     model: str, geometry: BatchGeometry, settings: Mapping[str, Any], engine: str = "ddp", prompt: int | None = None
 ) -> tuple[str, Table]:
-    """What the memory depends on, in words, and the memory per device by part.
+    """A description of what the memory depends on, and the memory per device by part.
 
     Args:
         model: id, folder or config.json.
@@ -316,7 +316,7 @@ def expected_memory(
         f"Model: {sizes.parameters / 1e6:,.1f}M parameters, {sizes.trained / 1e6:,.1f}M trained; saved activations "
         f"{in_units(sizes.token_bytes)} per token and layer\n"
         f"Forward: {sizes.form_in_words}\n"
-        f"Prompts: up to {longest_prompt} tokens ({'assumed' if prompt is None else 'as given'}); completions: up to "
+        f"Prompts: up to {longest_prompt} tokens ({'assumed' if prompt is None else 'as set'}); completions: up to "
         f"{longest}\n"
         f"Largest micro-batch: {tokens:,} tokens\n"
         f"Expected memory per device, {engine} on {geometry.num_processes}:"

@@ -1,7 +1,7 @@
-"""`grpo-ext report`: what a run did, on one page without server, network or JavaScript.
+"""`grpo-ext report`: one page about a run, without server, network or JavaScript.
 
-Differs from a tracker: it is written from the log in the run's own folder, also of a run that goes on or was killed,
-and says with which settings the run started.
+Differs from a tracker: it is written from the log in the run's folder, also while the run trains or after a kill, and
+shows the settings of every start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from ..run.log import LOG, LoggedRun, read_log
 Series = tuple[list[int], list[float]]  # optimizer steps, values
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement
 
-# of a plot: title, unit, and patterns of the names of the values in it
+# for each plot: title, unit, patterns of the names of its values
 _PLOTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Evaluation", "mean over prompts", (HELD_OUT, f"eval_{PASS}", "eval_reward")),
     ("Reward", "reward", ("reward", "rewards/.+/mean")),
@@ -46,69 +45,55 @@ _MARK = "grpo-ext report"  # the page's generator
 _COMPARED = ("settings", "geometry", "versions", "data", "model", "tokenizer", "rewards")  # parts of a start
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run as the report shows it; it may have ended, been killed or still go on.
+def _status(log: LoggedRun) -> str:
+    """How the last start ended."""
+    if log.starts and "ended" in log.starts[-1]:
+        return str(log.starts[-1]["ended"])
+    # transformers' last line; a callback at the end of training writes the report before the end is logged
+    finished = "train_runtime" in log.entries[-1]["values"]
+    return "finished" if finished else "not finished: it is still running, or was killed"
 
-    Attributes:
-        name: its folder.
-        log: without lines that a resume has superseded.
-        series: every number that was logged, by name, in the order of its first appearance.
-    """
 
-    name: str
-    log: LoggedRun
-    series: dict[str, Series]
-
-    @property
-    def status(self) -> str:
-        """How the last start ended."""
-        if self.log.starts and "ended" in self.log.starts[-1]:
-            return str(self.log.starts[-1]["ended"])
-        # transformers' last line; a callback at the end of training writes the report before the end is logged
-        finished = "train_runtime" in self.log.entries[-1]["values"]
-        return "finished" if finished else "not finished: it goes on, or was killed"
-
-    @property
-    def changes(self) -> list[tuple[str, Any, Any]]:
-        """What differs between a start and the one before it: name, both values."""
-        return [
-            (f"start {number}: {name}", old, new)
-            for number, (before, after) in enumerate(itertools.pairwise(self.log.starts), start=2)
-            for name, old, new in differences({part: (before.get(part), after.get(part)) for part in _COMPARED})
-            if old != new
-        ]
+def _changes(log: LoggedRun) -> list[tuple[str, Any, Any]]:
+    """What differs between a start and the one before it: name, both values."""
+    return [
+        (f"start {number}: {name}", old, new)
+        for number, (before, after) in enumerate(itertools.pairwise(log.starts), start=2)
+        for name, old, new in differences({part: (before.get(part), after.get(part)) for part in _COMPARED})
+        if old != new
+    ]
 
 
 def report(run: str | Path) -> Path:
     """Write the report of a run into its folder; returns the page.
 
     Raises:
-        ConfigError: the folder holds no run, a page that is no report is in the way, or a library is missing.
+        ConfigError: the folder holds no run, another page would be replaced, or a library is missing.
     """
     try:
         import jinja2
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"the report needs {error.name}; install it with `pip install 'grpo-ext[plot]'`.") from None
-    loaded = load_run(run)
+    log, series = load_run(run)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = _number
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    pictures = {title: _picture(unit, curves) for title, (unit, curves) in plots_of(loaded.series).items()}
-    scores = ("reward", *first_and_last(loaded.series), HELD_OUT, "eval_reward")
-    time = timedelta(seconds=round(loaded.log.seconds))
-    text = template.render(mark=_MARK, run=loaded, scores=scores, time=time, pictures=pictures)
+    pictures = {title: _picture(unit, curves) for title, (unit, curves) in plots_of(series).items()}
+    scores = ("reward", *first_and_last(series), HELD_OUT, "eval_reward")
+    time = timedelta(seconds=round(log.seconds))
+    about = {"status": _status(log), "changes": _changes(log), "scores": scores, "time": time}
+    text = template.render(mark=_MARK, name=str(run), log=log, series=series, pictures=pictures, **about)
     page = Path(run).resolve() / "report" / "index.html"
     if page.exists() and f'content="{_MARK}"' not in page.read_text(errors="replace")[:2000]:
-        raise ConfigError(f"{page} would replace what is no report; move that elsewhere.")
+        raise ConfigError(f"{page} is not a report and would be replaced; move it elsewhere.")
     page.parent.mkdir(exist_ok=True)
     page.write_text(text, encoding="utf-8", errors="replace")
     return page
 
 
-def load_run(path: str | Path) -> Run:
-    """Read a run's folder.
+def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:
+    """The log in a run's folder, and every number in it by name, in the order of first appearance.
 
     Raises:
         ConfigError: there is no log of a run in it.
@@ -127,11 +112,11 @@ def load_run(path: str | Path) -> Run:
     with contextlib.suppress(OSError, ValueError, KeyError):  # no demo, or one that has not ended
         scores: Mapping[str, float] = json.loads((folder / "metrics.json").read_text())["exact_match_by_step"]
         series[HELD_OUT] = [*map(int, scores)], [*scores.values()]
-    return Run(str(path), log, series)
+    return log, series
 
 
 def plots_of(series: dict[str, Series]) -> dict[str, tuple[str, dict[str, Series]]]:
-    """The unit and the curves of each plot by its title; what never changes has none."""
+    """The unit and the curves of each plot by its title; a plot of constant values is left out."""
     plots = {}
     for title, unit, patterns in _PLOTS:
         curves = {name: series[name] for pattern in patterns for name in series if re.fullmatch(pattern, name)}

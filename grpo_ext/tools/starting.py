@@ -1,5 +1,7 @@
-"""Imported before torch and TRL, whose import takes seconds: says so, on the main process and on standard error.
-Also quiets bitsandbytes, which speaks while it is imported."""
+"""Imported before torch and TRL: the main process announces on standard error that their import takes seconds.
+
+Also silences bitsandbytes, which logs while it is imported.
+"""
 
 import logging
 import os

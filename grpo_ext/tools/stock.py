@@ -1,6 +1,6 @@
-"""The two trainers that the tools compare, by name, and a run of ours in the settings of stock TRL's.
+"""The names of the two trainers that the tools compare, and the conversion of a run's settings to stock TRL's.
 
-Settings of ours that only lay a run out are dropped: stock TRL has none of them, and learns the same without.
+Settings of this package that only lay out a run are dropped; they change nothing that is learned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..batching.sizes import geometry_of
 from ..errors import GrpoExtError
 
 OURS, STOCK = "grpo_ext", "trl"
-# settings of ours that change what is learned; off where they are None, False or 0
+# settings of this package that change what is learned; off where they are None, False or 0
 ALGORITHM = {"advantage_estimator", "loss_aggregation", "dynamic_sampling", "rollout_lag"}
 
 
@@ -34,7 +34,8 @@ def stock_config(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
     """The same run in the fields of `trl.GRPOConfig`; TRL's defaults where a setting is missing.
 
     Raises:
-        GrpoExtError: stock TRL cannot express it: an algorithm of ours, or micro-batches that do not divide the step.
+        GrpoExtError: stock TRL cannot express the run: a setting in `ALGORITHM`, or micro-batches that do not divide
+            the step.
     """
     from trl import GRPOConfig
 

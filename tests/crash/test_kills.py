@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import LaunchError
-from grpo_ext.run.checkpoint import checkpoints, newest_whole, why_broken
+from grpo_ext.run.checkpoint import checkpoints, why_broken, why_not_resumable
 from grpo_ext.tools.check.runs import RunResult
 from tests.support.cases import Bench
 from tests.support.kills import MOMENTS, dying, dying_after
@@ -58,8 +58,9 @@ def step_of(checkpoint: Path | None) -> int:
 
 def newest_of(folder: Path, before: set[Path], context: Any) -> Path | None:
     """The checkpoint to go on from: of those that were there after the last kill, whole, and none besides."""
-    newest, skipped = newest_whole(folder)
-    assert skipped == [], context  # nothing half-written carries a checkpoint's name
+    existing = checkpoints(folder)
+    newest = existing[-1] if existing else None
+    assert not any(map(why_not_resumable, existing)), context  # nothing half-written carries a checkpoint's name
     assert newest is None or newest == max(before, key=step_of), context
     return newest
 

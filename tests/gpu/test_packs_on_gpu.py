@@ -13,6 +13,7 @@ from grpo_ext.forward import attention, shared_prefix
 from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
+from grpo_ext.runtime.transfer import to_device
 from tests.support import varlen
 from tests.support.gpu import DEVICE, TOY, needs_gpu
 from tests.support.packs import gradient, rows_of
@@ -63,7 +64,7 @@ def test_kernels_give_the_masked_attention_and_its_gradients(record_property, ca
     layout = varlen.layout_of([(p * size, [c * size for c in answers]) for p, answers in varlen.PACKS[pack]])
     states = varlen.states_of(layout, heads, device=DEVICE, dtype=dtype, dim=64)
     assert attention.takes_varlen(*states)
-    parts = shared_prefix.joint_parts(layout, window, states[0].device)
+    parts = to_device(shared_prefix.joint_parts(layout, window), states[0].device)
     ours = varlen.outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, varlen.SCALE), states)
     exact = [x.detach().double().requires_grad_() for x in states]
     expected = varlen.outcome(varlen.dense(layout, *exact, window), exact)

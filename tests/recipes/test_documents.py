@@ -215,28 +215,18 @@ def test_the_shown_estimator_works():
 SETTING = re.compile(r"`(\w+)(?:=[^`]*)?`")
 
 
-def test_the_columns_of_settings_name_fields_that_exist():
-    """The first column of every table that begins with `setting`."""
-    named = []
-    for page in PAGES:
-        inside = False
-        for row in text_of(page).splitlines():
-            cells = [cell.strip() for cell in row.split("|")]
-            if len(cells) > 1 and cells[1] == "setting":
-                inside = True
-            elif not row.startswith("|"):
-                inside = False
-            elif inside:
-                named += SETTING.findall(cells[1])
-    assert len(named) > 15
-    assert set(named) <= {*GRPOConfig.__dataclass_fields__}, set(named) - {*GRPOConfig.__dataclass_fields__}
+def tables(page: str) -> list[list[list[str]]]:
+    """The tables of a page as rows of cells, headings first."""
+    found = re.findall(r"(?:^\|.*\n)+", text_of(page), re.MULTILINE)
+    return [[[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()] for table in found]
 
 
-def test_the_tables_of_settings_name_fields_that_exist():
-    text = text_of("docs/coming-from.md")
-    section = text[text.index("| OpenRLHF | verl | here |") :]
-    ours = [row.split("|")[3] for row in section.splitlines() if row.startswith("| ") and "---" not in row][1:]
-    known = {*GRPOConfig.__dataclass_fields__, *ESTIMATORS}
-    named = [name for cell in ours for name in SETTING.findall(cell)]
+@pytest.mark.parametrize(("heading", "column"), [("setting", 0), ("here", 2)])
+def test_the_columns_of_settings_name_fields_that_exist(heading, column):
+    """The first column of every table that begins with `setting`, and those of the settings of other projects."""
+    known, named = {*GRPOConfig.__dataclass_fields__, *ESTIMATORS}, []
+    for head, _, *rows in (table for page in PAGES for table in tables(page)):
+        if head[column : column + 1] == [heading]:
+            named += [name for row in rows for name in SETTING.findall(row[column])]
     assert len(named) > 15
     assert set(named) <= known, set(named) - known

@@ -152,7 +152,7 @@ def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_nam
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--dataset_name", "x.jsonl"], r"Only --dataset_name is given; name both"),
+        (["--dataset_name", "x.jsonl"], r"Only --dataset_name is set; set both"),
         (["--config", "none.yaml"], r"--config: .*No such file or directory: 'none.yaml'"),
         (["--global_batch_size", "12"], r"global_batch_size=12"),
         (["--fp16_hysteresis", "1"], r"--fp16_hysteresis is no option; leave it out: the loss scale has"),

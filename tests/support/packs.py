@@ -77,7 +77,7 @@ def record_results(monkeypatch: Any, module: Any, name: str) -> list[weakref.ref
 
     def counted(*args: Any) -> Any:
         value = function(*args)
-        results.append(weakref.ref(value[0] if isinstance(value, list) else value))
+        results.append(weakref.ref(value))
         return value
 
     monkeypatch.setattr(module, name, counted)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from grpo_ext.rewards.guard import Faults, RewardCall
+from grpo_ext.rewards.guard import Faults
 from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
+from grpo_ext.rewards.worker import RewardCall
 from grpo_ext.rewards.workers import RewardWorkers
 
 COMPLETIONS = ["a", "bb", "ccc", "dddd", "eeeee"]

@@ -24,6 +24,13 @@ from grpo_ext import compat
 from tests.support.tiny import tiny_model
 
 
+def generation_settings(**changes: Any) -> Any:
+    """What is read of TRL's `VLLMGeneration`, without a connection."""
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "logprobs": 0}
+    settings |= {"structured_outputs_regex": None, "generation_kwargs": None, "max_completion_length": 12}
+    return SimpleNamespace(**{**settings, **changes})
+
+
 class StandIn:
     """A process's client, and the server itself: it loads what was sent last before it samples."""
 

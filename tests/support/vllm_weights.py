@@ -20,13 +20,15 @@ KINDS: dict[str, Any] = {
     "embedding": LoraConfig(r=4, target_modules=["embed_tokens", "up_proj"], init_lora_weights=False),
     "saved": LoraConfig(r=4, target_modules=["o_proj"], modules_to_save=["norm"], init_lora_weights=False),
     "bias": LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True, init_lora_weights=False),
+    "none": None,
     "loha": LoHaConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False),
 }
 
 
 def adapted(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    return get_peft_model(tiny_model("qwen2").to(dtype), copy.deepcopy(KINDS[kind]))
+    model, adapter = tiny_model("qwen2").to(dtype), copy.deepcopy(KINDS[kind])
+    return model if adapter is None else get_peft_model(model, adapter)
 
 
 def generation(model: Any, cls: Any = Generation) -> Any:

@@ -96,5 +96,5 @@ def test_an_adapter_that_depends_on_the_micro_batch_is_refused(tmp_path, adapter
 
 
 def test_cpmant_is_refused(tmp_path):
-    with pytest.raises(SplitDependentError, match="CpmAnt puts its own prompt before the padding"):
+    with pytest.raises(SplitDependentError, match="CpmAnt puts a prompt before the padding"):
         make(tmp_path, None, model=tiny_model("cpmant", dim_head=8, dim_ff=48, dropout_p=0.0))

@@ -93,21 +93,21 @@ def test_a_reward_function_sees_the_progress_that_the_weights_had(tmp_path):
     assert seen == [0, 0, 1, 2, 3, 4]
 
 
-def test_an_error_in_the_thread_is_the_error_of_the_run(tmp_path):
-    def fails(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        return [float("nan")] * len(completions)
+def leaves(completions: list[str], **columns: Any) -> list[float]:
+    sys.exit(3)
 
-    with pytest.raises(RewardError, match="returned nan in row 0"):
-        make(tmp_path, reward=fails, rollout_lag=1).train()
+
+@pytest.mark.parametrize(
+    ("reward", "error", "words"),
+    [
+        (lambda completions, **columns: [float("nan")] * len(completions), RewardError, "returned nan in row 0"),
+        (leaves, ProcessError, r"the sampling thread ended by SystemExit\(3\)"),
+    ],
+)
+def test_an_error_in_the_thread_is_the_error_of_the_run(tmp_path, reward, error, words):
+    with pytest.raises(error, match=words):
+        make(tmp_path, reward=reward, rollout_lag=1).train()
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
-
-
-def test_a_function_that_ends_the_thread_ends_the_run(tmp_path):
-    def leaves(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        sys.exit(3)
-
-    with pytest.raises(ProcessError, match=r"the sampling thread ended by SystemExit\(3\)"):
-        make(tmp_path, reward=leaves, rollout_lag=1).train()
 
 
 def test_a_run_that_is_asked_to_stop_while_it_waits_ends_after_the_step_and_goes_on_as_it_was(tmp_path):
@@ -165,14 +165,15 @@ def test_an_adapter_shares_the_weights_that_are_not_trained(tmp_path):
     trainer = other(tmp_path, peft_config=LoraConfig(**LORA), rollout_lag=1, beta=0.1)
     live = trainer.model
     snapshot = Snapshot(live, None, False, "cpu", lambda model: model)
-    for (name, own), (_, copied) in zip(live.named_parameters(), snapshot.policy.named_parameters()):
+    pairs = list(zip(live.named_parameters(), snapshot.policy.parameters()))
+    for (name, own), copied in pairs:
         assert own is not copied
         assert own.data_ptr() == copied.data_ptr(), name  # until weights are put in place
         assert not copied.requires_grad
     weights = snapshot.take({"global_step": 0})
     assert set(weights.policy) == {name for name, p in live.named_parameters() if p.requires_grad}
     snapshot.put_in_place(weights)
-    for (name, own), (_, copied) in zip(live.named_parameters(), snapshot.policy.named_parameters()):
+    for (name, own), copied in pairs:
         assert (own.data_ptr() == copied.data_ptr()) == (not own.requires_grad), name
     trainer.train()
     assert log_of(trainer, "sampling/ratio_max")[-1] > 1.0
@@ -265,7 +266,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path, settings, said):
 
 
 def test_sampling_without_keys_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="needs this trainer's own sampling"):
+    with pytest.raises(ConfigError, match=r"do_sample=False.*only this trainer's own sampling"):
         make(tmp_path, rollout_lag=1, generation_kwargs={"do_sample": False})
 
 
@@ -273,7 +274,7 @@ def test_a_model_with_a_forward_of_its_own_is_refused(tmp_path):
     model = tiny_model()
     inner = model.forward
     model.forward = functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
-    with pytest.raises(ModelError, match="a forward of its own by hand"):
+    with pytest.raises(ModelError, match="forward of the model was replaced by hand"):
         make(tmp_path / "one", model=model, rollout_lag=1)
     used = tiny_model()
     make(tmp_path / "two", model=used)
@@ -291,7 +292,7 @@ def test_engines_that_shard_are_refused(tmp_path, monkeypatch, engine):
 
 def test_a_stream_is_refused(tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(prompts(12)))
-    with pytest.raises(ConfigError, match="a stream gives them in its own order"):
+    with pytest.raises(ConfigError, match=r"a stream \(rows are read before their step"):
         other(tmp_path, train_dataset=stream, rollout_lag=1)
 
 

@@ -18,7 +18,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
 from tests.parity.scripts import EOS, by_turn, call, chat_tokenizer, conversations, scripted_model
 from tests.support.beside_trl import build, changing, learns_as_in_trl, setting
-from tests.support.tiny import letter_reward, stock_scores, tiny_model
+from tests.support.tiny import letter_reward, sparse_reward, stock_scores, tiny_model
 
 # ---- Overridden or assigned -----------------------------------------------------------------------------------------
 
@@ -47,10 +47,6 @@ def assigning(hook: Callable[..., Any]) -> type:
 
 
 # ---- What is passed -------------------------------------------------------------------------------------------------
-
-
-def some_alone(prompts: Any, completions: Any, **kwargs: Any) -> list[float | None]:
-    return [None if len(text) % 3 == 0 else float("a" in text) for text in completions]
 
 
 def guess(number: int) -> str:
@@ -241,7 +237,9 @@ def test_rows_keep_their_random_numbers_in_a_users_scoring_and_further_calls_dra
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_an_attribute_that_is_read_at_each_rollout_acts_once_it_is_changed(tmp_path, name, value):
-    learns_as_in_trl(tmp_path, changing(setting(name, value), 1), lambda: {"reward_funcs": [letter_reward, some_alone]})
+    learns_as_in_trl(
+        tmp_path, changing(setting(name, value), 1), lambda: {"reward_funcs": [letter_reward, sparse_reward]}
+    )
 
 
 def test_a_change_that_cannot_be_followed_is_said(tmp_path):

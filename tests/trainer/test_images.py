@@ -216,7 +216,7 @@ def test_without_images_a_model_that_takes_some_runs_packs_with_its_tokenizer(tm
 
 
 def test_images_for_a_tokenizer_are_refused(tmp_path):
-    with pytest.raises(DataError, match="the data has images, and the model is given a tokenizer"):
+    with pytest.raises(DataError, match="the data has images, and the processing class is a tokenizer"):
         make(tmp_path, processing_class=image_processor("llava").tokenizer)
 
 

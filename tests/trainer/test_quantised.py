@@ -196,7 +196,7 @@ def test_a_resumed_run_is_the_same_run_and_its_adapter_is_exported(tmp_path, bas
 def test_weights_that_sample_ahead(tmp_path, base):
     """Of 4 bits they are shared; the scales of 8 bits cannot be."""
     ahead = {"rollout_lag": 1, "max_steps": 3}
-    with pytest.raises(ConfigError, match="rollout_lag=1 and weights in 8 bits"):
+    with pytest.raises(ConfigError, match="rollout_lag=1 cannot be combined with weights in 8 bits"):
         make(tmp_path / "eight", loaded(base, 8), lora(), **ahead)
     trainer = make(tmp_path / "four", loaded(base, 4), lora(), **ahead)
     trainer.train()

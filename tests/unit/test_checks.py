@@ -7,55 +7,18 @@ import copy
 import peft
 import pytest
 import torch
-import transformers
 from datasets import Dataset
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import BloomConfig, GPT2Config, LlamaConfig
 
 from grpo_ext.checks.data import check_prompt_lengths, check_prompts
 from grpo_ext.checks.model import disable_random_parts, random_parts, refuse, split_dependence
 from grpo_ext.errors import DataError, SplitDependentError
-
-IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-ROTARY = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    **IDS,
-}
-GPT2 = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, **IDS}
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-
-def build(config) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config).train()
-
-
-def llama(**options) -> nn.Module:
-    return build(LlamaConfig(**{**ROTARY, **options}))
-
-
-def gpt2(**options) -> nn.Module:
-    return build(GPT2Config(**{**GPT2, **options}))
-
-
-def mixtral() -> nn.Module:
-    return build(MixtralConfig(**ROTARY, num_local_experts=4, router_jitter_noise=0.3))
-
-
-def falcon() -> nn.Module:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return build(transformers.FalconConfig(**sizes, **IDS, hidden_dropout=0.3))
+from tests.support.tiny import tiny_model
 
 
 def adapted(config: peft.PeftConfig) -> nn.Module:
-    model = peft.get_peft_model(llama(), config).train()
+    model = peft.get_peft_model(tiny_model("llama"), config).train()
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         for parameter in model.parameters():
@@ -66,6 +29,7 @@ def adapted(config: peft.PeftConfig) -> nn.Module:
 
 def is_random(model: nn.Module) -> bool:
     """Whether forwards in training mode differ."""
+    model.train()
     inputs = torch.arange(2, 14).view(2, 6)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
@@ -76,16 +40,19 @@ def is_random(model: nn.Module) -> bool:
 # ---- Dropout --------------------------------------------------------------------------------------------------------
 
 RANDOM_MODELS = {
-    "modules (GPT-2)": (gpt2, "transformer.h.0.mlp.dropout (Dropout): p=0.1"),
+    "modules (GPT-2)": (lambda: tiny_model("gpt2", resid_pdrop=0.1), "transformer.h.0.mlp.dropout (Dropout): p=0.1"),
     "functional attribute (Llama)": (
-        lambda: llama(attention_dropout=0.2),
+        lambda: tiny_model("llama", attention_dropout=0.2),
         "model.layers.0.self_attn (LlamaAttention): attention_dropout=0.2",
     ),
     "LoRA": (
         lambda: adapted(peft.LoraConfig(lora_dropout=0.3, target_modules=["q_proj"])),
         "base_model.model.model.layers.0.self_attn.q_proj.lora_dropout.default (Dropout): p=0.3",
     ),
-    "router jitter (Mixtral)": (mixtral, "model.layers.0.mlp (MixtralSparseMoeBlock): jitter_noise=0.3"),
+    "router jitter (Mixtral)": (
+        lambda: tiny_model("mixtral", num_local_experts=4, router_jitter_noise=0.3),
+        "model.layers.0.mlp (MixtralSparseMoeBlock): jitter_noise=0.3",
+    ),
 }
 RANDOM = pytest.mark.parametrize(("make", "part"), RANDOM_MODELS.values(), ids=RANDOM_MODELS)
 
@@ -103,15 +70,15 @@ def test_random_parts_are_found_with_their_rates_and_disabled(make, part):
 
 
 def test_a_rate_that_is_read_from_the_config_is_disabled_too():
-    model = falcon()
+    model = tiny_model("falcon", hidden_dropout=0.3)
     assert is_random(model)
     disable_random_parts(model)
     assert not is_random(model)
 
 
-@pytest.mark.parametrize("make", [llama, lambda: gpt2(**NO_DROPOUT)])
-def test_a_model_without_dropout_has_no_random_part(make):
-    model = make()
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_without_dropout_has_no_random_part(kind):
+    model = tiny_model(kind)
     assert not is_random(model)
     assert list(random_parts(model)) == []
     assert split_dependence(model, None) == []
@@ -135,11 +102,6 @@ def test_everything_that_depends_on_the_split_is_told_at_once():
         assert part in str(caught.value)
     assert len(refuse(split_dependence(model, 3.0), allow=True)) == 3
     assert refuse(split_dependence(nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4)), 0.0), allow=False) == []
-
-
-def bloom() -> nn.Module:
-    config = transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2, **IDS)
-    return build(config)
 
 
 # ---- Data -----------------------------------------------------------------------------------------------------------
@@ -173,7 +135,7 @@ def lengths(prompts: list[str]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("config", "room"),  # of learned positions the completion takes some
-    [(GPT2Config(**GPT2), 54), (LlamaConfig(**ROTARY), 64)],
+    [(GPT2Config(n_positions=64), 54), (LlamaConfig(max_position_embeddings=64), 64)],
     ids=lambda value: getattr(value, "model_type", None),
 )
 def test_a_prompt_may_fill_the_room_and_not_one_token_more(config, room):
@@ -184,10 +146,10 @@ def test_a_prompt_may_fill_the_room_and_not_one_token_more(config, room):
 
 def test_a_prompt_of_many_bytes_is_not_mistaken_for_a_short_one():
     # 400 characters of 4 bytes each may be 1600 tokens
-    config = LlamaConfig(**{**ROTARY, "max_position_embeddings": 1024})
+    config = LlamaConfig(max_position_embeddings=1024)
     with pytest.raises(DataError, match="row 0 has 1600 tokens"):
         check_prompt_lengths(["🙂" * 400], lambda batch: [len(p.encode()) for p in batch], config, 10)
 
 
 def test_a_model_without_a_limit_takes_any_prompt():
-    check_prompt_lengths(["x" * 10**5], lengths, bloom().config, 10)
+    check_prompt_lengths(["x" * 10**5], lengths, BloomConfig(), 10)

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.rollouts.vllm import VllmServer, seeds_of
 from grpo_ext.tools.check.runs import free_port
 from tests.support.launch import ROOT
+from tests.support.server import generation_settings
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs the environment of `make test-vllm`, which has vLLM"
@@ -149,11 +149,6 @@ def server(tmp_path_factory, request):
         process.wait(60)
 
 
-# what is read of TRL's `VLLMGeneration`
-SETTINGS = {"repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "logprobs": 0}
-SETTINGS |= {"structured_outputs_regex": None, "max_completion_length": 12, "generation_kwargs": None}
-
-
 def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
     prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
     rows = torch.arange(3).repeat_interleave(4)
@@ -162,7 +157,7 @@ def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
     seeds = seeds_of(transcripts, 4)
 
     def ask(rows: list[Transcript]) -> list[list[int]]:
-        return [ids for ids, _ in VllmServer(SimpleNamespace(**SETTINGS), server).generate(rows, None, 4)]
+        return [ids for ids, _ in VllmServer(generation_settings(), server).generate(rows, None, 4)]
 
     def ask_for_one(prompt: list[int], seed: int) -> list[int]:
         answer = server.generate(prompts=[prompt], n=1, max_tokens=12, generation_kwargs={"seed": seed})

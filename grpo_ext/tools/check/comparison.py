@@ -1,8 +1,8 @@
-"""How two runs of a check differ: their updates, gradients, logs and bits. The invariance tests use the same code.
+"""Compares two runs: their updates, gradients, logs and bits. The invariance tests use the same code.
 
 The relative update error is `norm(dA - dB) / norm(dA)`, d the parameter change in float64, A the reference. The
-gradient error is the same for the first gradient, which has the same weights and completions in every split: there a
-fault is no rounding that the optimizer has enlarged.
+gradient error is the same for the first gradient, which has the same weights and completions in every split, so that
+the optimizer has not amplified its rounding.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ METRIC_TOLERANCE = 1e-4  # |a - b| / max(1, |a|) of a logged value: logs are flo
 # Adam divides a gradient by its own size, so an element whose gradient is rounding noise moves by a whole learning
 # rate: with its default epsilon the updates of equal gradients differ by 1e-5 to 1e-2.
 AMPLIFIED_TOLERANCE = 1e-2
-_TIMING = ("step_time", "total_flos")  # values that are no result of the algorithm
+_TIMING = ("step_time", "total_flos")  # values that the algorithm does not determine
 _TIMING_ENDS = ("_runtime", "_per_second")
-_LAYOUT_STARTS = ("time/", "layout/")  # the layout of a step, which a split changes
-_SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that tell other completions
+_LAYOUT_STARTS = ("time/", "layout/")  # values that depend on the split
+_SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that reveal different completions
 
 
 def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -46,7 +46,7 @@ def gradient_error(reference: RunResult, other: RunResult) -> float:
 
 
 def describe_difference(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> str:
-    """Which parameter differs most, with the largest and the mean difference."""
+    """The parameter that differs most, with its largest and mean difference."""
     if reference.keys() != other.keys():
         return "the trained parameters differ"
     gaps = {name: (other[name].double() - d.double()).abs() for name, d in reference.items()}
@@ -95,18 +95,36 @@ def compare(
     result.metric_error, metric = metric_difference(reference.log, other.log)
     if run.gradients:
         result.gradient_error = gradient_error(reference, other)
+    result.verdict, result.reason = _verdict(run, result, reference, other, tolerance, metric)
+    return result
+
+
+def _verdict(
+    run: Run, result: SplitResult, reference: RunResult, other: RunResult, tolerance: float, metric: str
+) -> tuple[str, str]:
+    """The verdict of a split that was trained, and why it differs."""
+    only_log = f"only the log differs, most in {metric}"
     if not any(bool(d.any()) for d in other.delta.values()):
         nothing = "no parameter moved: no group had rewards that differ, or the learning rate is 0; train more steps"
-        result.verdict, result.reason = "nothing learned", nothing
-    elif other is reference:
-        result.verdict = "reference"
-    elif run.trace:
-        log_reason = f"only the log differs, most in {metric}" if result.metric_error > 0.0 else ""
-        result.reason = _first_different_hash(reference.trace, other.trace) or log_reason
-        result.verdict = "differs" if result.reason else "same bits"
-    else:
-        _judge(run, result, reference, other, tolerance, metric)
-    return result
+        return "nothing learned", nothing
+    if other is reference:
+        return "reference", ""
+    if run.trace:
+        reason = _first_different_hash(reference.trace, other.trace) or only_log * (result.metric_error > 0.0)
+        return "differs" if reason else "same bits", reason
+    same_gradient = not run.in_float32 or result.gradient_error <= GRADIENT_TOLERANCE
+    same_update = result.update_error <= tolerance
+    same_start = metric_difference(reference.log[:1], other.log[:1])[0] <= METRIC_TOLERANCE
+    if same_gradient and same_update and result.metric_error <= METRIC_TOLERANCE:
+        return "same", ""
+    rounded = run.in_float32 and same_gradient and same_start
+    if rounded and max(result.update_error, result.metric_error) <= AMPLIFIED_TOLERANCE:
+        return "rounding", ""
+    if cause := _known_cause(run, reference, other):
+        return "differs", cause
+    if same_update:
+        return "differs", only_log if same_gradient else "the gradient differs, the update hides it"
+    return "differs", describe_difference(reference.delta, other.delta)
 
 
 def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str, str]]) -> str:
@@ -117,33 +135,13 @@ def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str,
     return "" if len(reference) == len(other) else f"{len(reference)} against {len(other)} steps"
 
 
-def _judge(
-    run: Run, result: SplitResult, reference: RunResult, other: RunResult, tolerance: float, metric: str
-) -> None:
-    """Set the verdict of a split in float32 or half precision, and why it differs."""
-    same_gradient = not run.in_float32 or result.gradient_error <= GRADIENT_TOLERANCE
-    same_update = result.update_error <= tolerance
-    same_start = metric_difference(reference.log[:1], other.log[:1])[0] <= METRIC_TOLERANCE
-    rounded = run.in_float32 and same_gradient and same_start
-    if same_gradient and same_update and result.metric_error <= METRIC_TOLERANCE:
-        result.verdict = "same"
-    elif rounded and max(result.update_error, result.metric_error) <= AMPLIFIED_TOLERANCE:
-        result.verdict = "rounding"
-    else:
-        result.verdict, result.reason = "differs", _known_cause(run, reference, other)
-        if not result.reason and same_update:
-            log = f"only the log differs, most in {metric}"
-            result.reason = log if same_gradient else "the gradient differs, the update hides it"
-        result.reason = result.reason or describe_difference(reference.delta, other.delta)
-
-
 def _known_cause(run: Run, reference: RunResult, other: RunResult) -> str:
-    """What makes a split differ, where the settings or the log tell."""
+    """Why a split differs, where the settings or the log show it."""
     logs = enumerate(zip(reference.log, other.log), start=1)
     turned = (step for step, (a, b) in logs if any(_relative_gap(a.get(k), b.get(k)) > 1e-6 for k in _SAMPLED))
     step = next(turned, 0)
     if run.trainer == STOCK and step == 1:
-        return "the first rollout differs (each process samples with a seed of its own)"
+        return "the first rollout differs (each process has its own sampling seed)"
     if run.config.get("allow_split_dependent"):
         return "allow_split_dependent=True: dropout or batch statistics depend on the micro-batch"
     if not run.in_float32:

@@ -1,4 +1,4 @@
-"""What `grpo-ext check` prints: a line for each split and a conclusion; and the same as plain values."""
+"""The results of `grpo-ext check`: a line for each split and a conclusion, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CheckReport:
         return [r for r in self.results if r.trainer == trainer]
 
     def conclusion(self) -> str:
-        """What the comparison shows, in a sentence or two."""
+        """The conclusion of the comparison, in a sentence or two."""
         ours = self.of(OURS)
         if not self.ok:
             if any(r.verdict == "nothing learned" for r in ours):

@@ -1,6 +1,6 @@
-"""Training runs in processes of their own: what `grpo-ext check` and the invariance tests compare.
+"""Training runs in separate processes, which `grpo-ext check` and the invariance tests compare.
 
-A run trains a few steps from a given start and reports the parameter change and the log. Runs on the same number of
+A run trains a few steps from a saved model and reports the parameter change and the log. Runs on the same number of
 processes share a launch, because importing the libraries takes longer than training a tiny model.
 """
 

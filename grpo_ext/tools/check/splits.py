@@ -1,5 +1,7 @@
-"""`grpo-ext check`: trains a few steps under several hardware splits and reports of each, as it ends, whether it
-learned the same. Stock TRL beside it (`against="trl"`) is the negative control."""
+"""`grpo-ext check`: trains a few steps under several hardware splits and reports for each whether it learned the same.
+
+Stock TRL beside it (`against="trl"`) is the negative control.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def check(
     """Train a few steps under every split and compare the updates with those of the first split.
 
     Args:
-        run: what is trained, with a `global_batch_size`; the micro-batch size in its settings is replaced.
+        run: with a `global_batch_size`; the micro-batch size in its settings is replaced.
         splits: the first one is the reference.
         steps: optimizer steps to train.
         against: "trl" runs stock TRL under the same splits.

@@ -15,7 +15,7 @@ from ...checks.model import find_model
 from ...config import GRPOConfig
 from ...rewards.registry import resolve_rewards
 from ..data import load_prompts
-from ..options import as_dataclasses, demo_of, fields_of, load_arguments, written
+from ..options import as_dataclasses, demo_of, fields_of, load_arguments, output_settings
 from .runs import Run
 
 # settings of a split, and other names of the two global sizes
@@ -36,7 +36,7 @@ def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
     defaults: dict[str, Any] = {"bf16": False}
     if demo:
         defaults = {**demo.settings, "global_batch_size": 32, "rollout_chunk_size": 8}
-    ignored = written(run_settings)
+    ignored = output_settings(run_settings)
     settings = {**defaults, **{name: value for name, value in run_settings.items() if name not in ignored}}
     script, training, model = as_dataclasses(settings)
     rewards = tuple(resolve_rewards(script.rewards, training.max_completion_length))

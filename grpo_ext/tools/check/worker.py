@@ -1,4 +1,4 @@
-"""The process side of runs.py: trains the runs of a launch and sends what came of them through its pipe."""
+"""The worker processes of runs.py: each trains the runs of a launch and sends the results through its pipe."""
 
 from __future__ import annotations
 

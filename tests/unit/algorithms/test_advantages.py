@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import textwrap
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trl import GRPOTrainer
-from trl.trainer import grpo_trainer
 from trl.trainer.utils import nanstd
 
-from grpo_ext.algorithms.advantages import (
-    EPSILON,
-    ESTIMATORS,
-    AdvantageRule,
-    register_advantage_estimator,
-)
+from grpo_ext.algorithms.advantages import EPSILON, ESTIMATORS, AdvantageRule, register_advantage_estimator
 from grpo_ext.errors import ConfigError
+from tests.support.trl_lines import compiled_lines
 
 MODES = [
     ("group", "sum_then_normalize"),
@@ -35,17 +29,11 @@ NAN = math.nan
 TRL_ROUNDING = {"rtol": 2e-7, "atol": 1e-7}
 
 
-def trl_lines() -> str:
-    """The lines of TRL's `_generate_and_score_completions` from the gathered rewards to the advantages."""
-    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    first = "        unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)\n"
-    last = "        advantages = torch.nan_to_num(advantages, nan=0.0)\n"
-    assert source.count(first) == 1, f"TRL no longer has the line {first.strip()!r}"
-    assert source.count(last) == 1, f"TRL no longer has the line {last.strip()!r}"
-    return textwrap.dedent(source[source.index(first) : source.index(last) + len(last)])
-
-
-TRL_LINES = compile(trl_lines(), grpo_trainer.__file__, "exec")
+TRL_LINES = compiled_lines(
+    "_generate_and_score_completions",
+    "unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)",
+    "# Slice to keep only the local part of the data",
+)
 
 
 def trl_advantages(rewards, weights, num_generations, scale, aggregation) -> torch.Tensor:
@@ -70,10 +58,9 @@ def group_advantages(rewards, weights, generations, scale="group", aggregation="
     return AdvantageRule(None, scale, aggregation).advantages(rewards, weights, generations)
 
 
-def batch(groups=5, generations=4, functions=2, seed=0, missing=0.0, dtype=torch.float64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    rewards = torch.randn(groups * generations, functions, generator=generator, dtype=dtype)
-    return rewards.masked_fill(torch.rand(rewards.shape, generator=generator) < missing, NAN)
+def batch(groups: int, generations: int, functions: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(groups * generations, functions, generator=generator, dtype=torch.float64)
 
 
 @st.composite
@@ -145,15 +132,6 @@ def estimated(name: str, *rewards: float, group: int = 4) -> list[float]:
     return AdvantageRule(name).advantages(column(*rewards), ONE, group).tolist()
 
 
-@pytest.mark.parametrize(("name", "scale"), [("group_standardized", "group"), ("group_centered", "none")])
-def test_the_group_estimators_are_trls_modes(name, scale):
-    rewards = torch.randn(24, 2, generator=torch.Generator().manual_seed(0))
-    rewards[3, 0] = rewards[5] = NAN
-    weights = torch.tensor([1.0, 0.5])
-    expected = trl_advantages(rewards, weights, 4, scale, "sum_then_normalize")
-    torch.testing.assert_close(AdvantageRule(name).advantages(rewards, weights, 4), expected, **TRL_ROUNDING)
-
-
 def test_leave_one_out_by_hand():
     # each reward minus the mean of the three others
     assert estimated("leave_one_out", 1, 0, 0, 3) == pytest.approx([0.0, -4 / 3, -4 / 3, 8 / 3])
@@ -164,61 +142,57 @@ def test_leave_one_out_by_hand():
 def test_reinforce_plus_plus_with_baseline_by_hand():
     # centred: 1, -1, 3, -3; their standard deviation with Bessel's correction is sqrt(20 / 3)
     std = math.sqrt(20 / 3) + EPSILON
-    found = estimated("reinforce_plus_plus_baseline", 2, 0, 7, 1, group=2)
-    assert found == pytest.approx([1 / std, -1 / std, 3 / std, -3 / std])
+    actual = estimated("reinforce_plus_plus_baseline", 2, 0, 7, 1, group=2)
+    assert actual == pytest.approx([1 / std, -1 / std, 3 / std, -3 / std])
 
 
-def test_an_estimator_of_ones_own_takes_five_lines():
+@pytest.fixture
+def estimators() -> Iterator[dict[str, Any]]:
+    """The registered estimators; those that a test adds are removed at its end."""
+    before = dict(ESTIMATORS)
+    yield ESTIMATORS
+    ESTIMATORS.clear()
+    ESTIMATORS.update(before)
+
+
+def test_an_estimator_of_ones_own_takes_five_lines(estimators):
     @register_advantage_estimator("best_of_group")
     def best_of_group(rewards_PG):
         best = (rewards_PG == rewards_PG.amax(1, keepdim=True)).float()
         return best - best.mean(1, keepdim=True)
 
-    try:
-        assert estimated("best_of_group", 1, 2, 3, 0, 5, 5, 0, 0) == [-0.25, -0.25, 0.75, -0.25, 0.5, 0.5, -0.5, -0.5]
-        with pytest.raises(ConfigError, match=r"'group_centered' comes with grpo_ext; choose another name"):
-            register_advantage_estimator("group_centered")(torch.zeros_like)
-    finally:
-        del ESTIMATORS["best_of_group"]
+    assert estimated("best_of_group", 1, 2, 3, 0, 5, 5, 0, 0) == [-0.25, -0.25, 0.75, -0.25, 0.5, 0.5, -0.5, -0.5]
+    with pytest.raises(ConfigError, match=r"'group_centered' comes with grpo_ext; choose another name"):
+        register_advantage_estimator("group_centered")(torch.zeros_like)
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("returning", "message"),
     [
         (lambda r: r.mean(1), r"returned \(2,\) for rewards of shape \(2, 4\)"),
         (lambda r: r / 0, "returned nan for completion 0 of group 0, whose reward is 0"),
         (lambda r: r.tolist(), "returned list"),
     ],
 )
-def test_an_estimator_that_returns_something_else_is_named(made, says):
-    register_advantage_estimator("broken")(made)
-    try:
-        with pytest.raises(ConfigError, match=says):
-            estimated("broken", 0, 1, 2, 3, 0, 1, 2, 3)
-    finally:
-        del ESTIMATORS["broken"]
+def test_an_estimator_that_returns_something_else_is_named(estimators, returning, message):
+    estimators["broken"] = returning
+    with pytest.raises(ConfigError, match=message):
+        estimated("broken", 0, 1, 2, 3, 0, 1, 2, 3)
 
 
-def test_an_estimator_may_write_to_its_rewards_without_scoring_what_was_not():
+def test_an_estimator_may_write_to_its_rewards_without_scoring_what_was_not(estimators):
     def filling(rewards):
         rewards[torch.isnan(rewards)] = 0
         return rewards - rewards.mean(1, keepdim=True)
 
-    register_advantage_estimator("filling")(filling)
-    try:
-        assert estimated("filling", 1, NAN, 1, 1) == [0.25, 0.0, 0.25, 0.25]
-    finally:
-        del ESTIMATORS["filling"]
+    estimators["filling"] = filling
+    assert estimated("filling", 1, NAN, 1, 1) == [0.25, 0.0, 0.25, 0.25]
 
 
-def test_an_estimator_may_be_named_by_its_file(tmp_path):
+def test_an_estimator_may_be_named_by_its_file(tmp_path, estimators):
     file = tmp_path / "mine.py"
     file.write_text("def halved(rewards):\n    return rewards / 2\n")
-    name = f"{file}:halved"
-    try:
-        assert estimated(name, 1, 2, 3, 4) == [0.5, 1.0, 1.5, 2.0]
-    finally:
-        ESTIMATORS.pop(name, None)
+    assert estimated(f"{file}:halved", 1, 2, 3, 4) == [0.5, 1.0, 1.5, 2.0]
     with pytest.raises(ConfigError, match=r"defines no Callable other; it defines halved"):
         estimated(f"{file}:other", 1, 2, 3, 4)
     with pytest.raises(ConfigError, match=r"cannot be loaded .*No such file .*gone\.py"):
@@ -232,8 +206,8 @@ def test_an_unknown_estimator_is_refused_with_the_names():
 
 def test_groups_without_variance():
     rewards = column(*(1, 1, 1, 1), *(0, 1, 1, 1), *(NAN,) * 4, *(NAN, 2, NAN, NAN), *(NAN, 2, 3, NAN))
-    found = AdvantageRule().constant_groups(rewards, ONE, 4)
-    assert found.tolist() == [True, False, True, True, False]
+    constant = AdvantageRule().constant_groups(rewards, ONE, 4)
+    assert constant.tolist() == [True, False, True, True, False]
 
 
 def test_rewards_that_cancel_have_no_variance_in_their_sum_but_apart():

@@ -28,6 +28,6 @@ def test_nothing_that_teaches_is_lost_and_nothing_comes_twice(first, later):
     assert len(set(places)) == len(places)
     useful = {(number, group) for number, groups in enumerate(rounds) for group, good in enumerate(groups) if good}
     assert useful <= set(places)
-    kept = [place for place, source in enumerate(places) if source not in useful]
-    assert len(kept) == left
-    assert all(places[place] == (0, place) for place in kept)
+    constant = [place for place, source in enumerate(places) if source not in useful]
+    assert len(constant) == left
+    assert all(places[place] == (0, place) for place in constant)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import math
-import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import GRPOTrainer
-from trl.trainer import grpo_trainer
 
 from grpo_ext.algorithms.losses import (
     LOSS_TYPES,
@@ -31,6 +28,7 @@ from grpo_ext.algorithms.losses import (
     token_weights,
 )
 from grpo_ext.errors import ConfigError
+from tests.support.trl_lines import compiled_lines
 
 EXACT = 1e-12  # float64 sums of order one in another order
 WIDTH = 5
@@ -162,17 +160,9 @@ def test_averaging_parts_that_count_for_themselves_does_not_add_up(loss_type):
 # ---- TRL's numbers --------------------------------------------------------------------------------------------------
 
 
-def trl_lines() -> str:
-    """The lines of TRL's `_compute_loss` from the log-probabilities to the loss, before bonus and logs."""
-    source = inspect.getsource(GRPOTrainer._compute_loss)
-    first = '        advantages = inputs["advantages"]\n'
-    last = "        # Entropy bonus: add entropy regularization"
-    assert source.count(first) == 1, f"TRL no longer has the line {first.strip()!r}"
-    assert source.count(last) == 1, f"TRL no longer has the line {last.strip()!r}"
-    return textwrap.dedent(source[source.index(first) : source.index(last)])
-
-
-TRL_LINES = compile(trl_lines(), grpo_trainer.__file__, "exec")
+TRL_LINES = compiled_lines(
+    "_compute_loss", 'advantages = inputs["advantages"]', "# Entropy bonus: add entropy regularization"
+)
 
 
 def trl_loss(cfg: LossConfig, batch: TokenBatch) -> dict:

@@ -68,9 +68,9 @@ def names(rows) -> list[str]:
 
 def described(steps, count: int | None = None) -> list:
     """Everything of the first `count` steps (a stream never ends), comparable."""
-    found = [(step.request, list(step)) for step in itertools.islice(steps, count)]
+    pairs = [(step.request, list(step)) for step in itertools.islice(steps, count)]
     # where the rollout batch is at hand a data set brings no rows, and a stream has them anyway
-    return [(request, rows if request.layout.starts_rollout else []) for request, rows in found]
+    return [(request, rows if request.layout.starts_rollout else []) for request, rows in pairs]
 
 
 # ---- The order ------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     assert prompt_order(50, seed=1, epoch=2) == expected
     assert torch.equal(torch.get_rng_state(), before)
     assert sorted(expected) == list(range(50))
-    assert expected != list(range(50))
+    assert len({tuple(prompt_order(50, seed, epoch)) for seed in (1, 2) for epoch in (2, 3)} | {tuple(range(50))}) == 5
 
 
 def test_without_shuffling_the_order_is_the_data_sets():
@@ -148,18 +148,6 @@ def test_writing_to_a_row_reaches_neither_its_group_nor_a_later_step():
 
 
 # ---- Loaders --------------------------------------------------------------------------------------------------------
-
-
-def test_epoch_and_seed_reach_the_order_and_the_request():
-    orders = []
-    for seed, epoch in ((42, 0), (42, 1), (42, 1), (43, 1)):
-        steps = loader(data(12), geometry(), seed=seed)
-        steps.set_epoch(epoch)
-        items = list(steps)
-        assert {item.request.epoch for item in items} == {epoch}
-        orders.append([name for item in items for name in names(item)])
-    assert orders[1] == orders[2]
-    assert len({tuple(order) for order in orders}) == 3
 
 
 @given(SPLITS)

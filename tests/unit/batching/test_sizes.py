@@ -52,7 +52,7 @@ EIGHTS = {"micro_batch_size": 3, "num_processes": 2, "num_generations": 8}
 
 
 @pytest.mark.parametrize(
-    ("kept", "wrong", "name", "sizes"),
+    ("settings", "wrong", "name", "sizes"),
     [
         ({}, {"global_batch_size": 15}, "global_batch_size", [12, 16]),
         ({}, {"global_batch_size": 3}, "global_batch_size", [4]),
@@ -68,16 +68,16 @@ EIGHTS = {"micro_batch_size": 3, "num_processes": 2, "num_generations": 8}
     ],
     ids=str,
 )
-def test_sizes_that_cut_what_has_to_be_whole_are_refused_with_sizes_that_work(kept, wrong, name, sizes):
-    message = refusal(**kept, **wrong)
+def test_sizes_that_cut_what_has_to_be_whole_are_refused_with_sizes_that_work(settings, wrong, name, sizes):
+    message = refusal(**settings, **wrong)
     assert all(f"={value}" in message for value in wrong.values())
-    found = re.search(r"(?:use|global_batch_size to) (\d+)(?: or (\d+))?", message)
-    assert found is not None, f"no remedy in {message!r}"
-    assert [int(size) for size in found.groups() if size is not None] == sizes
+    remedy = re.search(r"(?:use|global_batch_size to) (\d+)(?: or (\d+))?", message)
+    assert remedy is not None, f"no remedy in {message!r}"
+    assert [int(size) for size in remedy.groups() if size is not None] == sizes
     for size in sizes:
-        assert getattr(resolve(**kept, **{name: size}), name) == size
+        assert getattr(resolve(**settings, **{name: size}), name) == size
     if beside := re.search(r"rollout_batch_size to (\d+)", message):  # or the step stays, and rollouts are larger
-        assert resolve(**kept, **wrong, rollout_batch_size=int(beside.group(1))).rollout_batch_size % 4 == 0
+        assert resolve(**settings, **wrong, rollout_batch_size=int(beside.group(1))).rollout_batch_size % 4 == 0
 
 
 @pytest.mark.parametrize(
@@ -209,61 +209,41 @@ def steps_of(layout: EpochLayout):
     return [layout[i] for i in range(len(layout))]
 
 
-def rows_of(layout: EpochLayout, step) -> list[int]:
-    """A step's completions, counted along the epoch's order."""
-    first = step.rollout_prompts.start * layout.geometry.num_generations
-    return [first + row for row in step.step_rows]
-
-
-@given(LAYOUTS)
-def test_every_completion_is_in_exactly_num_iterations_steps(layout):
-    counts = dict.fromkeys(range(layout.num_prompts * layout.geometry.num_generations), 0)
-    for step in steps_of(layout):
-        for row in rows_of(layout, step):
-            counts[row] += 1
-    expected = layout.geometry.num_iterations
-    assert all(counts[row] == (expected if row < layout.trained_completions else 0) for row in counts)
-
-
 @given(LAYOUTS)
 def test_the_steps_of_a_rollout_tile_it_and_only_the_first_samples(layout):
     rollouts: dict[int, list] = {}
     for step in steps_of(layout):
         rollouts.setdefault(step.rollout, []).append(step)
     assert sorted(rollouts) == list(range(len(rollouts)))
+    prompts = ceil_div(layout.trained_completions, layout.geometry.num_generations)
+    assert [p for steps in rollouts.values() for p in steps[0].rollout_prompts] == list(range(prompts))
+    trained = 0
     for steps in rollouts.values():
         assert len({step.rollout_prompts for step in steps}) == 1
         assert [step.starts_rollout for step in steps] == [True] + [False] * (len(steps) - 1)
         assert [(s.iteration, s.step) for s in steps] == sorted((s.iteration, s.step) for s in steps)
-        sampled = len(steps[0].rollout_prompts) * layout.geometry.num_generations
         for iteration in range(layout.geometry.num_iterations):
             tiled = [row for s in steps if s.iteration == iteration for row in s.step_rows]
             assert tiled == list(range(len(tiled)))
-            # all that is sampled is trained, but for the end of a group that drop_last cuts off
-            assert 0 <= sampled - len(tiled) < (layout.geometry.num_generations if layout.drop_last else 1)
+        trained += len(tiled)
+        # all that is sampled is trained, but for the end of a group that drop_last cuts off
+        sampled = len(steps[0].rollout_prompts) * layout.geometry.num_generations
+        assert 0 <= sampled - len(tiled) < (layout.geometry.num_generations if layout.drop_last else 1)
+    assert trained == layout.trained_completions
 
 
 @given(LAYOUTS)
 def test_drop_last_drops_the_smaller_last_step_and_nothing_else(layout):
-    kept = EpochLayout(layout.geometry, layout.num_prompts, drop_last=False)
+    whole = EpochLayout(layout.geometry, layout.num_prompts, drop_last=False)
     dropping = EpochLayout(layout.geometry, layout.num_prompts, drop_last=True)
     unit = layout.geometry.global_batch_size
-    assert 0 <= kept.trained_completions - dropping.trained_completions < unit
-    full = [s for s in steps_of(kept) if len(s.step_rows) == unit]
+    assert 0 <= whole.trained_completions - dropping.trained_completions < unit
+    full = [s for s in steps_of(whole) if len(s.step_rows) == unit]
     places = [(s.rollout, s.iteration, s.step, s.step_rows) for s in full]
     assert [(s.rollout, s.iteration, s.step, s.step_rows) for s in steps_of(dropping)] == places
     # prompts that are dropped are not sampled either
     trained = ceil_div(dropping.trained_completions, layout.geometry.num_generations)
     assert all(s.rollout_prompts.stop <= trained for s in steps_of(dropping))
-
-
-def test_a_step_takes_up_the_group_that_the_one_before_has_cut():
-    g = resolve(global_batch_size=18, rollout_batch_size=36)
-    steps = steps_of(EpochLayout(g, 11))  # rollouts of 9 and 2 prompts
-    assert [s.step_rows for s in steps] == [range(0, 18), range(18, 36), range(0, 8)]
-    assert [s.rollout_prompts for s in steps] == [range(0, 9), range(0, 9), range(9, 11)]
-    cut = EpochLayout(g, 5, drop_last=True)  # 20 completions: the last two of the fifth prompt are left out
-    assert (len(cut), cut.trained_completions, cut[0].step_rows) == (1, 18, range(0, 18))
 
 
 # ---- The plan for people --------------------------------------------------------------------------------------------

@@ -173,60 +173,56 @@ SHORT, SOME = ([4], [[1, 1, 1]]), ([4], [[3, 2, 5]])
 
 
 def checking(monkeypatch: Any, others: list[Trial], elsewhere: bool = False) -> tuple[ForwardChoice, list[Any]]:
-    """`ForwardChoice` beside another process that found `others`; the lengths of the completions looked at here."""
-    looked: list[Any] = []
+    """`ForwardChoice` beside another process that found `others`; the lengths of the completions compared here."""
+    compared: list[Any] = []
     monkeypatch.setattr(module, "any_process", lambda value, device: value or elsewhere)
     monkeypatch.setattr(module, "gather_lists", lambda trials: [*trials, *others])
 
     def watched(form: Any, model: Any, rows: TokenRows, device: Any, checkpointing: Any) -> Trial:
-        looked.append([sum(lengths) for lengths in zip(rows.prompts_B, rows.completions_B)])
+        compared.append([sum(lengths) for lengths in zip(rows.prompts_B, rows.completions_B)])
         return try_form(form, model, rows, device, checkpointing)
 
     monkeypatch.setattr(module, "try_form", watched)
     monkeypatch.setattr(module, "logger", logging.getLogger(module.__name__))  # Accelerate's wants processes
-    return ForwardChoice(("packed",), torch.device("cpu")), looked
-
-
-def look(chosen: ForwardChoice, model: Any, batch: Any) -> None:
-    chosen.check(model, rows_of(*batch))
+    return ForwardChoice(("packed",), torch.device("cpu")), compared
 
 
 def test_a_refusal_on_one_process_pads_on_all(monkeypatch, caplog):
-    chosen, looked = checking(monkeypatch, [Trial(refused="it will not")])
+    chosen, compared = checking(monkeypatch, [Trial(refused="it will not")])
     model, reference = model_of("qwen2"), model_of("qwen2")
     for one in (model, reference, model):
-        look(chosen, one, LONG)
+        chosen.check(one, rows_of(*LONG))
         assert chosen.form(one) == "padded"
     assert caplog.text.count("Padded batches run") == caplog.text.count("(no packs: it will not)") == 1
-    assert len(looked) == 2
+    assert len(compared) == 2
 
 
 def test_short_completions_do_not_settle_it(monkeypatch):
-    chosen, looked = checking(monkeypatch, [])
+    chosen, compared = checking(monkeypatch, [])
     model = model_of("qwen2")
     for batch in (SHORT, SOME, SHORT, LONG, LONG):
-        look(chosen, model, batch)
-    assert looked == [[7, 6, 9], [50, 22, 37, 29]]
+        chosen.check(model, rows_of(*batch))
+    assert compared == [[7, 6, 9], [50, 22, 37, 29]]
 
 
 def test_a_process_without_completions_that_can_show_a_fault_runs_along_and_settles_nothing(monkeypatch):
-    chosen, looked = checking(monkeypatch, [Trial(tokens=3)], elsewhere=True)
+    chosen, compared = checking(monkeypatch, [Trial(tokens=3)], elsewhere=True)
     model = model_of("qwen2")
     one_long = ([4], [[40, 1]])  # alone it has no neighbour
     for _ in range(3):
-        look(chosen, model, one_long)
-    assert len(looked) == 3
+        chosen.check(model, rows_of(*one_long))
+    assert len(compared) == 3
     assert not chosen.settled(model)
 
 
 def test_the_same_completions_on_every_process_count_once(monkeypatch):
-    chosen, looked = checking(monkeypatch, [Trial(tokens=10)] * 9)
+    chosen, compared = checking(monkeypatch, [Trial(tokens=10)] * 9)
     model = model_of("qwen2")
-    look(chosen, model, SOME)
+    chosen.check(model, rows_of(*SOME))
     assert not chosen.settled(model)
-    look(chosen, model, LONG)
+    chosen.check(model, rows_of(*LONG))
     assert chosen.settled(model)
-    assert len(looked) == 2
+    assert len(compared) == 2
 
 
 def test_memory_that_does_not_suffice_on_one_process_ends_all(monkeypatch):
@@ -239,7 +235,7 @@ def test_memory_that_does_not_suffice_on_one_process_ends_all(monkeypatch):
 
     monkeypatch.setattr(module, "try_form", out_of_memory)
     with pytest.raises(MemoryShortageError, match="forward='padded'"):
-        look(chosen, model, LONG)
+        chosen.check(model, rows_of(*LONG))
     beside, _ = checking(monkeypatch, [Trial(shortage="comparing ran out of memory")])
     with pytest.raises(MemoryShortageError, match="ran out of memory"):
-        look(beside, model, LONG)
+        beside.check(model, rows_of(*LONG))

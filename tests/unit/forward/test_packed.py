@@ -19,6 +19,7 @@ from grpo_ext.forward.rows import TokenRows, in_columns
 from tests.support.architectures import architecture
 from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, record_results, rows_of
 from tests.support.tiny import tiny_model
+from tests.support.varlen import layout_of, states_of
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
 _WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
@@ -169,32 +170,21 @@ def test_a_model_is_left_as_it_was():
     assert dict(vars(model.config)) == settings
 
 
-def _group(prompt: int, *completions: int) -> PackedGroup:
-    ends = [prompt + sum(completions[: i + 1]) for i in range(len(completions))]
-    return PackedGroup((0, prompt), tuple((end - n, end) for n, end in zip(completions, ends)))
-
-
 def test_a_group_is_attended_to_alike_whatever_runs_beside_it(monkeypatch):
     """Else its rounding would follow from the micro-batch: one neighbour decided for all."""
-    model, small, long = tiny_model("qwen2"), _group(16, *[12] * 8), _group(64, *[300] * 8)
-    layer, first = model.model.layers[0].self_attn, small.answers[1]
-    moved = PackedGroup((first, first + 64), tuple((a + first, b + first) for a, b in long.completions))
-    query, key = model.config.num_attention_heads, model.config.num_key_value_heads
-    drawn = torch.randn(1, query + 2 * key, moved.answers[1], 8, generator=torch.Generator().manual_seed(0))
-    states = drawn.split([query, key, key], dim=1)
+    model, small, large = tiny_model("qwen2"), (16, [12] * 8), (64, [300] * 8)
+    layer, both = model.model.layers[0].self_attn, layout_of([small, large])
+    states = states_of(both, (model.config.num_attention_heads, model.config.num_key_value_heads))
 
-    def attended(*groups: PackedGroup) -> torch.Tensor:
-        tokens = groups[-1].answers[1]
-        options = {attention.LAYOUT: PackLayout(groups, tokens), "scaling": 8**-0.5}
+    def attended(layout: PackLayout) -> torch.Tensor:
+        inputs, options = (x[:, :, : layout.tokens] for x in states), {attention.LAYOUT: layout}
         with packed_attention(model):
-            return attention.packed_attention_forward(layer, *(x[:, :, :tokens] for x in states), None, **options)[0][
-                :, :first
-            ]
+            return attention.packed_attention_forward(layer, *inputs, None, **options)[0][:, : 16 + 12 * 8]
 
-    alone = attended(small)
-    assert torch.equal(alone, attended(small, moved))
+    alone = attended(layout_of([small]))
+    assert torch.equal(alone, attended(both))
     monkeypatch.setattr(attention, "split_is_cheaper", lambda group, device: True)
-    assert not torch.equal(alone, attended(small, moved))
+    assert not torch.equal(alone, attended(both))
 
 
 @pytest.mark.parametrize("multiple", [1, 4])

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ext.forward import choice as module
-from grpo_ext.forward import prefix_cache
+from grpo_ext.forward import forms, prefix_cache
 from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
@@ -75,8 +75,8 @@ def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
 def test_float64_throughout_is_still_needed():
     """Where `model.double()` alone comes as close, transformers has no float32 left to patch, and the patch may go."""
     batch, model = rows_of(*SHAPES["groups"]), model_of("llama").double()
-    found = apart(gradient("packed", model, batch), gradient("padded", model, batch))
-    assert FLOAT64_SUMS < found <= FLOAT32_SUMS
+    difference = apart(gradient("packed", model, batch), gradient("padded", model, batch))
+    assert FLOAT64_SUMS < difference <= FLOAT32_SUMS
 
 
 def test_a_prompt_whose_cache_carries_no_gradient_would_show(monkeypatch):
@@ -111,68 +111,66 @@ def test_adapters_and_widths():
 
 
 def chosen_form(monkeypatch: Any, model: Any, **options: Any) -> tuple[str, str]:
-    """The form after the check, and what was said."""
-    said: list[str] = []
+    """The form after the check, and the warnings."""
+    warnings: list[str] = []
     monkeypatch.setattr(module, "any_process", lambda value, device: value)
     monkeypatch.setattr(module, "gather_lists", list)
-    monkeypatch.setattr(module.logger, "warning", said.append)
+    monkeypatch.setattr(module.logger, "warning", warnings.append)
     chosen = ForwardChoice(("packed", "prefix"), torch.device("cpu"), **options)
     with torch.no_grad():
         chosen.check(model, rows_of(*SHAPES["long"]))
     assert chosen.settled(model)
-    return chosen.form(model), " ".join(said)
+    return chosen.form(model), " ".join(warnings)
 
 
 @pytest.mark.parametrize("precision", [in_full_unless(False, torch.float32), torch.bfloat16])
 @pytest.mark.parametrize("kind", HYBRID)
 def test_hybrid_models_run_it_after_the_check(monkeypatch, kind, precision):
-    form, said = chosen_form(monkeypatch, model_of(kind).to(precision), checkpointing_kwargs=CHECKPOINTING)
-    assert (form, said) == ("prefix", "")
+    model = model_of(kind).to(precision)
+    assert chosen_form(monkeypatch, model, checkpointing_kwargs=CHECKPOINTING) == ("prefix", "")
 
 
-@pytest.mark.parametrize(("kind", "words"), [("jamba", "differ"), ("minimax", "cache"), ("mamba2", "past_key_values")])
-def test_models_that_cannot_pad_and_say_why(monkeypatch, kind, words):
-    form, said = chosen_form(monkeypatch, model_of(kind))
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "words"),
+    [
+        ("jamba", None, "differ"),
+        ("minimax", None, "cache"),
+        ("mamba2", None, "past_key_values"),
+        ("lfm2", {"use_reentrant": True}, "use_reentrant=True"),
+        ("gpt2", CHECKPOINTING, "fails on completions after a cached prompt"),  # whose layers drop the cache
+    ],
+)
+def test_models_that_cannot_pad_and_say_why(monkeypatch, kind, checkpointing, words):
+    model = model_of(kind)
+    if kind == "gpt2":
+        model._supports_attention_backend = False  # else it packs
+        assert chosen_form(monkeypatch, model)[0] == "prefix"
+    form, warnings = chosen_form(monkeypatch, model, checkpointing_kwargs=checkpointing)
     assert form == "padded"
-    assert said.count("Padded batches run") == 1
-    assert words in said
-
-
-def test_what_runs_packs_still_does(monkeypatch):
-    assert chosen_form(monkeypatch, model_of("qwen2")) == ("packed", "")
-
-
-def test_a_model_that_drops_the_cache_under_checkpointing_pads(monkeypatch):
-    model = model_of("gpt2")
-    model._supports_attention_backend = False  # else it packs
-    assert chosen_form(monkeypatch, model)[0] == "prefix"
-    form, said = chosen_form(monkeypatch, model, checkpointing_kwargs=CHECKPOINTING)
-    assert form == "padded"
-    assert "fails on completions after a cached prompt" in said
+    assert warnings.count("Padded batches run") == 1
+    assert words in warnings
     assert not model.is_gradient_checkpointing
 
 
-def test_reentrant_checkpointing_pads(monkeypatch):
-    form, said = chosen_form(monkeypatch, model_of("lfm2"), checkpointing_kwargs={"use_reentrant": True})
-    assert form == "padded"
-    assert "use_reentrant=True" in said
+def test_a_model_that_can_run_packs_does(monkeypatch):
+    assert chosen_form(monkeypatch, model_of("qwen2")) == ("packed", "")
 
 
 @pytest.mark.parametrize("fault", ["position", "neighbour", "padding"])
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
 def test_a_planted_fault_is_found(monkeypatch, kind, fault):
     model, batch = model_of(kind), rows_of([20, 11], [[30, 2, 17, 9], [4, 8, 20, 3]])
-    made = prefix_cache.Continuation.__init__
+    changes = {
+        "position": lambda value: {"position_ids": value.position_ids + 1},
+        "neighbour": lambda value: {"prompt_B": value.prompt_B.flip(0)},
+        "padding": lambda value: {"attention_mask": torch.ones_like(value.attention_mask)},
+    }
 
-    def spoilt(self: Any, input_ids: Any, attention_mask: Any, position_ids: Any, prompt_B: Any, instead: Any) -> None:
-        if fault == "position":
-            position_ids = position_ids + 1
-        elif fault == "neighbour":
-            prompt_B = prompt_B.flip(0)
-        else:
-            attention_mask = torch.ones_like(attention_mask)
-        made(self, input_ids, attention_mask, position_ids, prompt_B, instead)
+    def spoilt(**values: Any) -> Any:
+        continuation = prefix_cache.Continuation(**values)
+        vars(continuation).update(changes[fault](continuation))
+        return continuation
 
     assert try_form("prefix", model, batch).refused is None
-    monkeypatch.setattr(prefix_cache.Continuation, "__init__", spoilt)
+    monkeypatch.setattr(forms, "Continuation", spoilt)
     assert try_form("prefix", model, batch).refused is not None

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_ext.forward import tiled_log_probs as module
 from grpo_ext.forward.tiled_log_probs import LogitTransform
 from grpo_ext.forward.tiled_log_probs import tiled_log_probs as log_probs
+from tests.support.memory import LargestAllocation
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 
 TEMPERATURE = 0.9
@@ -114,13 +114,13 @@ def test_scores_are_float32_in_half_precision_and_under_autocast(dtype):
     inputs = (hidden, weight, bias, targets)
     exact, right = naive(*inputs, LogitTransform()), gradients(naive, inputs, LogitTransform())
     with torch.autocast("cpu", dtype):
-        scores, found = log_probs(*inputs, LogitTransform()), gradients(log_probs, inputs, LogitTransform())
+        scores, grads = log_probs(*inputs, LogitTransform()), gradients(log_probs, inputs, LogitTransform())
     halves = [x.detach().to(dtype) for x in (hidden, weight, bias)]
     for ours in (scores, log_probs(*halves, targets, LogitTransform())):
         assert {x.dtype for x in ours} == {torch.float32}
         # products carry 8 or 11 bits
         assert max(float((a - b).detach().abs().max()) for a, b in zip(ours, exact)) < 0.2
-    for a, b in zip(found, right):
+    for a, b in zip(grads, right):
         assert a.dtype == torch.float32
         assert (a - b).norm() < 0.02 * b.norm()
 
@@ -138,25 +138,11 @@ def test_gradients_of_half_precision_weights_are_summed_in_float32():
 # ---- Cost -----------------------------------------------------------------------------------------------------------
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the largest tensor that an operation returned, in elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
-
-
 def largest(score: Any, inputs: Any) -> int:
-    with _Largest() as watch:
+    """Of float32, in elements."""
+    with LargestAllocation() as allocation:
         gradients(score, inputs, TRANSFORMS["scale_and_cap"])
-    return watch.elements
+    return allocation.bytes // 4
 
 
 def test_no_tensor_has_the_size_of_all_logits(monkeypatch):

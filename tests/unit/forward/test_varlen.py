@@ -13,9 +13,10 @@ import torch
 from grpo_ext.forward import attention, shared_prefix
 from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
+from grpo_ext.runtime.transfer import to_device
 from tests.support import varlen
 from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, gradient, record_results, rows_of
+from tests.support.packs import SHAPES, apart, gradient, rows_of
 from tests.support.varlen import HEADS, PACKS, SCALE, dense, layout_of, outcome, states_of
 from tests.tolerances import FLOAT64_SUMS, HALF_PRECISION_JOIN, SAME_ALGEBRA
 
@@ -33,38 +34,27 @@ def model_of(kind: str, **settings: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 12])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 12])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("pack", PACKS)
-def test_one_call_gives_the_attention_of_a_sliding_window(calls, pack, heads, window):
+def test_the_masked_attention_and_its_gradients(calls, pack, heads, window):
+    """In one call with a window, else in one for the segments and one for completions on their prompts."""
     layout = layout_of(PACKS[pack])
     states = states_of(layout, heads)
-    parts = shared_prefix.joint_parts(layout, window, states[0].device)
+    parts = shared_prefix.joint_parts(layout, window)
     ours = outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE), states)
-    for found, expected in zip(ours, outcome(dense(layout, *states, window), states)):
-        torch.testing.assert_close(found, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
-    assert calls == ["_varlen", "_varlen_backward"]
-
-
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("pack", PACKS)
-def test_two_calls_give_the_masked_attention_and_its_gradients(calls, pack, heads):
-    layout = layout_of(PACKS[pack])
-    states = states_of(layout, heads)
-    parts = shared_prefix.joint_parts(layout, None, states[0].device)
-    ours = outcome(shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE), states)
-    for found, expected in zip(ours, outcome(dense(layout, *states), states)):
-        torch.testing.assert_close(found, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
-    once = 1 if pack == "prompts alone" else 2
-    assert calls == ["_varlen"] * once + ["_varlen_backward"] * once
+    for values, expected in zip(ours, outcome(dense(layout, *states, window), states)):
+        torch.testing.assert_close(values, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
+    each_way = 1 if window or pack == "prompts alone" else 2
+    assert calls == ["_varlen"] * each_way + ["_varlen_backward"] * each_way
 
 
 def test_gradients_of_the_parts_alone_would_be_wrong(calls):
     """The negative control: each part with its own output and log-sum-exp, as autograd would compute them."""
     layout = layout_of(PACKS["ragged"])
     states = states_of(layout, HEADS[0])
-    own, _ = shared_prefix.joint_parts(layout, None, states[0].device)
-    alone = outcome(shared_prefix.SharedPrefixAttention.apply(*states, [own], SCALE), states)
+    segments, _ = shared_prefix.joint_parts(layout, None)
+    alone = outcome(shared_prefix.SharedPrefixAttention.apply(*states, [segments], SCALE), states)
     expected = outcome(dense(layout, *states), states)
     assert (alone[1] - expected[1]).norm() > 0.05 * expected[1].norm()
 
@@ -75,7 +65,7 @@ def test_torchs_own_operators_take_the_arguments(heads, window, causal):
     """Their shapes without arithmetic: a version that took other arguments or kept the log-sum-exp otherwise shows."""
     layout = layout_of(PACKS["ragged"])
     states = states_of(layout, heads, device="meta", dtype=torch.bfloat16)
-    parts = shared_prefix.joint_parts(layout, window, torch.device("meta"))
+    parts = to_device(shared_prefix.joint_parts(layout, window), "meta")
     assert [part.causal for part in parts] == causal
     out = shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE)
     assert out.shape == states[0].shape
@@ -83,12 +73,18 @@ def test_torchs_own_operators_take_the_arguments(heads, window, causal):
         assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
 
 
-@pytest.mark.parametrize("shape", ["groups", "masked_out", "one"])
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
-def test_a_model_scores_and_learns_as_on_the_padded_batch(calls, kind, shape):
-    model, batch = model_of(kind), rows_of(*SHAPES[shape])
+@pytest.mark.parametrize(
+    ("kind", "settings", "shape", "layer_calls"),
+    [
+        *((kind, {}, shape, 2) for kind in ("qwen2", "gpt2") for shape in ("groups", "masked_out", "one")),
+        ("mistral", {"sliding_window": 6}, "groups", 1),  # the kernel's own window
+        ("mistral", {"sliding_window": 100}, "groups", 2),  # which no sequence reaches
+    ],
+)
+def test_a_model_scores_and_learns_as_on_the_padded_batch(calls, kind, settings, shape, layer_calls):
+    model, batch = model_of(kind, **settings), rows_of(*SHAPES[shape])
     assert apart(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S) <= SAME_ALGEBRA
-    assert len(calls) == 2 * model.config.num_hidden_layers
+    assert len(calls) == layer_calls * model.config.num_hidden_layers
     assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= SAME_ALGEBRA
 
 
@@ -101,24 +97,25 @@ def test_gradient_checkpointing_runs_the_same_calls_again(calls):
     assert (calls.count("_varlen"), calls.count("_varlen_backward")) == (16, 8)
 
 
-@pytest.mark.parametrize(("window", "layer_calls"), [(6, 1), (100, 2)])
-def test_a_window_that_a_sequence_reaches_is_the_kernels_own(calls, window, layer_calls):
-    model, batch = model_of("mistral", sliding_window=window), rows_of(*SHAPES["groups"])
-    assert apart(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S) <= SAME_ALGEBRA
-    assert len(calls) == layer_calls * model.config.num_hidden_layers
-    assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= SAME_ALGEBRA
-
-
 def test_layers_with_and_without_a_window_share_a_pack(calls, monkeypatch):
-    """The arguments of the calls are computed once for each window, whatever layers the model has and runs again."""
-    parts = record_results(monkeypatch, attention, "joint_parts")
+    """The arguments of the calls are computed once for each window, and those windows are known beforehand."""
+    windows: list[int | None] = []
+
+    def recorded(layout: Any, window: int | None) -> Any:
+        windows.append(window)
+        return shared_prefix.joint_parts(layout, window)
+
+    monkeypatch.setattr(attention, "joint_parts", recorded)
     layers = ["sliding_attention", "full_attention"] * 2
     model, batch = model_of("gemma3_text", sliding_window=6, layer_types=layers), rows_of(*SHAPES["groups"])
     expected = gradient("padded", model, batch)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
-    assert len(parts) == 2
+    assert sorted(map(str, windows)) == ["6", "None"]
+    assert attention.joint_parts_by_window(layout_of(PACKS["ragged"]), model.config).keys() == {6, None}
+    assert attention.joint_parts_by_window(layout_of(PACKS["prompts alone"]), model_of("mistral").config).keys() == {6}
+    assert attention.joint_parts_by_window(layout_of(PACKS["one token each"]), model.config).keys() == {None}
 
 
 def join_error(dtype: torch.dtype) -> float:
@@ -127,7 +124,7 @@ def join_error(dtype: torch.dtype) -> float:
     for groups in PACKS.values():
         layout = layout_of(groups)
         states = [x.detach() for x in states_of(layout, HEADS[0], dtype=dtype, dim=64)]
-        parts = shared_prefix.joint_parts(layout, None, states[0].device)
+        parts = shared_prefix.joint_parts(layout, None)
         out = shared_prefix.SharedPrefixAttention.apply(*states, parts, SCALE)
         exact.append(dense(layout, *(x.double() for x in states)).flatten())
         errors.append(out.double().flatten() - exact[-1])

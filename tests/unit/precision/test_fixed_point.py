@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from grpo_ext.errors import PrecisionError
 from grpo_ext.precision import fixed_point
 from grpo_ext.precision.fixed_point import FixedPointSum, check_terms, from_fixed, largest_term, to_fixed
+from tests.support.memory import LargestAllocation
 
 
 def terms(count: int = 9, seed: int = 0) -> list[torch.Tensor]:
@@ -63,41 +59,20 @@ def test_slices_do_not_change_the_bits(monkeypatch, shape, dtype):
     assert sliced.value(dtype).shape == shape
 
 
-class Live(TorchDispatchMode):
-    """The most bytes that the tensors made inside held at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self._bytes = 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {
-            StorageWeakRef(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
-        }
-        result = func(*args, **kwargs or {})
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and StorageWeakRef(x.untyped_storage()) not in known:
-                self._bytes[StorageWeakRef(x.untyped_storage())] = x.untyped_storage().nbytes()
-        self._bytes = {storage: size for storage, size in self._bytes.items() if not storage.expired()}
-        self.peak = max(self.peak, sum(self._bytes.values()))
-        return result
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    with Live() as live:
-        work()
-    return live.peak
-
-
 def test_the_memory_of_a_sum_does_not_grow_with_its_tensor(monkeypatch):
-    """Beside the sum and the result, a slice in float64 and in int64; else both of the whole tensor."""
+    """Beside the result, no tensor larger than a slice in 64 bits."""
     values = torch.randn(100, 50)
     total = fixed([values])
-    whole = peak_bytes(lambda: total.add(values))
+    with LargestAllocation() as whole:
+        total.add(values)
+    assert whole.bytes == 8 * values.numel()
     monkeypatch.setattr(fixed_point, "_SLICE", 200)
-    assert whole >= 2 * 8 * values.numel()
-    assert peak_bytes(lambda: total.add(values)) <= 2 * 8 * 200 + 64
-    assert peak_bytes(lambda: total.value(torch.float32)) <= 4 * values.numel() + 8 * 200
+    with LargestAllocation() as added:
+        total.add(values)
+    assert added.bytes == 8 * 200
+    with LargestAllocation() as result:
+        total.value(torch.float32)
+    assert result.bytes == 4 * values.numel()
 
 
 def test_float_sums_do_not():

@@ -1,24 +1,29 @@
-"""The scaler that Accelerate drives: scaling, skipping and state."""
+"""The scaler that Accelerate drives: scaling and skipping, and its scale against DeepSpeed's."""
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from grpo_ext.checks.model import check_half_weights
-from grpo_ext.errors import ModelError
+from grpo_ext.errors import ModelError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler, reduce_in_float32
 
 
-def setup(fused: bool = False, anyone: Any = bool, **options: Any):
-    weights = [torch.nn.Parameter(torch.full((3,), 2.0)), torch.nn.Parameter(torch.ones(2))]
-    optimizer = torch.optim.AdamW(weights, lr=0.1, fused=fused)
+def scaler_of(value: float, anyone: Any = bool, hysteresis: int = 1, **settings: Any) -> LossScaler:
     scaler = LossScaler(anyone)
-    vars(scaler).update(value=8.0, patience=options.setdefault("hysteresis", 1), **options)
-    return weights, optimizer, scaler
+    vars(scaler).update(settings, value=value, hysteresis=hysteresis, patience=hysteresis)
+    return scaler
+
+
+def setup(fused: bool = False, anyone: Any = bool):
+    weights = [torch.nn.Parameter(torch.full((3,), 2.0)), torch.nn.Parameter(torch.ones(2))]
+    return weights, torch.optim.AdamW(weights, lr=0.1, fused=fused), scaler_of(8.0, anyone)
 
 
 def backward(scaler: LossScaler, weights: list[torch.nn.Parameter], factor: float = 1.0) -> None:
@@ -41,12 +46,51 @@ def test_gradients_are_unscaled_once_and_the_step_is_taken(fused):
 
 
 def test_an_overflow_elsewhere_skips_the_step_here():
-    weights, optimizer, scaler = setup(anyone=lambda found: True)
+    weights, optimizer, scaler = setup(anyone=lambda overflow: True)
     backward(scaler, weights)
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(weights[0].detach(), torch.full((3,), 2.0))
     assert scaler.value == 4.0
+
+
+# ---- The scale ------------------------------------------------------------------------------------------------------
+
+
+def test_it_never_falls_below_the_minimum():
+    scaler = scaler_of(4.0, minimum=3.0)
+    scaler.move(True)
+    assert scaler.value == 3.0
+    with pytest.raises(PrecisionError, match=r"loss scale of 3, its minimum; 2 of 2 steps were skipped"):
+        scaler.move(True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_deepspeeds(seed, monkeypatch):
+    deepspeed = pytest.importorskip(
+        "deepspeed.runtime.fp16.loss_scaler", reason="the oracle is DeepSpeed's own class (pip install deepspeed)"
+    )
+    monkeypatch.setattr(deepspeed, "dist", mock.MagicMock(get_rank=lambda: 1))  # it asks who may print
+    rng = random.Random(seed)
+    window, hysteresis, minimum = rng.choice([1, 2, 5, 20]), rng.choice([1, 2, 4]), rng.choice([1, 8, 24])
+    ours = scaler_of(2.0**10, hysteresis=hysteresis, window=window, minimum=float(minimum))
+    settings = {"delayed_shift": hysteresis, "consecutive_hysteresis": False}
+    theirs = deepspeed.DynamicLossScaler(init_scale=2.0**10, scale_window=window, min_scale=minimum, **settings)
+    share = rng.choice([0.05, 0.3, 0.6])
+    for _ in range(300):
+        overflow = rng.random() < share
+        try:
+            ours.move(overflow)
+        except PrecisionError:
+            with pytest.raises(Exception, match="already at minimum"):
+                theirs.update_scale(overflow)
+            return
+        theirs.update_scale(overflow)
+        assert ours.value == theirs.cur_scale
+        assert ours.patience == theirs.cur_hysteresis
+
+
+# ---- Other precisions -----------------------------------------------------------------------------------------------
 
 
 def test_trained_weights_in_bfloat16_are_refused():

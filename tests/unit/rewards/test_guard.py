@@ -17,7 +17,8 @@ import torch
 
 from grpo_ext.algorithms.exact import exact_mean
 from grpo_ext.errors import RewardError, shortened
-from grpo_ext.rewards.guard import Faults, RewardCall, columns_of, metrics_of
+from grpo_ext.rewards.guard import Faults, columns_of, metrics_of
+from grpo_ext.rewards.worker import RewardCall
 from tests.support.rewards import STRICT, score
 
 
@@ -93,6 +94,11 @@ def test_what_a_failed_try_logged_does_not_count_and_a_chunk_that_fails_for_good
     function = later if asynchronous else graded
     rewards, calls = score([function], faults=Faults(retries=1))
     assert (failures, rewards, metrics_of(calls)) == (0, [[1.0] * 5], {"n": [2.0, 2.0, 1.0]})
+    failures, logged = 1, []
+    rewards, calls = score(
+        [function] * 2, faults=Faults(retries=1), recorders={"log_metric": lambda *m: logged.append(m)}
+    )
+    assert (failures, metrics_of(calls), logged) == (0, {}, [("n", 2.0), ("n", 2.0), ("n", 1.0)] * 2)
     failures = 2
     rewards, calls = score([function], faults=Faults(retries=1, on_failure="none"))
     assert (failures, rewards, metrics_of(calls)) == (0, [[1.0, 1.0, None, None, 1.0]], {"n": [2.0, 1.0]})

@@ -15,8 +15,9 @@ import trl
 from transformers import AutoModelForSequenceClassification, TrainerState
 
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.guard import Faults, RewardCall, columns_of, metrics_of
+from grpo_ext.rewards.guard import Faults, columns_of, metrics_of
 from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
+from grpo_ext.rewards.worker import RewardCall
 from tests.support.rewards import functions_of, score
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 

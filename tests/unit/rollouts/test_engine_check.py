@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +12,9 @@ from grpo_ext.errors import RolloutError
 from grpo_ext.rollouts.batch import RolloutBatch
 from grpo_ext.rollouts.engine_check import EngineCheck, rounding_bound, surplus_of
 from grpo_ext.rollouts.ragged import Ragged
+from tests.support.server import generation_settings
 
 TOKENS, VOCABULARY = 400, 64
-
-
-def settings(**changes: Any) -> Any:
-    whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    return SimpleNamespace(**{**whole, "structured_outputs_regex": None, "generation_kwargs": None, **changes})
 
 
 def test_the_bound_is_rounding_in_bfloat16():
@@ -46,7 +41,7 @@ def test_the_bound_is_rounding_in_bfloat16():
     ],
 )
 def test_what_filters_and_modes_add(changes, mode, surplus):
-    assert surplus_of(settings(**changes), mode) == (None if surplus is None else pytest.approx(surplus))
+    assert surplus_of(generation_settings(**changes), mode) == (None if surplus is None else pytest.approx(surplus))
 
 
 def sampled(other: float = 0.0, top_p: float = 1.0, top_k: int = VOCABULARY, noise: float = 0.0) -> RolloutBatch:
@@ -63,28 +58,19 @@ def sampled(other: float = 0.0, top_p: float = 1.0, top_k: int = VOCABULARY, noi
     mask = torch.ones(TOKENS, dtype=torch.long)
     mask[::7], engine[::7] = 0, -50.0  # tokens of a tool
     engine[1::7] = math.nan
-    columns = {
-        "completion_ids": ids[:, 0],
-        "completion_mask": mask,
-        "old_per_token_logps": own,
-        "sampling_per_token_logps": engine,
-    }
-    return RolloutBatch.of_columns({name: Ragged.of([column]) for name, column in columns.items()}, 1)
+    names = ("completion_ids", "completion_mask", "old_per_token_logps", "sampling_per_token_logps")
+    columns = zip(names, (ids[:, 0], mask, own, engine))
+    return RolloutBatch.of_columns({name: Ragged.of([column]) for name, column in columns}, 1)
 
 
 def check(batch: RolloutBatch, **changes: Any) -> None:
-    EngineCheck(lambda: surplus_of(settings(**changes), "processed_logprobs"), rounding_bound(30)).compare(batch)
+    EngineCheck(lambda: surplus_of(generation_settings(**changes), "processed_logprobs"), rounding_bound(30)).compare(
+        batch
+    )
 
 
-FILTERS: list[dict[str, Any]] = [
-    {},
-    {"top_p": 0.9},
-    {"top_p": 0.5},
-    {"top_k": 48},
-]  # the smaller, the less is known of the mass that is left
-
-
-@pytest.mark.parametrize("filters", FILTERS)
+# the less of the mass is left, the less is known of it
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_p": 0.5}, {"top_k": 48}], ids=str)
 def test_the_same_weights_pass_and_others_do_not(filters):
     check(sampled(noise=0.1, **filters), **filters)
     with pytest.raises(RolloutError, match=r"of the \d+ tokens it sampled differ .* vllm_check=False"):

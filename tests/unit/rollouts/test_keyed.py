@@ -6,6 +6,7 @@ import copy
 import itertools
 from contextlib import nullcontext
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 from scipy import stats
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
@@ -26,6 +27,7 @@ from grpo_ext.rollouts.keyed import can_sample_by_key, request_keys, sampling_fi
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.runtime.out_of_memory import Halving
 from tests.support.rollouts import sampled_chunk
+from tests.support.tiny import tiny_model
 from tests.tolerances import P_VALUE
 
 VOCABULARY, PAD, EOS = 24, 0, 1
@@ -33,23 +35,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.4,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Qwen2ForCausalLM(config).eval()
+def model() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return tiny_model(vocab_size=VOCABULARY, initializer_range=0.4, **sizes).eval()
 
 
 def sampling(**options) -> GenerationConfig:

@@ -14,7 +14,7 @@ import torch
 
 from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.algorithms.importance import RatioRule
-from grpo_ext.rewards.guard import RewardCall
+from grpo_ext.rewards.worker import RewardCall
 from grpo_ext.rollouts.batch import RolloutBatch
 from grpo_ext.rollouts.join import Entry, Round
 from grpo_ext.rollouts.ragged import Ragged

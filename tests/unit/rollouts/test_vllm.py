@@ -13,6 +13,7 @@ from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.rollouts.vllm import VllmEngine, VllmServer, seeds_of
 from grpo_ext.rollouts.vllm_weights import ColocatedEngine
+from tests.support.server import generation_settings
 
 
 def keys(prompts: range, group: int = 4, rollout: int = 0) -> torch.Tensor:
@@ -68,10 +69,6 @@ def test_a_colocated_engine_gets_one_parameter_set_for_each_row_or_draws_them_to
         assert params is shared
 
 
-SETTINGS = {"repetition_penalty": 1.0, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": None, "logprobs": 0}
-SETTINGS |= {"structured_outputs_regex": None, "max_completion_length": 4, "generation_kwargs": {"min_tokens": 1}}
-
-
 def server() -> tuple[VllmServer, list[dict[str, Any]]]:
     asked: list[dict[str, Any]] = []
 
@@ -80,7 +77,8 @@ def server() -> tuple[VllmServer, list[dict[str, Any]]]:
         ids = [[generation_kwargs["seed"] + i] for i in range(n)]
         return {"completion_ids": ids, "logprobs": [[[-1.0, -2.0]]] * n}
 
-    return VllmServer(SimpleNamespace(**SETTINGS), SimpleNamespace(generate=generate)), asked
+    settings = generation_settings(temperature=0.5, max_completion_length=4, generation_kwargs={"min_tokens": 1})
+    return VllmServer(settings, SimpleNamespace(generate=generate)), asked
 
 
 def transcripts() -> list[Transcript]:

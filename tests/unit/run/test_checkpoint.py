@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 
 from grpo_ext.run.checkpoint import (
     LISTING,
     checkpoints,
-    newest_whole,
+    find_checkpoint,
     publish,
     rotate,
     take_folder,
@@ -62,13 +63,15 @@ def spoil_listing(folder: Path) -> None:
         (spoil_listing, r"checkpoint\.json is broken"),
     ],
 )
-def test_damage_is_found_and_the_file_is_named(tmp_path, damage, says):
+def test_damage_is_found_and_the_file_is_named(tmp_path, damage, says, caplog):
+    PartialState()  # Accelerate's loggers want to know the process
     good, bad = make(tmp_path, 2), make(tmp_path, 10)
     damage(bad)
     reason = why_broken(bad)
     assert reason is not None
     assert re.search(says, reason)
-    assert newest_whole(tmp_path) == (good, [reason])
+    assert find_checkpoint("latest", str(tmp_path)) == str(good)
+    assert f"Skipped a checkpoint: {reason}." in caplog.text
 
 
 def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):

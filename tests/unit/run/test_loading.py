@@ -82,5 +82,5 @@ def test_a_weight_that_is_not_there_is_an_error(tmp_path, kind, file):
 
 def test_a_model_that_no_class_reads_back_is_refused(tmp_path):
     model("llama", 0).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="lacks weight, bias, and nothing tells"):
+    with pytest.raises(CheckpointError, match="lacks weight, bias, and its class cannot read them"):
         load(torch.nn.Linear(2, 2), tmp_path)

@@ -49,7 +49,6 @@ def test_an_unfinished_last_line_is_left_out_and_the_next_one_is_whole(tmp_path)
     path.write_bytes(path.read_bytes()[:-20])
     run = read_log(path)
     assert [entry["step"] for entry in run.entries] == [1]
-    assert run.unreadable == 1
     write(begun(tmp_path, 1), 2, reward=9.0)
     run = read_log(path)
     assert [(entry["step"], entry["values"]["reward"]) for entry in run.entries] == [(1, 1.0), (2, 9.0)]
@@ -79,7 +78,6 @@ def test_a_new_run_supersedes_the_log_of_an_earlier_one(tmp_path):
     run = read_log(tmp_path / LOG)
     assert [entry["step"] for entry in run.entries] == [5]
     assert len(run.starts) == 1
-    assert run.unreadable == 0
 
 
 def test_a_run_that_goes_on_elsewhere_takes_the_log_along(tmp_path):

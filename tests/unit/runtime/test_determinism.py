@@ -61,7 +61,7 @@ def test_the_configuration_chooses_the_workspace_of_cublas(monkeypatch, tmp_path
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
 
 
-def test_kernels_of_other_libraries_are_refused(monkeypatch):
+def test_kernels_of_other_libraries_and_gpus_of_two_kinds_are_refused(monkeypatch):
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     names = SimpleNamespace(get_device_name=lambda device: "H100")
     monkeypatch.setattr(determinism.torch, "cuda", names)
@@ -73,10 +73,7 @@ def test_kernels_of_other_libraries_are_refused(monkeypatch):
     monkeypatch.setattr(determinism, "current_flash_attention_impl", lambda: "FA4")
     with pytest.raises(ConfigError, match="'FA4'"):
         check_kernels(cpu, False)
-
-
-def test_gpus_of_two_kinds_are_refused(monkeypatch):
-    monkeypatch.setattr(determinism.torch, "cuda", SimpleNamespace(get_device_name=lambda device: "A100"))
-    monkeypatch.setattr(determinism, "gather_lists", lambda names: [*names, "H100"])
+    monkeypatch.setattr(determinism, "current_flash_attention_impl", lambda: None)
+    monkeypatch.setattr(determinism, "gather_lists", lambda names: [*names, "A100"])
     with pytest.raises(ConfigError, match="A100, H100"):
-        check_kernels(torch.device("cuda"), False)
+        check_kernels(gpu, False)

@@ -18,12 +18,11 @@ def logging_state():
     PartialState(cpu=True)
 
 
-def limited(most: int, seen: list[int] | None = None):
-    """Work that fits up to `most` rows."""
+def limited(most: int, sizes: list[int]):
+    """Work that fits up to `most` rows; `sizes` takes the number of rows of every call."""
 
     def work(rows):
-        if seen is not None:
-            seen.append(len(rows))
+        sizes.append(len(rows))
         if len(rows) > most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
         return list(rows)
@@ -57,20 +56,17 @@ def test_what_is_expected_not_to_fit_is_cut_beforehand_and_said_once(expected, s
 
 
 def test_an_expectation_that_was_too_high_is_halved():
-    seen: list[int] = []
-    Halving("scoring", "help").run(range(8), limited(2, seen), 6)
-    assert seen == [4, 2, 2, 2, 2]
-
-
-def test_the_memory_of_the_cpu_is_not_foreseen():
-    assert available_bytes(torch.device("cpu")) is None
+    assert available_bytes(torch.device("cpu")) is None  # nothing is expected there
+    sizes: list[int] = []
+    Halving("scoring", "help").run(range(8), limited(2, sizes), 6)
+    assert sizes == [4, 2, 2, 2, 2]
 
 
 def test_what_cannot_be_cut_is_an_error_with_the_remedy():
     with pytest.raises(MemoryShortageError, match=r"scoring ran out of memory with 1 completion.*2 GiB.*shorter"):
-        Halving("scoring", "take shorter ones").run(range(4), limited(0))
+        Halving("scoring", "take shorter ones").run(range(4), limited(0, []))
     with pytest.raises(MemoryShortageError, match="4 completion"):  # a canonical piece
-        Halving("scoring", "help", enabled=False).run(range(4), limited(3))
+        Halving("scoring", "help", enabled=False).run(range(4), limited(3, []))
 
 
 def test_other_errors_are_not_swallowed():
@@ -88,10 +84,10 @@ def test_a_budget_halves_from_what_was_really_used():
 
 
 def test_a_resumed_run_keeps_the_smaller_sizes():
-    found = MicroBatchLimits(8)
-    found.shrink(8, 100)
+    saved = MicroBatchLimits(8)
+    saved.shrink(8, 100)
     resumed = MicroBatchLimits(16)
-    resumed.restore(**asdict(found))
+    resumed.restore(**asdict(saved))
     assert (resumed.rows, resumed.failures) == (4, 1)
     untouched = MicroBatchLimits(16)
     untouched.restore(**asdict(MicroBatchLimits(2)))

@@ -41,10 +41,10 @@ X = torch.randn(11, 4, generator=torch.Generator().manual_seed(0), dtype=torch.f
 
 
 def run_micro_batches(accelerator, model, gradients, micro_batches, loss_of) -> None:
-    with accumulating(accelerator, model, gradients, len(micro_batches)) as adding:
+    with accumulating(accelerator, gradients, len(micro_batches)) as backward:
         for part in micro_batches:
-            with adding.micro_batch():
-                adding.backward(loss_of(part))
+            with accelerator.accumulate(model):
+                backward(loss_of(part))
 
 
 def gradient(accelerator, micro_batches, step_rows=11, kind: str = "native") -> torch.Tensor:
@@ -69,8 +69,8 @@ def adding(kind: str, model: torch.nn.Module, accelerator) -> NativeGradients | 
 @pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
 def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(accelerator, kind, cap, at_least):
     expected = (2 * (X @ torch.full((4, 1), 0.5, dtype=torch.float64)) * X).sum(0, keepdim=True) / 11
-    found = gradient(accelerator, plan(11, cap, at_least), kind=kind)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    actual = gradient(accelerator, plan(11, cap, at_least), kind=kind)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):

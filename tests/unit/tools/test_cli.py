@@ -175,7 +175,7 @@ def test_a_check_keeps_the_step_of_trl_s_names_on_one_process(checked, tmp_path)
 
 def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     _, result = checked({"model_name_or_path": "some/model", "rewards": ["exact_number"]})
-    assert "Only --model_name_or_path is given" in str(result.exception)
+    assert "Only --model_name_or_path is set" in str(result.exception)
     task = SimpleNamespace(
         model_path="demo/model", train_dataset=Dataset.from_dict({"prompt": ["ba>"]}), about="letters"
     )

@@ -62,7 +62,7 @@ def test_every_plot_holds_exactly_what_was_logged(tmp_path):
     }
     every = [name for together in names.values() for name in together]
     lines = [line(step, **{name: place + 0.1 * step for place, name in enumerate(every)}) for step in (1, 2, 3)]
-    plots = plots_of(load_run(make_run(tmp_path / "run", lines)).series)
+    plots = plots_of(load_run(make_run(tmp_path / "run", lines))[1])
     assert list(plots) == list(names)
     for title, together in names.items():
         expected = {name: ([1, 2, 3], [each["values"][name] for each in lines]) for name in together}
@@ -103,8 +103,9 @@ def test_a_run_killed_in_a_line_is_shown_up_to_that_line(tmp_path):
     run = make_run(tmp_path / "run", [line(1, reward=0.25), line(2, reward=0.5), line(3, reward=0.75)])
     (run / "log.jsonl").write_text((run / "log.jsonl").read_text()[:-30])
     text = Page(report(run)).text
-    assert "steps 2 of 4 state not finished: it goes on, or was killed reward, first -> last 0.25 -> 0.5" in text
-    assert "1 line(s) of log.jsonl that were not finished" in text
+    assert (
+        "steps 2 of 4 state not finished: it is still running, or was killed reward, first -> last 0.25 -> 0.5" in text
+    )
 
 
 def test_a_log_without_starts_has_curves_and_one_that_began_again_is_not_finished(tmp_path):
@@ -128,7 +129,7 @@ def test_steps_that_were_done_again_are_shown_once(tmp_path):
 def test_the_held_out_scores_of_a_demo_are_a_curve(tmp_path):
     run = make_run(tmp_path / "run", [line(6), line(12)])
     (run / "metrics.json").write_text(json.dumps({"exact_match_by_step": {"6": 0.5, "12": 0.75}}))
-    assert plots_of(load_run(run).series)["Evaluation"][1] == {"held_out_exact_match": ([6, 12], [0.5, 0.75])}
+    assert plots_of(load_run(run)[1])["Evaluation"][1] == {"held_out_exact_match": ([6, 12], [0.5, 0.75])}
 
 
 def test_a_folder_without_a_run_is_a_clear_error(tmp_path):
@@ -160,6 +161,6 @@ def test_a_page_that_is_no_report_is_left_alone(tmp_path):
     page = report(run)
     assert report(run) == page  # its own page is replaced
     page.write_text("mine")
-    with pytest.raises(ConfigError, match="would replace what is no report"):
+    with pytest.raises(ConfigError, match="is not a report and would be replaced"):
         report(run)
     assert page.read_text() == "mine"
