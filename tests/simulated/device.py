@@ -105,6 +105,14 @@ class SimulatedTensor(torch.Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, values: SimulatedTensor) -> None:
+        self.on_cpu = values.on_cpu.detach()
+
     def tolist(self) -> Any:
         LEDGER.waits["tolist", _place()] += 1
         return self.on_cpu.detach().tolist()
