@@ -33,6 +33,9 @@ SIZES = [
     ({"loss_type": "grpoo"}, ["loss_type='grpoo'", "dapo"]),
     ({"reward_on_failure": "shrug"}, ["reward_on_failure='shrug'", "'error', 'none'"]),
     ({"reward_timeout": 0}, ["reward_timeout=0", "more than 0"]),
+    ({"beta": -0.1}, ["beta=-0.1", "0 or more"]),
+    ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
+    ({"top_entropy_quantile": 2.0}, ["top_entropy_quantile=2.0", "from 0 to 1"]),
     ({"tool_timeout": float("inf")}, ["tool_timeout=inf", "None for no limit"]),  # a thread cannot wait for so long
     ({"balance_by_cost": True}, ["no longer has the field 'balance_by_cost'", "leave it out"]),
     ({"reward_workers": 1.5}, ["reward_workers=1.5", "0 or more"]),
