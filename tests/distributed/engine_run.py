@@ -38,18 +38,6 @@ def fsdp_on_the_cpu() -> None:
     accelerate.state.PartialState.__init__ = built  # type: ignore[method-assign]
 
 
-def fp16_on_the_cpu() -> None:
-    """Accelerate leaves fp16 off on a CPU device; torch's own float16 autocast works there."""
-    inner = accelerate.Accelerator.__init__
-
-    def built(self: Any, *args: Any, **kwargs: Any) -> None:
-        inner(self, *args, **kwargs)
-        if self.mixed_precision == "fp16":
-            self.native_amp = True
-
-    accelerate.Accelerator.__init__ = built  # type: ignore[method-assign]
-
-
 class OverflowOnTheLast(TrainerCallback):
     """Makes gradients of the second step infinite, in the backward pass of the last process alone."""
 
@@ -144,7 +132,8 @@ if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         fsdp_on_the_cpu()
     from tests.support.launch import leave
+    from tests.support.trainers import native_fp16
 
-    fp16_on_the_cpu()
+    accelerate.Accelerator.__init__ = native_fp16(accelerate.Accelerator.__init__)  # type: ignore[method-assign]
     main(Path(sys.argv[1]))
     leave(Path(sys.argv[1]))

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,21 +54,6 @@ ROUNDS = 3
 def one_device() -> None:
     """Leave the first of the visible devices: a trainer would use all of them."""
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-
-
-def compare(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Two results, line by line: tests that fail in one of them, and seconds and memory of each trainer."""
-    for when, one, other in (("no longer fails", before, after), ("fails now", after, before)):
-        for test in sorted(set(one["tests"]["failed"]) - set(other["tests"]["failed"])):
-            yield f"{when}: {test}"
-    for shape, trainers in after["bench"].items():
-        for trainer, now in trainers.items():
-            then = before["bench"].get(shape, {}).get(trainer, {})
-            if "seconds" in now and "seconds" in then:
-                ratio, memory = now["seconds"] / then["seconds"], now["peak_mib"] / max(then["peak_mib"], 1)
-                yield f"{shape}, {trainer}: {now['seconds']:.3f} s, {ratio:.2f} times before; memory {memory:.2f} times"
-            else:
-                yield f"{shape}, {trainer}: {now.get('not_finished', 'not measured before')}"
 
 
 def say(text: str) -> None:
@@ -161,9 +145,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--seconds", type=float, default=440, help="budget for tests and bench together")
-    parser.add_argument("--compare", type=Path, metavar="JSON", help="an earlier result, to compare this one with")
     options = parser.parse_args()
-    earlier = None if options.compare is None else json.loads(options.compare.read_text())
     if options.toy:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
@@ -187,8 +169,6 @@ def main() -> int:
     result["not_finished"] = (["tests"] if result["tests"]["status"] is None else []) + late
     result["seconds"] = time.monotonic() - start
     print(json.dumps(result, indent=1))
-    for line in compare(earlier, result) if earlier is not None else ():
-        say(line)
     return int(bool(result["not_finished"] or result["tests"]["status"]))
 
 

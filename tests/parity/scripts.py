@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from datasets import Dataset
 
+from tests.support.drop_in import conversations
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 
 MODEL, TOOL, CALL, END_CALL, EOS = "<model>", "<tool>", "<call>", "</call>", "<eos>"
@@ -138,12 +138,6 @@ def scripted_model(tokenizer: Any, reply: Reply = letters, **config: Any) -> Any
     return model
 
 
-def conversations(count: int = 8, **columns: Any) -> Dataset:
-    """Rows with a message each, and further columns."""
-    messages = [[{"role": "user", "content": text}] for text in prompts(count)["prompt"]]
-    return Dataset.from_dict({"prompt": messages, **columns})
-
-
 def tokens_of(output: dict[str, Any], tokenizer: Any) -> list[str]:
     """Prompts and completions of TRL's dictionary as text, padding left out."""
     texts = []
@@ -181,6 +175,23 @@ def entry_of(columns: dict[str, Any]) -> dict[str, Any]:
     if plain.get("environments") is not None:
         plain["environments"] = [(type(one).__name__, one.number) for one in plain["environments"]]
     return plain
+
+
+def parts_of(journal: Journal, reply: Reply = letters, tokenizer: Any = None, **parts: Any) -> dict[str, Any]:
+    """Arguments of a trainer: a model that says what is written, two rows, and a reward that writes down its own.
+
+    Args:
+        tokenizer: rows are messages where it has a template, otherwise text.
+        parts: further arguments, and others in the place of these.
+    """
+    tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
+    return {
+        "model": scripted_model(tokenizer, reply),
+        "processing_class": tokenizer,
+        "train_dataset": prompts(2) if tokenizer.chat_template is None else conversations(2),
+        "reward_funcs": writing_reward(journal),
+        **parts,
+    }
 
 
 # ---- Environments ---------------------------------------------------------------------------------------------------

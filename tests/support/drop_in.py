@@ -10,9 +10,10 @@ from datasets import Dataset
 from tests.support.tiny import prompts, tiny_tokenizer
 
 
-def conversations(count=8):
-    rows = prompts(count)
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in rows["prompt"]]})
+def conversations(count=8, **columns):
+    """Rows with a message each, and further columns."""
+    messages = [[{"role": "user", "content": text}] for text in prompts(count)["prompt"]]
+    return Dataset.from_dict({"prompt": messages, **columns})
 
 
 class CountingGame:

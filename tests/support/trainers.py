@@ -88,6 +88,17 @@ def on(event: str, act: Callable[[TrainerState], Any], at: int | None = None) ->
     return type("OnEvent", (TrainerCallback,), {event: called})()
 
 
+def native_fp16(inner: Callable[..., None]) -> Callable[..., None]:
+    """`Accelerator.__init__` with fp16 on a CPU, which Accelerate leaves off; torch's own autocast works there."""
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        if self.mixed_precision == "fp16":
+            self.native_amp = True
+
+    return built
+
+
 def noted_events(trainer: Any, *names: str) -> list[str]:
     """The names of these events, in the order in which callbacks are told of them from now on."""
     events: list[str] = []

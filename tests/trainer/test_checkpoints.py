@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForSequenceClassification, Trainer
+from transformers import Trainer
 
-from grpo_ext import GRPOConfig
-from grpo_ext.errors import CheckpointError, ConfigError, SplitDependentError
+from grpo_ext.errors import CheckpointError
 from grpo_ext.run import checkpoint, keeper
 from grpo_ext.run.checkpoint import checkpoints, why_broken, write_listing
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.state import RunState
-from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, SAVE, make, on, other, parameters
 
 
@@ -256,39 +255,6 @@ def test_the_log_tells_what_was_run(copy, run):
     assert first == entry
     assert second["resumed_from"].endswith("checkpoint-3")
     assert second["parameters_sha256"] == entry["parameters_sha256"]  # nothing was left to train
-
-
-# ---- Bitwise mode: what it refuses ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"micro_batch_tokens": 100}, "canonical_unit_size sets their size"),
-        ({"use_vllm": True}, "use_vllm"),
-        ({"torch_compile": True}, "torch_compile"),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "DeepSpeed"),
-        ({"canonical_unit_size": 9}, r"use 1 to 4 \(num_generations\)"),
-        ({"bitwise_threads": 0}, "bitwise_threads=0"),
-    ],
-)
-def test_bitwise_mode_refuses_what_it_cannot_keep(tmp_path, settings, says):
-    with pytest.raises(ConfigError, match=says):
-        GRPOConfig(**config_kwargs(tmp_path, bitwise_invariant=True, **settings))
-
-
-def test_bitwise_mode_refuses_fsdp_from_the_launcher(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="FSDP"):
-        GRPOConfig(**config_kwargs(tmp_path, bitwise_invariant=True))
-
-
-def test_bitwise_mode_refuses_dropout_and_reward_models(tmp_path):
-    with pytest.raises(SplitDependentError, match="dropout"):
-        other(tmp_path, bitwise_invariant=True, model=tiny_model("llama", attention_dropout=0.1))
-    model = AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)
-    with pytest.raises(ConfigError, match="reward models"):
-        make(tmp_path, reward=model, reward_processing_classes=tiny_tokenizer(), bitwise_invariant=True)
 
 
 def test_a_checkpoint_is_pushed_under_the_name_it_has_once_it_is_whole(tmp_path, monkeypatch):

@@ -1,7 +1,4 @@
-"""fp16 with the real loss scaler, on the CPU.
-
-Accelerate leaves fp16 off on a CPU device, so these tests turn it on: torch's own float16 autocast works there.
-"""
+"""fp16 with the real loss scaler, on the CPU."""
 
 from __future__ import annotations
 
@@ -18,19 +15,12 @@ from grpo_ext.errors import ConfigError, ModelError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
 from tests.support.rollouts import give_completions
 from tests.support.tiny import tiny_model
-from tests.support.trainers import SAVE, change, error, make, on, parameters
+from tests.support.trainers import SAVE, change, error, make, native_fp16, on, parameters
 
 
 @pytest.fixture
 def fp16_on_the_cpu(monkeypatch):
-    inner = accelerate.Accelerator.__init__
-
-    def built(self: Any, *args: Any, **kwargs: Any) -> None:
-        inner(self, *args, **kwargs)
-        if self.mixed_precision == "fp16":
-            self.native_amp = True
-
-    monkeypatch.setattr(accelerate.Accelerator, "__init__", built)
+    monkeypatch.setattr(accelerate.Accelerator, "__init__", native_fp16(accelerate.Accelerator.__init__))
 
 
 def build(folder: Path, model: Any = "qwen2", **settings: Any) -> GRPOTrainer:

@@ -263,11 +263,6 @@ def rolling(folder: Any, rollout: Any = given_rollout, **settings: Any) -> GRPOT
     return make(folder, rollout_func=rollout, **{**sets, "max_steps": 2, **settings})
 
 
-def test_bitwise_mode_refuses_a_rollout_func(tmp_path):
-    with pytest.raises(ConfigError, match="rollout_func"):
-        rolling(tmp_path, bitwise_invariant=True)
-
-
 def test_a_rollout_func_may_sample_with_the_trainer_itself_and_that_is_said(tmp_path, caplog):
     def by_itself(prompts: Any, trainer: Any) -> Any:
         ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
