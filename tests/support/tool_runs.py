@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.rollouts import engine
+from tests.support.drop_in import conversations
 from tests.support.launch import leave
 from tests.support.rollouts import share_forwards
-from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import parameters
-from tests.tolerances import ADAM_EPSILON
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.trainers import make, parameters
 
 DELAYS = random.SystemRandom()  # other ones in every process and every run
 TEMPLATE = (
@@ -40,7 +39,6 @@ SETTINGS: dict[str, Any] = {
     "max_completion_length": 45,
     "max_tool_calling_iterations": 2,
     "max_steps": 1,
-    "adam_epsilon": ADAM_EPSILON,
 }
 
 
@@ -245,7 +243,6 @@ class Case:
     called: Callable[[list[str]], Callable[[list[int]], list[str]]] = by_sum
     config: dict[str, Any] = field(default_factory=dict)
     kinds: list[str] | None = None
-    sizes: tuple[int, ...] = (1, 4, 2, 6, 3, 5, 9)
     company: bool = False  # every process makes as many calls of generate, as with an engine that shares weights
 
 
@@ -284,12 +281,10 @@ CASES = {
 
 
 def rows(case: Case) -> Dataset:
-    found = prompts(22)
-    table: dict[str, list[Any]] = {"prompt": [[{"role": "user", "content": text}] for text in found["prompt"]]}
-    table["size"] = [case.sizes[number % len(case.sizes)] for number in range(len(found))]
+    columns: dict[str, Sequence[Any]] = {"size": (1, 4, 2, 6, 3, 5, 9)}
     if case.kinds is not None:
-        table["environment"] = [case.kinds[number % len(case.kinds)] for number in range(len(found))]
-    return Dataset.from_dict(table)
+        columns["environment"] = case.kinds
+    return conversations(22, **{name: [values[n % len(values)] for n in range(22)] for name, values in columns.items()})
 
 
 def transcript_reward(completions: Any, log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
@@ -317,13 +312,8 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
     model = tiny_model(max_position_embeddings=4096)
     torch.manual_seed(0)
     model.resize_token_embeddings(len(tokenizer))  # draws the new ones
-    trainer = GRPOTrainer(
-        model=model,
-        args=GRPOConfig(
-            **config_kwargs(folder / name, **{**SETTINGS, **case.config, **settings}, per_device_train_batch_size=size)
-        ),
-        **given,
-    )
+    settings = {**SETTINGS, **case.config, **settings, "per_device_train_batch_size": size}
+    trainer = make(folder / name, model, **given, **settings)
     if case.company:
         share_forwards(trainer)
     sample = engine.sample_chunk

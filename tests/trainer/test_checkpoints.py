@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 import weakref
 from pathlib import Path
@@ -66,9 +67,9 @@ def test_nothing_whole_is_an_error(copy, tmp_path):
         make(copy, **SAVE).train(resume_from_checkpoint=str(tmp_path / "gone"))
 
 
-def templated(template: str) -> Any:
+def tokenizer_with(name: str, value: str) -> Any:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
+    setattr(tokenizer, name, value)
     return tokenizer
 
 
@@ -80,7 +81,8 @@ def templated(template: str) -> Any:
         ({"train_dataset": prompts(12, seed=5)}, ["data.rows_sha256: ", "allow_changed_on_resume=['data']"]),
         ({"reward_funcs": sparse_reward}, ["rewards: "]),
         ({"model": tiny_model(hidden_size=64)}, ["model.parameters: ", "model.sha256: "]),
-        ({"processing_class": templated("{{ messages }}")}, ["tokenizer: "]),
+        ({"processing_class": tokenizer_with("chat_template", "{{ messages }}")}, ["tokenizer: "]),
+        ({"processing_class": tokenizer_with("eos_token", "a")}, ["end_tokens: [1] in the checkpoint"]),
         ({"peft_config": LoraConfig(**LORA)}, ["model.adapters.default: "]),
     ],
 )
@@ -167,19 +169,6 @@ def test_going_on_from_elsewhere_leaves_another_runs_folder_alone(run, copy, cap
     assert "are left alone" in caplog.text
 
 
-def test_a_changed_batch_samples_anew(tmp_path, caplog):
-    sizes = {"rollout_batch_size": 32, "global_batch_size": 16}
-    other(tmp_path, **sizes, max_steps=1).train()
-    trainer = other(tmp_path, **{**sizes, "rollout_batch_size": 16}, allow_changed_on_resume=["rollout_batch_size"])
-    with pytest.raises(CheckpointError, match=r"allow_changed_on_resume=\['max_steps', 'rollout_batch_size'\]"):
-        trainer.train("latest")
-    allowed = ["rollout_batch_size", "max_steps"]
-    trainer = other(tmp_path, **{**sizes, "rollout_batch_size": 16}, max_steps=2, allow_changed_on_resume=allowed)
-    trainer.train("latest")
-    assert trainer.state.global_step == 2
-    assert "rollout_batch_size changed, so the rollout batch of the checkpoint is not used" in caplog.text
-
-
 def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, capsys):
     usual = {"lr_scheduler_type": "constant", "max_steps": -1, "num_train_epochs": 1}
     whole = other(tmp_path, **usual)
@@ -193,14 +182,23 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, capsys):
     assert f"Going on after step {steps} of {steps}." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("setting", "dropped"), [({"advantage_estimator": "leave_one_out"}, True), ({}, False)])
-def test_what_shapes_advantages_takes_effect_at_once(tmp_path, caplog, setting, dropped):
+@pytest.mark.parametrize(
+    ("changes", "dropped"),
+    [({"advantage_estimator": "leave_one_out"}, True), ({"rollout_batch_size": 16}, True), ({}, False)],
+    ids=str,
+)
+def test_a_changed_rollout_is_sampled_anew(tmp_path, caplog, changes, dropped):
     usual = {"rollout_batch_size": 32, "global_batch_size": 16, "max_steps": 2, "save_steps": 1}
     other(tmp_path, **usual).train()
-    allowed = ["advantage_estimator", "max_grad_norm"]
-    again = other(tmp_path, **usual, **setting, max_grad_norm=2.0, allow_changed_on_resume=allowed)
-    again.train(str(tmp_path / "checkpoint-1"))  # in the middle of a rollout batch
-    assert ("the rollout batch of the checkpoint is not used" in caplog.text) is dropped
+    changes = {**usual, **changes, "max_grad_norm": 2.0}
+    allowed = sorted(name for name in changes if changes[name] != usual.get(name))
+    checkpoint = str(tmp_path / "checkpoint-1")  # in the middle of a rollout batch
+    with pytest.raises(CheckpointError, match=re.escape(f"allow_changed_on_resume={allowed}")):
+        other(tmp_path, **changes).train(checkpoint)
+    trainer = other(tmp_path, **changes, allow_changed_on_resume=allowed)
+    trainer.train(checkpoint)
+    assert trainer.state.global_step == 2
+    assert ("changed, so the rollout batch of the checkpoint is not used" in caplog.text) is dropped
 
 
 @pytest.mark.parametrize("change", [{"learning_rate": 3e-3}, {"optim": "adafactor"}])
