@@ -43,7 +43,7 @@ def one_kill(rng: random.Random, processes: int) -> tuple[str, Any]:
         return f"process {rank} after {seconds:.2f} s", dying_after(seconds, rank)
     moment = rng.choice(sorted(MOMENTS))
     rank = 0 if moment in MAIN_ONLY else rank
-    at = rng.randint(2 if moment == "rewards" else 1, max(2, MOMENTS[moment] // 2))
+    at = rng.randint(2 if moment == "rewards" else 1, max(2, MOMENTS[moment][2] // 2))
     return f"process {rank} in {moment}, time {at}", dying(moment, at, rank)
 
 

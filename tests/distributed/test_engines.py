@@ -225,7 +225,7 @@ ALIKE = [job.name for job in ALL if job.name not in ("seed", "shards", "lora_sha
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
-def test_the_update_is_that_of_one_process(launches, engine, processes):
+def test_the_update_and_the_log_are_those_of_one_process(launches, engine, processes):
     one, several = launches("single", 1), launches(engine, processes)
     assert several["saved"].engine == KIND[engine]
     assert several["saved"].sharded == (engine in ("fsdp2", "zero3"))
@@ -233,12 +233,7 @@ def test_the_update_is_that_of_one_process(launches, engine, processes):
     print(f"{engine} on {processes}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert max(errors.values()) <= UPDATE, errors
     assert gap(one["few"], several["seed"]) > DIFFERENT
-
-
-@pytest.mark.parametrize(("engine", "processes"), ENGINES)
-def test_the_log_is_that_of_one_process(launches, engine, processes):
-    one, several = launches("single", 1), launches(engine, processes)
-    for name in [name for name in ALIKE if name in several]:
+    for name in errors:
         for line, other in zip(one[name].log, several[name].log, strict=True):
             for key in ("loss", "reward", "entropy", "kl", "grad_norm", "completions/mean_length"):
                 if key in line:

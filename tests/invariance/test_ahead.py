@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import LaunchError
-from grpo_ext.tools.check.comparison import metric_difference, update_error
+from grpo_ext.tools.check.comparison import update_error
 from grpo_ext.tools.check.runs import Run, RunResult
 from tests.support.cases import Bench
 from tests.support.kills import dying, failing_on, jittery, watched_collectives
-from tests.support.launches import long_run, run_all
+from tests.support.launches import assert_same_run, long_run, run_all
 from tests.support.tiny import sparse_reward
 from tests.tolerances import DIFFERENT
 
@@ -41,15 +41,6 @@ def whole(bench) -> dict[str, RunResult]:
     return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
 
 
-def assert_same_run(one: RunResult, other: RunResult, step: int = 0) -> None:
-    assert one.error is None, one.error
-    assert other.error is None, other.error
-    assert len(one.trace) == STEPS
-    assert other.trace == one.trace[step:]
-    lines = [line for line in one.log if line["step"] > step]
-    assert metric_difference(lines, [line for line in other.log if line["step"] > step]) == (0.0, "")
-
-
 def test_another_lag_learns_something_else(whole):
     for one, other in itertools.combinations(("lag0", "lag1", "lag2"), 2):
         assert whole[one].error is None, whole[one].error
@@ -61,7 +52,7 @@ def test_the_same_bits_for_every_split(bench, whole, processes, size):
     runs = [lagged(bench, f"lag{lag}-on-{processes}", lag, size) for lag in (1, 2)]
     runs += [lagged(bench, f"dynamic-on-{processes}", 1, size, **DYNAMIC)]
     for name, result in zip(("lag1", "lag2", "dynamic"), run_all(runs, processes)):
-        assert_same_run(whole[name], result)
+        assert_same_run(whole[name], result, steps=STEPS)
 
 
 @pytest.mark.parametrize(("processes", "times", "longest"), [(2, 1, 0.05), pytest.param(2, 5, 0.3, marks=full)])
@@ -72,7 +63,7 @@ def test_delays_change_nothing(bench, whole, processes, times, longest):
         for lag in (1, 2)
     ]
     for number, result in enumerate(run_all(runs, processes)):
-        assert_same_run(whole[f"lag{1 + number % 2}"], result)
+        assert_same_run(whole[f"lag{1 + number % 2}"], result, steps=STEPS)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +79,7 @@ def test_a_resumed_run_goes_on_with_what_was_on_its_way(bench, whole, lag, proce
         for step in steps
     ]
     for step, result in zip(steps, run_all(runs, processes)):
-        assert_same_run(whole[f"lag{lag}"], result, step)
+        assert_same_run(whole[f"lag{lag}"], result, step, STEPS)
 
 
 def test_a_run_that_was_killed_goes_on_elsewhere(bench, whole):
@@ -97,14 +88,14 @@ def test_a_run_that_was_killed_goes_on_elsewhere(bench, whole):
         run_all([run], processes=2)
     again = dataclasses.replace(lagged(bench, "killed", 2, 3), resume_from="latest")
     (result,) = run_all([again], processes=1)
-    assert_same_run(whole["lag2"], result, STEPS - len(result.trace))
+    assert_same_run(whole["lag2"], result, STEPS - len(result.trace), STEPS)
     assert 0 < len(result.trace) < STEPS
 
 
 def test_nothing_is_gathered_beside_training(bench, whole):
     run = dataclasses.replace(lagged(bench, "watched", 2, 5), rewards=(watched_collectives(),))
     (result,) = run_all([run], processes=2)
-    assert_same_run(whole["lag2"], result)
+    assert_same_run(whole["lag2"], result, steps=STEPS)
 
 
 def test_an_error_of_one_process_ends_all(bench):

@@ -31,6 +31,7 @@ from tests.parity.scripts import (
 )
 from tests.support.server import StandIn
 from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer
+from tests.support.trainers import LORA
 
 pytestmark = stock_scores
 MEANS = "means over the step, where TRL's are means of the micro-batches' means"
@@ -145,21 +146,6 @@ def test_the_last_token_says_whether_a_completion_has_ended_and_padding_is_an_en
     assert stock.metrics[0][1]["completions/clipped_ratio"] == [0.5]
 
 
-def test_reference_log_probabilities_are_those_without_the_adapter(tmp_path):
-    def parts(journal: Journal) -> dict[str, Any]:
-        torch.manual_seed(5)  # of the adapter's start
-        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        return parts_of(journal, peft_config=lora)
-
-    stock = alike(tmp_path, parts, beta=0.1, steps_per_generation=2, max_steps=2)
-    assert "ref_per_token_logps" in stock.outputs[0][1]
-
-
-def test_rows_may_be_padded_to_a_multiple(tmp_path):
-    stock = alike(tmp_path, parts_of, pad_to_multiple_of=8, steps_per_generation=2)
-    assert stock.outputs[0][1]["prompt_ids"].size(1) == 16
-
-
 # ---- Evaluation -----------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +188,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "entropy": {"entropy_coef": 0.05},
     "off_policy": {"off_policy_mask_threshold": 1e-4},
     "moe": {"kind": "moe"},
+    "adapter": {"beta": 0.1, "lora": True},  # the reference is the model without it
+    "padded to a multiple": {"pad_to_multiple_of": 8},
 }
 MOVED = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-2}  # the policy has moved in every second step
 
@@ -209,17 +197,21 @@ MOVED = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-2}  # the poli
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_the_update_and_the_metrics_of_stock_trl(tmp_path, name):
     settings = dict(LOSSES[name])
-    kind = settings.pop("kind", "qwen2")
+    kind, lora = settings.pop("kind", "qwen2"), settings.pop("lora", False)
 
     def parts(journal: Journal) -> dict[str, Any]:
         model = scripted_model(tiny_tokenizer(), kind=kind)
         if "beta" in settings:  # stock TRL loads the reference by its name
             model.save_pretrained(tmp_path / "start")
             model.config._name_or_path = str(tmp_path / "start")
-        return parts_of(journal, model=model, train_dataset=prompts(4))
+        torch.manual_seed(5)  # of an adapter's start
+        return parts_of(
+            journal, model=model, train_dataset=prompts(4), peft_config=LoraConfig(**LORA) if lora else None
+        )
 
     stock = alike(tmp_path, parts, **MOVED, **settings)
     assert stock.update.norm() > 1e-3
+    assert ("ref_per_token_logps" in stock.outputs[0][1]) == ("beta" in settings)
 
 
 def test_another_denominator_is_noticed(tmp_path):
@@ -250,31 +242,15 @@ def test_a_step_of_several_micro_batches_has_the_update_of_stock_trl(tmp_path, s
 # ---- Rewards --------------------------------------------------------------------------------------------------------
 
 
-def several(journal: Journal) -> dict[str, Any]:
-    return parts_of(journal, reward_funcs=[writing_reward(journal), sparse_reward])
-
-
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"reward_weights": [0.5, 2.0], "scale_rewards": "batch"},
-        {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [0.5, 2.0]},
-    ],
-    ids=str,
+    "settings", [{"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}], ids=str
 )
 def test_several_rewards_of_which_some_do_not_apply(tmp_path, settings):
-    stock = alike(tmp_path, several, **settings)
-    assert any(value != value for value in stock.tables[0][1]["rewards"]["sparse_reward"])
-
-
-def unscored(rows: set[int]) -> Any:
     def parts(journal: Journal) -> dict[str, Any]:
-        def reward(completions: Any, **columns: Any) -> list[float | None]:
-            return [None if row in rows else float(len(text)) for row, text in enumerate(completions)]
+        return parts_of(journal, reward_funcs=[writing_reward(journal), sparse_reward])
 
-        return parts_of(journal, reward_funcs=[reward, reward])
-
-    return parts
+    stock = alike(tmp_path, parts, **settings, reward_weights=[0.5, 2.0])
+    assert any(value != value for value in stock.tables[0][1]["rewards"]["sparse_reward"])
 
 
 @pytest.mark.parametrize(
@@ -287,8 +263,13 @@ def unscored(rows: set[int]) -> Any:
     ids=["some", "a group", "all"],
 )
 def test_completions_that_nobody_scored_teach_nothing_and_are_warned_of(tmp_path, caplog, rows, aggregation):
+    def reward(completions: Any, **columns: Any) -> list[float | None]:
+        return [None if row in rows else float(len(text)) for row, text in enumerate(completions)]
+
     with caplog.at_level(logging.WARNING):
-        stock = alike(tmp_path, unscored(rows), multi_objective_aggregation=aggregation)
+        stock = alike(
+            tmp_path, partial(parts_of, reward_funcs=[reward, reward]), multi_objective_aggregation=aggregation
+        )
     assert not stock.outputs[0][1]["advantages"][list(rows)].any()
     # by stock TRL, and by both runs of grpo_ext
     assert caplog.text.count("All reward functions returned None for the following kwargs") == 3
