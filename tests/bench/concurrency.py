@@ -15,7 +15,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -60,11 +60,11 @@ def medians(cases: dict[str, Callable[[], float]], rounds: int) -> dict[str, flo
 # ---- rollout_lag ----
 
 
-def waiting_sampler(seconds: Iterator[float]) -> Any:
+def waiting_sampler(seconds: float) -> Any:
     tokens = random.Random(1)
 
     def sample(model: Any, rows: Any, *args: Any) -> list[list[int]]:
-        time.sleep(next(seconds))
+        time.sleep(seconds)
         return [[tokens.randrange(3, 30) for _ in range(LENGTH)] for _ in rows]
 
     return sample
@@ -75,14 +75,14 @@ def scored_elsewhere(forwards: Any, model: Any, rows: Any, *args: Any) -> torch.
     return torch.full((sum(rows.completions_B),), -3.0)
 
 
-def with_lag(lag: int, sampling: list[float] | None = None, reward_s: float = 0.0, scores_here: bool = True) -> float:
-    """Seconds per step where sampling takes these times (None: is done here), and a reward waits."""
+def with_lag(lag: int, sampling: float | None = None, reward_s: float = 0.0, scores_here: bool = True) -> float:
+    """Seconds per step where sampling takes so many (None: is done here), and a reward waits."""
 
     def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         time.sleep(reward_s)
         return letter_reward(prompts, completions)
 
-    sampler = engine.sample_chunk if sampling is None else waiting_sampler(iter(sampling))
+    sampler = engine.sample_chunk if sampling is None else waiting_sampler(sampling)
     forwards = ForwardRunner.rollout_log_probs if scores_here else scored_elsewhere
     model = tiny_model(hidden_size=256, intermediate_size=512, num_hidden_layers=4)
     sizes = {"rollout_chunk_size": 32, "max_completion_length": LENGTH}
@@ -94,25 +94,15 @@ def with_lag(lag: int, sampling: list[float] | None = None, reward_s: float = 0.
 
 
 def ahead(rounds: int) -> dict[str, Any]:
-    instant = [0.0] * (STEPS + 3)
-    with_lag(0, instant)  # warm-up
-    training = statistics.median(with_lag(0, instant) for _ in range(3))
-    draw = random.Random(2)
-    ragged = [training * draw.lognormvariate(-0.32, 0.8) for _ in instant]  # a mean of about one training step
-    equal = [training for _ in instant]
+    with_lag(0, sampling=0.0)  # warm-up
+    training = statistics.median(with_lag(0, sampling=0.0) for _ in range(3))
     shapes: dict[str, dict[str, Any]] = {
-        "a reward waits, sampling takes no time": {"sampling": instant, "reward_s": training, "scores_here": False},
-        "a device of its own": {"sampling": equal, "scores_here": False},
-        "a server, old log-probabilities here": {"sampling": equal},
-        "a device of its own, ragged": {"sampling": ragged, "scores_here": False},
+        "a reward waits, sampling takes no time": {"sampling": 0.0, "reward_s": training, "scores_here": False},
+        "a server, old log-probabilities here": {"sampling": training},
         "the same cores": {},
         "a reward waits, the same cores": {"reward_s": training},
     }
-    cases = {
-        f"{name}, lag {lag}": partial(with_lag, lag, **shape)
-        for name, shape in shapes.items()
-        for lag in ((0, 1, 2) if "device" in name else (0, 1))
-    }
+    cases = {f"{name}, lag {lag}": partial(with_lag, lag, **shape) for name, shape in shapes.items() for lag in (0, 1)}
     return {"waits": training, "seconds_per_step": medians(cases, rounds)}
 
 

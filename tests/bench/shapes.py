@@ -18,8 +18,7 @@ class Shape:
     Attributes:
         prompt: tokens of each prompt.
         shortest, longest: tokens of the completions.
-        skewed: exponential lengths (many short, few long) instead of uniform ones; mean: of the exponential, where it
-            is not a quarter of the longest.
+        skewed: exponential lengths with a mean of a quarter of the longest (many short, few long), not uniform ones.
         groups, group: prompts per step, completions per prompt.
         without_variance: share of the groups whose rewards are all equal.
         lora, checkpointing: train an adapter, recompute activations.
@@ -41,7 +40,6 @@ class Shape:
     sample: bool = False
     whole: bool = False
     model: str = "reference"
-    mean: int | None = None
 
     @property
     def samples(self) -> bool:
@@ -60,7 +58,7 @@ class Shape:
         def one() -> int:
             if not self.skewed:
                 return source.randint(self.shortest, self.longest)
-            return min(self.longest, self.shortest + int(source.expovariate(1 / (self.mean or self.longest / 4))))
+            return min(self.longest, self.shortest + int(source.expovariate(4 / self.longest)))
 
         return [[one() for _ in range(self.group)] for _ in range(self.groups)]
 
@@ -94,6 +92,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8,
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
     },

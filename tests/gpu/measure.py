@@ -23,19 +23,9 @@ from typing import Any
 from grpo_ext.errors import LaunchError
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.bench.measuring import Worker, spec_of
-from tests.bench.shapes import Shape
+from tests.bench.shapes import MODELS, Shape
 
-HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+HALF_B = MODELS["qwen2.5-0.5b"]
 TOY_MODEL = HALF_B | {"vocab_size": 512, "hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2}
 SHAPES = (
     Shape("long prompt", 1024, 128, 1024, groups=8),
