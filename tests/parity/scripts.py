@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tests.support.drop_in import conversations
-from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import prompts, tiny_model, tiny_tokenizer, tool
 
 MODEL, TOOL, CALL, END_CALL, EOS = "<model>", "<tool>", "<call>", "</call>", "<eos>"
 TEMPLATE = (
@@ -210,12 +210,8 @@ def game(journal: Journal) -> type:
             journal.write("reset", type(self).__name__, self.number, row)
             return observation(row.get("hint"))
 
+        @tool
         def guess(self, number: int) -> str:
-            """Guess a number.
-
-            Args:
-                number: The guess.
-            """
             self.guesses += number
             journal.write("tool", "guess", self.number, number)
             return f"after {self.guesses}"

@@ -30,7 +30,7 @@ from tests.parity.scripts import (
     writing_reward,
 )
 from tests.support.server import StandIn
-from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer
+from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer, tool
 from tests.support.trainers import LORA
 
 pytestmark = stock_scores
@@ -40,12 +40,8 @@ OF_MICRO_BATCHES = [
 ]
 
 
+@tool
 def count(number: int) -> str:
-    """Count.
-
-    Args:
-        number: How far.
-    """
     return str(number + 1)
 
 

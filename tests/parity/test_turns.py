@@ -28,13 +28,13 @@ from tests.parity.scripts import (
     tokens_of,
 )
 from tests.support import drop_in
-from tests.support.tiny import stock_scores
+from tests.support.tiny import stock_scores, tool
 
 pytestmark = stock_scores
 LONG = {"max_completion_length": 400}
 
 
-def tool(journal: Journal, name: str, answer: Callable[[int], Any]) -> Callable[..., Any]:
+def written_tool(journal: Journal, name: str, answer: Callable[[int], Any]) -> Callable[..., Any]:
     """A tool that writes down its calls; an asynchronous one where its answer is."""
 
     def at_once(number: int) -> str:
@@ -46,8 +46,8 @@ def tool(journal: Journal, name: str, answer: Callable[[int], Any]) -> Callable[
         return await answer(number)
 
     function = later if inspect.iscoroutinefunction(answer) else at_once
-    function.__name__, function.__doc__ = name, f"The tool {name}.\n\nArgs:\n    number: A number."
-    return function
+    function.__name__ = name
+    return tool(function)
 
 
 def fail(number: int) -> str:
@@ -75,7 +75,7 @@ ANSWERS: dict[str, Callable[[int], Any]] = {
 
 def tools(journal: Journal) -> list[Callable[..., Any]]:
     """Tools that answer, at once and later, and that fail."""
-    return [tool(journal, name, answer) for name, answer in ANSWERS.items()]
+    return [written_tool(journal, name, answer) for name, answer in ANSWERS.items()]
 
 
 def talking(journal: Journal, reply: Reply, **parts: Any) -> dict[str, Any]:
@@ -217,12 +217,8 @@ def test_asynchronous_functions_share_a_loop(tmp_path):
             loops.add(asyncio.get_running_loop())
             journal.write("loops", who, len(loops))
 
+        @tool
         async def ask(number: int) -> str:
-            """Ask.
-
-            Args:
-                number: What for.
-            """
             note("tool")
             return "is"
 

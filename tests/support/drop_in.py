@@ -7,7 +7,7 @@ from pathlib import Path
 import trl
 from datasets import Dataset
 
-from tests.support.tiny import prompts, tiny_tokenizer
+from tests.support.tiny import prompts, tiny_tokenizer, tool
 
 
 def conversations(count=8, **columns):
@@ -23,12 +23,8 @@ class CountingGame:
         self.guesses = 0
         return "guess"
 
+    @tool
     def guess(self, number: int) -> str:
-        """Guess a number.
-
-        Args:
-            number: The guess.
-        """
         self.guesses += 1
         return "higher"
 

@@ -25,7 +25,7 @@ from grpo_ext.rollouts import engine
 from tests.support.drop_in import conversations
 from tests.support.launch import leave
 from tests.support.rollouts import share_forwards
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer, tool
 from tests.support.trainers import make, parameters
 
 DELAYS = random.SystemRandom()  # other ones in every process and every run
@@ -42,50 +42,30 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@tool
 def count(number: int) -> str:
-    """Count.
-
-    Args:
-        number: How far.
-    """
     time.sleep(DELAYS.uniform(0, 0.004))
     return str(number % 7)
 
 
+@tool
 def tell(number: int) -> str:
-    """Tell at length.
-
-    Args:
-        number: How long.
-    """
     return "so " * (number % 17)
 
 
+@tool
 def fail(number: int) -> str:
-    """Fail.
-
-    Args:
-        number: Why.
-    """
     raise ValueError(f"no {number % 3}")
 
 
+@tool
 async def ask(number: int) -> str:
-    """Ask and wait.
-
-    Args:
-        number: What for.
-    """
     await asyncio.sleep(DELAYS.uniform(0, 0.008))
     return f"is {number % 5}"
 
 
+@tool
 async def refuse(number: int) -> str:
-    """Wait and fail.
-
-    Args:
-        number: Why.
-    """
     await asyncio.sleep(DELAYS.uniform(0, 0.004))
     raise RuntimeError("busy")
 
@@ -102,12 +82,8 @@ def note_call() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leak(number: int) -> str:
-    """Tell something of this process: no split could learn the same.
-
-    Args:
-        number: Not used.
-    """
+@tool
+def leak(number: int) -> str:  # knows its process: no split could learn the same
     note_call()
     return str(calls_here[0])
 
@@ -119,22 +95,14 @@ class Game:
         self.size, self.calls = size, 0
         return None if size % 3 else " go"
 
+    @tool
     def count(self, number: int) -> str:
-        """Count.
-
-        Args:
-            number: How far.
-        """
         note_call()
         self.calls += 1
         return count(number)
 
+    @tool
     def tell(self, number: int) -> str:
-        """Tell at length.
-
-        Args:
-            number: How long.
-        """
         note_call()
         self.calls += 2
         return "so " * (self.size + number % 3)
@@ -147,12 +115,8 @@ class Game:
 class Broken(Game):
     """One that hangs in the rows of one size, and fails in those of another."""
 
+    @tool
     def tell(self, number: int) -> str:
-        """Tell at length, if at all.
-
-        Args:
-            number: How long.
-        """
         if self.size == HANGS:
             happened.append("hung")
             time.sleep(600)
@@ -176,12 +140,8 @@ class Shop:
         self.asked: list[int] = []
         return "shop"
 
+    @tool
     async def ask(self, number: int) -> str:
-        """Ask and wait.
-
-        Args:
-            number: What for.
-        """
         await asyncio.sleep(DELAYS.uniform(0, 0.004))
         self.asked.append(number)
         return f"is {len(self.asked)}"
@@ -198,12 +158,8 @@ class Silent(Game):
     get_reward = None  # type: ignore[assignment]
 
 
+@tool
 async def wait(number: int) -> str:
-    """Wait, now and then for ever.
-
-    Args:
-        number: How long.
-    """
     await asyncio.sleep(600 if number % 5 == 0 else 0)
     return "done"
 
