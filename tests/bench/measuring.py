@@ -98,7 +98,7 @@ def fastest_micro(
     say: Callable[[str], Any],
     options: Mapping[str, Any] | None = None,
 ) -> int:
-    """The fastest micro-batch size, by the faster of two steps; the smallest of those that are as good as that."""
+    """The smallest micro-batch size that is as good as the fastest, by the faster of two steps."""
     rows = shape.groups * shape.group
     dividing = sorted({min(size, rows) for size in sizes if who == OURS or rows % min(size, rows) == 0})
     if not dividing:

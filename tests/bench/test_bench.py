@@ -1,4 +1,4 @@
-"""The bench trains both on the same tokens; its figures follow from what was measured."""
+"""The bench trains both on the same tokens; its figures follow from the measured seconds."""
 
 from __future__ import annotations
 
@@ -16,20 +16,10 @@ from tests.bench.measuring import fastest_micro, run_shape
 from tests.bench.results import Result, as_tables
 from tests.bench.shapes import PHASES, REFERENCE, SHORT, Shape, parse_shape
 from tests.bench.worker import FixedRollouts
-from tests.support.tiny import stock_scores
+from tests.support.tiny import stock_scores, tiny_config
 from tests.support.toy_recipe import toy_model
 
-TINY = {
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+TINY = tiny_config("qwen2").to_diff_dict()
 
 
 def test_a_shape_is_read_from_text():
@@ -124,7 +114,7 @@ def test_the_short_form_is_of_the_same_kind_as_the_long_one_and_names_its_micro_
 
 @pytest.fixture
 def benched(monkeypatch):
-    """Runs `make bench` without measuring: what would be measured, and what was said."""
+    """Runs `make bench` without measuring; the arguments of every measurement, and the result of the command."""
 
     def run(*words):
         measured = []

@@ -48,7 +48,7 @@ def one_kill(rng: random.Random, processes: int) -> tuple[str, Any]:
 
 
 SYNCHRONOUS: dict[str, Any] = {}
-# rollout batches are on their way when the process dies, and it may go on on another number of processes
+# rollout batches are sampled ahead when the process dies, and the run may resume on another number of processes
 AHEAD = {"rollout_lag": 2, "bitwise_invariant": True, "beta": 0.0}
 
 

@@ -70,7 +70,7 @@ def test_delays_change_nothing(bench, whole, processes, times, longest):
     ("lag", "processes", "steps"),
     [(1, 1, (1, 2, 6, 11)), (2, 2, (3, 4)), pytest.param(2, 3, (1, 5, 8, 11), marks=full)],
 )
-def test_a_resumed_run_goes_on_with_what_was_on_its_way(bench, whole, lag, processes, steps):
+def test_a_resumed_run_trains_the_rollout_batches_that_were_sampled_ahead(bench, whole, lag, processes, steps):
     runs = [
         dataclasses.replace(
             lagged(bench, f"lag{lag}-from-{step}-on-{processes}", lag, 5),
@@ -102,10 +102,10 @@ def test_an_error_of_one_process_ends_all(bench):
     run = dataclasses.replace(lagged(bench, "failing", 1), rewards=(failing_on(1, 3),))
     try:
         (result,) = run_all([run], processes=2)
-        said = str(result.error)
+        message = str(result.error)
     except LaunchError as error:
-        said = str(error)
-    assert "the judge is out" in said
+        message = str(error)
+    assert "the judge is out" in message
 
 
 def test_an_evaluation_changes_nothing(bench, whole):

@@ -267,6 +267,7 @@ def test_completions_that_nobody_scored_teach_nothing_and_are_warned_of(tmp_path
             tmp_path, partial(parts_of, reward_funcs=[reward, reward]), multi_objective_aggregation=aggregation
         )
     assert not stock.outputs[0][1]["advantages"][list(rows)].any()
+    assert caplog.text.count("No completion of this rollout was scored") == (2 if len(rows) == ROWS else 0)
     # by stock TRL, and by both runs of grpo_ext
     assert caplog.text.count("All reward functions returned None for the following kwargs") == 3
 

@@ -251,35 +251,35 @@ def transcript_reward(completions: Any, log_extra: Any, log_metric: Any, **kwarg
 
 
 def parts(name: str) -> dict[str, Any]:
-    """What a case gives a trainer, beside the model and the settings."""
+    """The arguments of a case's trainer, beside the model and the settings."""
     case = CASES[name]
     tokenizer = sampled(case.called(case.names))
-    given = {"reward_funcs": transcript_reward, "train_dataset": rows(case), "processing_class": tokenizer}
+    arguments = {"reward_funcs": transcript_reward, "train_dataset": rows(case), "processing_class": tokenizer}
     if "eval_steps" in case.config:
-        given["eval_dataset"] = rows(case).select(range(5))
-    return {**given, **case.parts}
+        arguments["eval_dataset"] = rows(case).select(range(5))
+    return {**arguments, **case.parts}
 
 
 def train(folder: Path, name: str, size: int, resume: str | None = None, **settings: Any) -> dict[str, Any]:
-    """Train on this process; what it saw, with every call of the model's `generate`: keys, places, and tokens."""
-    case, said = CASES[name], []
-    given = parts(name)
-    tokenizer = given["processing_class"]
+    """Train on this process; returns the results, and for every sampled turn its key, place, prompt and tokens."""
+    case, turns = CASES[name], []
+    arguments = parts(name)
+    tokenizer = arguments["processing_class"]
     model = tiny_model(max_position_embeddings=4096)
     torch.manual_seed(0)
     model.resize_token_embeddings(len(tokenizer))  # draws the new ones
     settings = {**SETTINGS, **case.config, **settings, "per_device_train_batch_size": size}
-    trainer = make(folder / name, model, **given, **settings)
+    trainer = make(folder / name, model, **arguments, **settings)
     if case.company:
         share_forwards(trainer)
     sample = engine.sample_chunk
 
-    def remembered(model: Any, prompt_ids: Any, keys: Any, offsets: Any, *rest: Any) -> list[list[int]]:
+    def recorded(model: Any, prompt_ids: Any, keys: Any, offsets: Any, *rest: Any) -> list[list[int]]:
         new = sample(model, prompt_ids, keys, offsets, *rest)
-        said.extend(zip(keys.tolist(), offsets.tolist(), map(list, prompt_ids), new))
+        turns.extend(zip(keys.tolist(), offsets.tolist(), map(list, prompt_ids), new))
         return new
 
-    engine.sample_chunk = remembered
+    engine.sample_chunk = recorded
     calls_here[0] = 0
     happened.clear()
     before = parameters(trainer)
@@ -302,7 +302,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         "table": table,
         "rollout": {key: list(rollout.columns[key]) for key in tokens},
         "weights": parameters(trainer),
-        "said": said,
+        "turns": turns,
         "calls": calls_here[0],
         "happened": list(happened),
     }

@@ -55,7 +55,7 @@ def test_low_rank_adapters_train_the_same_for_every_split_and_resume_exactly(tmp
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     pairs = list(zip(straight.model.named_parameters(), resumed.model.parameters()))
     assert all(torch.equal(one, other) for (_, one), other in pairs)
-    assert any(".ref." in name for (name, _), _ in pairs) == (kind == "loaded")  # the reference is what was loaded
+    assert any(".ref." in name for (name, _), _ in pairs) == (kind == "loaded")  # its reference is a copy
 
 
 def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_settings(tmp_path, caplog):
