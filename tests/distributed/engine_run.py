@@ -38,22 +38,6 @@ def fsdp_on_the_cpu() -> None:
     accelerate.state.PartialState.__init__ = built  # type: ignore[method-assign]
 
 
-class OverflowOnTheLast(TrainerCallback):
-    """Makes gradients of the second step infinite, in the backward pass of the last process alone."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        def spoil(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda gradient: gradient * float("inf"))
-
-        if state.global_step == 1 and args.process_index == args.world_size - 1:
-            self.hook = model.model.layers[0].mlp.register_forward_hook(spoil)
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        if hasattr(self, "hook"):
-            self.hook.remove()
-
-
 class Gradients(TrainerCallback):
     """The most that is held of gradients between two micro-batches, as a share of those of the whole model."""
 
@@ -82,6 +66,7 @@ def main(folder: Path) -> None:
     from tests.support.images import FAMILIES, image_processor, image_rows, picture_reward
     from tests.support.server import stand_in
     from tests.support.tiny import letter_reward, prompts, tiny_tokenizer
+    from tests.support.trainers import Overflow
 
     job = json.loads((folder / "job.json").read_text())
     for number, run in enumerate(job["runs"]):
@@ -106,7 +91,8 @@ def main(folder: Path) -> None:
         trainer = GRPOTrainer(model=model, args=args, peft_config=peft, **parts)
         if run["config"].get("fp16"):
             trainer.accelerator.scaler.value, trainer.accelerator.scaler.patience = 1024.0, 1
-            trainer.add_callback(OverflowOnTheLast())
+            if args.process_index == args.world_size - 1:
+                trainer.add_callback(Overflow(1))
         trainer.add_callback(held := Gradients())
         # the control: gradients that wait for the last micro-batch
         kinds = SimpleNamespace(FSDP=None, DEEPSPEED=DistributedType.DEEPSPEED)

@@ -48,10 +48,14 @@ def test_another_lag_learns_something_else(whole):
 
 
 @pytest.mark.parametrize(("processes", "size"), [(2, 3), pytest.param(4, 1, marks=full)])
-def test_the_same_bits_for_every_split(bench, whole, processes, size):
-    runs = [lagged(bench, f"lag{lag}-on-{processes}", lag, size) for lag in (1, 2)]
-    runs += [lagged(bench, f"dynamic-on-{processes}", 1, size, **DYNAMIC)]
-    for name, result in zip(("lag1", "lag2", "dynamic"), run_all(runs, processes)):
+def test_the_same_bits_for_every_split_and_nothing_is_gathered_beside_training(bench, whole, processes, size):
+    names = ("lag1", "dynamic", "lag2")  # whose reward watches the collectives of the processes from there on
+    runs = [
+        lagged(bench, f"lag1-on-{processes}", 1, size),
+        lagged(bench, f"dynamic-on-{processes}", 1, size, **DYNAMIC),
+        lagged(bench, f"lag2-on-{processes}", 2, size, rewards=(watched_collectives(),)),
+    ]
+    for name, result in zip(names, run_all(runs, processes)):
         assert_same_run(whole[name], result, steps=STEPS)
 
 
@@ -90,12 +94,6 @@ def test_a_run_that_was_killed_goes_on_elsewhere(bench, whole):
     (result,) = run_all([again], processes=1)
     assert_same_run(whole["lag2"], result, STEPS - len(result.trace), STEPS)
     assert 0 < len(result.trace) < STEPS
-
-
-def test_nothing_is_gathered_beside_training(bench, whole):
-    run = dataclasses.replace(lagged(bench, "watched", 2, 5), rewards=(watched_collectives(),))
-    (result,) = run_all([run], processes=2)
-    assert_same_run(whole["lag2"], result, steps=STEPS)
 
 
 def test_an_error_of_one_process_ends_all(bench):
