@@ -1,11 +1,12 @@
 """`make bench` (`python -m tests.bench`): seconds, tokens per second and memory by phase, beside stock TRL.
 
-Takes settings of speed and a model as recipes/grpo.py does, and its own options below.
+Takes a run's file and options as recipes/grpo.py does, and its own below.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_ext.tools.cli import OF_A_RUN, PLAIN, integers, load_libraries, run_app, settings_of
+from grpo_ext.tools.cli import CONFIG, OF_A_RUN, PLAIN, integers, load_libraries, run_app, settings_of
 from grpo_ext.tools.stock import OURS, STOCK
 
 app = typer.Typer(name="bench", **PLAIN)
@@ -21,6 +22,20 @@ SHAPE_HELP = (
     "A shape, instead of the reference shapes: their names, or text like "
     "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample,whole'."
 )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One shape as it is measured.
+
+    Attributes:
+        model: id, folder or configuration.
+        micro: for each trainer, the micro-batch sizes to choose the fastest of.
+    """
+
+    shape: Any
+    model: Any
+    micro: dict[str, list[int]]
 
 
 def say_dim(sentence: str) -> None:
@@ -31,38 +46,46 @@ def say_dim(sentence: str) -> None:
 @app.command(**OF_A_RUN)
 def bench(
     context: typer.Context,
+    config: Annotated[Path | None, CONFIG] = None,
     shape: Annotated[list[str] | None, typer.Option(help=SHAPE_HELP)] = None,
     long: Annotated[bool, typer.Option("--long", help="All reference shapes, micro-batches searched.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,
     stock_micro: Annotated[str | None, typer.Option(help="Micro-batch sizes to choose stock TRL's of: 1,2,4.")] = None,
     our_micro: Annotated[str | None, typer.Option(help="Micro-batch sizes to choose ours of.")] = None,
+    prompt_length: Annotated[int | None, typer.Option(min=1, help="Tokens; benches a step of the run.")] = None,
+    mean_completion_length: Annotated[
+        int | None, typer.Option(min=1, help="Of a run: tokens (default: half of max_completion_length).")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
 ) -> None:
     """Measure both trainers on the same rollouts, their steps interleaved.
 
-    A quarter of an hour on reference shapes. --model_name_or_path may be a config.json (random weights).
+    A quarter of an hour on reference shapes; with --prompt_length one optimizer step of a run: its model, sizes, LoRA
+    and precision, on completions of random tokens. --model_name_or_path may be a config.json (random weights).
     """
     load_libraries()
-    from .measuring import MICRO, run_shape
-    from .options import model_of, options_of
+    from .measuring import run_shape
+    from .of_run import left_out, options_of, refuse_sizes, shape_of
     from .results import as_tables, record_of
-    from .shapes import MODELS
 
-    settings = settings_of(context, None)
+    settings = settings_of(context, config)
     searched = {who: integers(text, "micro-batches") for who, text in ((STOCK, stock_micro), (OURS, our_micro)) if text}
     source = settings.get("model_name_or_path")
     options, dtype = options_of(settings)
+    if prompt_length is not None:
+        name = "the run" if config is None else config.stem
+        of_run, micro, precision = shape_of(settings, name, prompt_length, mean_completion_length)
+        options |= precision
+        plan = planned({of_run: micro}, source, searched)
+    else:
+        refuse_sizes(settings)
+        plan = planned(chosen_shapes(shape or [], long), source, searched)
+    if without := left_out(settings):
+        say_dim(f"without {', '.join(without)}")
     how = {"model": source, "dtype": dtype, "rounds": rounds, "options": options, "searched": searched}
     results = []
-    for one, micro in chosen_shapes(shape or [], long).items():
-        sizes = {
-            STOCK: [*MICRO],
-            OURS: [*MICRO],
-            **{who: [size] for who, size in zip((STOCK, OURS), micro)},
-            **searched,
-        }
-        model = model_of(source) if source else MODELS[one.model]
-        results.append(run_shape(one, model, rounds, sizes, dtype, say_dim, options))
+    for one in plan:
+        results.append(run_shape(one.shape, one.model, rounds, one.micro, dtype, say_dim, options))
         if json_file is not None:
             json_file.write_text(json.dumps(record_of(results, how), indent=1) + "\n")
     for table in as_tables(results):
@@ -78,6 +101,20 @@ def chosen_shapes(texts: list[str], long: bool) -> dict[Any, tuple[int, ...]]:
     known = {shape.name: shape for shape in (*SHORT, *REFERENCE)}
     shapes = [known[text] if text in known else parse_shape(text) for text in texts]
     return {shape: () if long else SHORT.get(shape, ()) for shape in shapes}
+
+
+def planned(shapes: dict[Any, tuple[int, ...]], source: str | None, searched: dict[str, list[int]]) -> list[Measured]:
+    """What is measured of each shape: a model that is named, or the shape's own; micro-batches as `searched` says."""
+    from .measuring import MICRO
+    from .of_run import model_of
+    from .shapes import MODELS
+
+    plan = []
+    for shape, micro in shapes.items():
+        fixed = {who: [size] for who, size in zip((STOCK, OURS), micro)}
+        sizes = {STOCK: [*MICRO], OURS: [*MICRO], **fixed, **searched}
+        plan.append(Measured(shape, model_of(source) if source else MODELS[shape.model], sizes))
+    return plan
 
 
 if __name__ == "__main__":

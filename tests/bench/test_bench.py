@@ -17,7 +17,7 @@ from tests.bench.results import Result, as_tables
 from tests.bench.shapes import PHASES, REFERENCE, SHORT, Shape, parse_shape
 from tests.bench.worker import FixedRollouts
 from tests.support.tiny import stock_scores, tiny_config
-from tests.support.toy_recipe import toy_model
+from tests.support.toy_recipe import CONFIGS, toy_model
 
 TINY = tiny_config("qwen2").to_diff_dict()
 
@@ -124,29 +124,32 @@ def benched(monkeypatch):
     return run
 
 
-def test_a_bench_takes_what_decides_the_speed(benched, tmp_path):
+def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_out(benched, tmp_path):
     model = toy_model(tmp_path / "model")
-    words = ["--model_name_or_path", model, "--bf16", "False", "--shape", "prompt=7,completions=5,group=4,groups=3"]
+    of_run = ["--model_name_or_path", model, "--dataset_name", "rows.jsonl", "--bf16", "False", "--prompt_length", "7"]
+    sizes = ["--num_generations", "4", "--global_batch_size", "12", "--per_device_train_batch_size", "5"]
     load = ["--attn_implementation", "eager", "--model_init_kwargs", '{"dtype": "bfloat16", "subfolder": "a"}']
     speed = ["--entropy_coef", "0.1", "--cast_lm_head_to_fp32", "False", "--trust_remote_code", "True"]
-    measured, _ = benched(*words, *load, *speed, "--stock_micro", "4", "--our_micro", "5")
+    left = ["--max_steps", "2", "--reward_weights", "1.0", "--logging_steps", "1"]
+    measured, result = benched(*of_run, *sizes, *load, *speed, *left)
     ((shape, source, _, micro, dtype, _, options),) = measured
-    assert (shape.prompt, shape.groups, shape.group) == (7, 3, 4)
-    assert micro == {STOCK: [4], OURS: [5]}
+    assert (shape.prompt, shape.groups, shape.group, shape.checkpointing) == (7, 3, 4, True)
+    assert micro == {STOCK: [4], OURS: [5]}  # of 12, which 5 does not divide
     assert (source, dtype) == (str(model), "bfloat16")
     loaded = {"revision": "main", "trust_remote_code": True, "attn_implementation": "eager", "subfolder": "a"}
     assert options.pop("model_init_kwargs") == loaded
-    assert options == {"entropy_coef": 0.1, "cast_lm_head_to_fp32": False, "trust_remote_code": True, "bf16": False} | {
-        "attn_implementation": "eager"
-    }
+    expected = {"entropy_coef": 0.1, "cast_lm_head_to_fp32": False, "trust_remote_code": True, "bf16": False}
+    assert {name: options[name] for name in expected} == expected
+    assert not options.keys() & {"max_steps", "reward_weights", "logging_steps", "num_generations", "dataset_name"}
+    assert "without logging_steps, max_steps, reward_weights" in result.output
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--num_generations", "4"], "--num_generations: a bench sets sizes, data, rewards and logging itself"),
-        (["--max_completion_length", "64", "--entropy_coef", "0.1"], "--max_completion_length: a bench sets"),
-        (["--demo", "sums", "--max_steps", "2"], "--demo, --max_steps: a bench sets"),
+        (["--num_generations", "4"], "--num_generations: a bench of shapes has sizes and data of its own"),
+        (["--max_completion_length", "64", "--entropy_coef", "0.1"], "--max_completion_length: a bench of shapes"),
+        (["--demo", "sums"], "--demo sums: a bench has no demos"),
         (["--loss_aggregation", "prompt_mean"], "stock TRL has no such setting"),
         (["--dtype", "float16"], "use one of them"),
         (["--model_name_or_path", "none.json"], "cannot be read as a configuration"),
@@ -170,10 +173,11 @@ def test_the_shapes_take_another_model_and_settings_of_speed(benched, tmp_path):
 
 @pytest.mark.full
 @stock_scores
-def test_a_model_is_benched_end_to_end(tmp_path):
-    shape = "prompt=20,completions=8,group=4,groups=2,lora"
-    words = f"--model_name_or_path {toy_model(tmp_path / 'model')} --shape {shape} --rounds 1 --lora_r 16".split()
-    words += ["--stock_micro", "4", "--our_micro", "5", "--json", str(tmp_path / "new.json")]
+def test_a_run_is_benched_end_to_end(tmp_path):
+    model = toy_model(tmp_path / "model")
+    of_run = f"--config {CONFIGS / 'gsm8k_lora.yaml'} --model_name_or_path {model} --fp16 False"
+    sizes = "--num_generations 4 --global_batch_size 8 --max_completion_length 8 --prompt_length 20 --rounds 1"
+    words = [*of_run.split(), *sizes.split(), "--json", str(tmp_path / "new.json")]
     assert CliRunner().invoke(app, words).exit_code == 0
     written = json.loads((tmp_path / "new.json").read_text())
     (result,) = written["results"]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,9 +24,19 @@ from typing import Any
 from grpo_ext.errors import LaunchError
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.bench.measuring import Worker, spec_of
-from tests.bench.shapes import MODELS, Shape
+from tests.bench.shapes import Shape
 
-HALF_B = MODELS["qwen2.5-0.5b"]
+HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 TOY_MODEL = HALF_B | {"vocab_size": 512, "hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2}
 SHAPES = (
     Shape("long prompt", 1024, 128, 1024, groups=8),
@@ -44,6 +55,21 @@ ROUNDS = 3
 def one_device() -> None:
     """Leave the first of the visible devices: a trainer would use all of them."""
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """Two results, line by line: tests that fail in one of them, and seconds and memory of each trainer."""
+    for when, one, other in (("no longer fails", before, after), ("fails now", after, before)):
+        for test in sorted(set(one["tests"]["failed"]) - set(other["tests"]["failed"])):
+            yield f"{when}: {test}"
+    for shape, trainers in after["bench"].items():
+        for trainer, now in trainers.items():
+            then = before["bench"].get(shape, {}).get(trainer, {})
+            if "seconds" in now and "seconds" in then:
+                ratio, memory = now["seconds"] / then["seconds"], now["peak_mib"] / max(then["peak_mib"], 1)
+                yield f"{shape}, {trainer}: {now['seconds']:.3f} s, {ratio:.2f} times before; memory {memory:.2f} times"
+            else:
+                yield f"{shape}, {trainer}: {now.get('not_finished', 'not measured before')}"
 
 
 def say(text: str) -> None:
@@ -135,7 +161,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--seconds", type=float, default=440, help="budget for tests and bench together")
+    parser.add_argument("--compare", type=Path, metavar="JSON", help="an earlier result, to compare this one with")
     options = parser.parse_args()
+    earlier = None if options.compare is None else json.loads(options.compare.read_text())
     if options.toy:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
@@ -159,6 +187,8 @@ def main() -> int:
     result["not_finished"] = (["tests"] if result["tests"]["status"] is None else []) + late
     result["seconds"] = time.monotonic() - start
     print(json.dumps(result, indent=1))
+    for line in compare(earlier, result) if earlier is not None else ():
+        say(line)
     return int(bool(result["not_finished"] or result["tests"]["status"]))
 
 

@@ -44,6 +44,20 @@ def test_what_its_time_does_not_allow_is_named():
     assert {one["not_finished"] for one in found["bench"]["toy"].values()} == {"out of time"}
 
 
+def test_two_results_are_compared_line_by_line():
+    def result(failed: list[str], **trainers: Any) -> dict[str, Any]:
+        return {"tests": {"failed": dict.fromkeys(failed, "")}, "bench": {"toy": trainers}}
+
+    before = result(["old"], packed={"seconds": 2.0, "peak_mib": 100})
+    after = result(["new"], packed={"seconds": 1.0, "peak_mib": 150}, padded={"not_finished": "out of time"})
+    assert list(measure.compare(before, after)) == [
+        "no longer fails: old",
+        "fails now: new",
+        "toy, packed: 1.000 s, 0.50 times before; memory 1.50 times",
+        "toy, padded: out of time",
+    ]
+
+
 @pytest.mark.parametrize(("visible", "left"), [(None, "0"), ("2,3", "2"), ("GPU-5ebe9f43", "GPU-5ebe9f43")])
 def test_one_device_of_several_is_left(monkeypatch, visible, left):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")  # put back at the end
