@@ -35,6 +35,13 @@ def check_values(settings: Mapping[str, Any]) -> None:
         seconds = settings[name]
         if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_MAX):
             raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
+    for name, takes, allowed in (
+        ("beta", "0 or more", settings["beta"] >= 0),
+        ("temperature", "a number above 0", settings["temperature"] > 0),
+        ("top_entropy_quantile", "a number from 0 to 1", 0 <= settings["top_entropy_quantile"] <= 1),
+    ):
+        if not allowed:
+            raise ConfigError(f"{name}={settings[name]!r}: use {takes}.")
     optim = str(getattr(settings["optim"], "value", settings["optim"]))
     if "lomo" in optim or optim.endswith("layerwise"):
         raise ConfigError(

@@ -30,10 +30,6 @@ METRIC = 1e-5
 UPDATE_BFLOAT16 = 1e-1
 METRIC_BFLOAT16 = 1e-1
 
-# Loss and gradients of one micro-batch against stock TRL on the same completions: the same float32 operations with the
-# denominators multiplied in at another place. Measured: up to 5e-7.
-PARITY = 5e-6
-
 # Significance of a statistical test with a fixed seed: it either passes always or never, so this only says how unlikely
 # the sample is under the right distribution.
 P_VALUE = 1e-3

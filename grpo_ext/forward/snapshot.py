@@ -86,9 +86,10 @@ def _copy_of(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Mod
     for name, parameter in model.named_parameters():
         if name not in moving and parameter.device != device:
             continue
-        # a new object, because PEFT turns gradients on and off; bitsandbytes' kinds of parameters are shared
-        plain = type(parameter) is nn.Parameter
-        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False) if plain else parameter
+        if type(parameter) is nn.Parameter:  # a new object, because PEFT turns gradients on and off
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+        elif name not in moving:  # bitsandbytes' kinds of parameters are shared; another kind that moves is copied
+            memo[id(parameter)] = parameter
     try:
         twin = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:

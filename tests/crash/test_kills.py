@@ -43,12 +43,12 @@ def one_kill(rng: random.Random, processes: int) -> tuple[str, Any]:
         return f"process {rank} after {seconds:.2f} s", dying_after(seconds, rank)
     moment = rng.choice(sorted(MOMENTS))
     rank = 0 if moment in MAIN_ONLY else rank
-    at = rng.randint(2 if moment == "rewards" else 1, max(2, MOMENTS[moment] // 2))
+    at = rng.randint(2 if moment == "rewards" else 1, max(2, MOMENTS[moment][2] // 2))
     return f"process {rank} in {moment}, time {at}", dying(moment, at, rank)
 
 
 SYNCHRONOUS: dict[str, Any] = {}
-# rollout batches are on their way when the process dies, and it may go on on another number of processes
+# rollout batches are sampled ahead when the process dies, and the run may resume on another number of processes
 AHEAD = {"rollout_lag": 2, "bitwise_invariant": True, "beta": 0.0}
 
 

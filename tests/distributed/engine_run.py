@@ -38,34 +38,6 @@ def fsdp_on_the_cpu() -> None:
     accelerate.state.PartialState.__init__ = built  # type: ignore[method-assign]
 
 
-def fp16_on_the_cpu() -> None:
-    """Accelerate leaves fp16 off on a CPU device; torch's own float16 autocast works there."""
-    inner = accelerate.Accelerator.__init__
-
-    def built(self: Any, *args: Any, **kwargs: Any) -> None:
-        inner(self, *args, **kwargs)
-        if self.mixed_precision == "fp16":
-            self.native_amp = True
-
-    accelerate.Accelerator.__init__ = built  # type: ignore[method-assign]
-
-
-class OverflowOnTheLast(TrainerCallback):
-    """Makes gradients of the second step infinite, in the backward pass of the last process alone."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        def spoil(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda gradient: gradient * float("inf"))
-
-        if state.global_step == 1 and args.process_index == args.world_size - 1:
-            self.hook = model.model.layers[0].mlp.register_forward_hook(spoil)
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        if hasattr(self, "hook"):
-            self.hook.remove()
-
-
 class Gradients(TrainerCallback):
     """The most that is held of gradients between two micro-batches, as a share of those of the whole model."""
 
@@ -94,6 +66,7 @@ def main(folder: Path) -> None:
     from tests.support.images import FAMILIES, image_processor, image_rows, picture_reward
     from tests.support.server import stand_in
     from tests.support.tiny import letter_reward, prompts, tiny_tokenizer
+    from tests.support.trainers import Overflow
 
     job = json.loads((folder / "job.json").read_text())
     for number, run in enumerate(job["runs"]):
@@ -118,7 +91,8 @@ def main(folder: Path) -> None:
         trainer = GRPOTrainer(model=model, args=args, peft_config=peft, **parts)
         if run["config"].get("fp16"):
             trainer.accelerator.scaler.value, trainer.accelerator.scaler.patience = 1024.0, 1
-            trainer.add_callback(OverflowOnTheLast())
+            if args.process_index == args.world_size - 1:
+                trainer.add_callback(Overflow(1))
         trainer.add_callback(held := Gradients())
         # the control: gradients that wait for the last micro-batch
         kinds = SimpleNamespace(FSDP=None, DEEPSPEED=DistributedType.DEEPSPEED)
@@ -144,7 +118,8 @@ if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         fsdp_on_the_cpu()
     from tests.support.launch import leave
+    from tests.support.trainers import native_fp16
 
-    fp16_on_the_cpu()
+    accelerate.Accelerator.__init__ = native_fp16(accelerate.Accelerator.__init__)  # type: ignore[method-assign]
     main(Path(sys.argv[1]))
     leave(Path(sys.argv[1]))

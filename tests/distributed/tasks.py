@@ -6,7 +6,6 @@ A test that compares with one process calls a task itself.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from grpo_ext.forward.attention import TakesNoPacks
 from grpo_ext.runtime.collectives import ragged_gather
 from tests.support.images import Gallery, calling, image_model, image_processor, image_rows
 from tests.support.launch import leave
+from tests.support.own_generate import Sampler
 from tests.support.tiny import letter_reward, prompts, tiny_model
 from tests.support.trainers import change, log_of, make
 
@@ -56,15 +56,6 @@ async def logging_reward(prompts, completions, log_metric, log_extra, **kwargs):
     return [0.01 * n for n in counts]
 
 
-def own_generate(input_ids, attention_mask, generation_config):
-    """A `generate` of the user's own: answers follow from the prompt and the place in its group."""
-    rows = []
-    for row, (ids, mask) in enumerate(zip(input_ids, attention_mask)):
-        source = random.Random(str((ids[mask.bool()].tolist(), row % 4)))
-        rows.append([source.randint(1, 12) for _ in range(10)])
-    return torch.cat([input_ids, torch.tensor(rows)], dim=1)
-
-
 def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: bool = False) -> dict[str, Any]:
     """What this process scored, logged and learned."""
     scored: list[tuple[str, str]] = []
@@ -74,9 +65,9 @@ def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: boo
         return letter_reward(prompts, completions)
 
     # every process makes weights of its own, and those of the first count
-    model, asked = tiny_model(seed=RANK), []
+    model, sampler = tiny_model(seed=RANK), Sampler()
     if own_model:
-        model.generate = lambda **kwargs: (asked.append(len(kwargs["input_ids"])), own_generate(**kwargs))[1]
+        model.generate = sampler
     parts = {"reward": [reward, rank_of_length, logging_reward], "eval_dataset": prompts(3, seed=1)}
     trainer = trainer_of(folder, groups, chunk, model=model, beta=0.1, eval_pass_threshold=0.0, **parts)
     trainer.train()
@@ -86,7 +77,7 @@ def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: boo
         "processes": trainer.accelerator.num_processes,
         "wrapper": type(trainer.model_wrapped).__name__,
         "scored": training_scored,
-        "asked": asked,
+        "asked": [len(call["input_ids"]) for call in sampler.given],
         "evaluated": len(scored) - len(training_scored),
         "logged_prompts": len(trainer._logs["prompt"]),
         "eval_reward": metrics["eval_reward"],

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -26,12 +25,13 @@ from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import SETTINGS
 from tests.support.images import image_model
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, environment
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
 
 SCRIPT = Path(__file__).with_name("engine_run.py")
 CONFIGS = ROOT / "recipes" / "accelerate"
+DEVICE = {True: {"DS_ACCELERATOR": "cpu"}, False: {"ACCELERATE_USE_CPU": "true"}}  # of DeepSpeed, of the others
 BASE: dict[str, Any] = {
     **SETTINGS,
     "max_completion_length": 8,
@@ -135,13 +135,6 @@ def outcomes(folder: Path, jobs: list[Job]) -> dict[str, Outcome]:
     return by_name
 
 
-def environment(engine: str) -> dict[str, str]:
-    dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
-    env = {k: v for k, v in os.environ.items() if k not in dropped}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    return {**env, **({"DS_ACCELERATOR": "cpu"} if engine.startswith("zero") else {"ACCELERATE_USE_CPU": "true"})}
-
-
 def launcher(run: Path, engine: str, **changes: Any) -> list[str]:
     """Accelerate's launcher with the recipes' file of an engine, on the CPU."""
     config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
@@ -155,7 +148,7 @@ def launch(
 ) -> dict[str, Outcome]:
     """Through Accelerate's launcher, on forked processes where that can be."""
     prepare(run, model, jobs)
-    env = environment(engine) | {"TOKENIZERS_PARALLELISM": "false"}
+    env = environment(**DEVICE[engine.startswith("zero")], PYTHONPATH=str(ROOT))
     fork, script = fork and forks.serves(env), [str(SCRIPT), str(run)]
     if engine == "single" and fork:
         status, output = forks.run_forked(script, processes, env, 600)
@@ -232,7 +225,7 @@ ALIKE = [job.name for job in ALL if job.name not in ("seed", "shards", "lora_sha
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
-def test_the_update_is_that_of_one_process(launches, engine, processes):
+def test_the_update_and_the_log_are_those_of_one_process(launches, engine, processes):
     one, several = launches("single", 1), launches(engine, processes)
     assert several["saved"].engine == KIND[engine]
     assert several["saved"].sharded == (engine in ("fsdp2", "zero3"))
@@ -240,12 +233,7 @@ def test_the_update_is_that_of_one_process(launches, engine, processes):
     print(f"{engine} on {processes}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert max(errors.values()) <= UPDATE, errors
     assert gap(one["few"], several["seed"]) > DIFFERENT
-
-
-@pytest.mark.parametrize(("engine", "processes"), ENGINES)
-def test_the_log_is_that_of_one_process(launches, engine, processes):
-    one, several = launches("single", 1), launches(engine, processes)
-    for name in [name for name in ALIKE if name in several]:
+    for name in errors:
         for line, other in zip(one[name].log, several[name].log, strict=True):
             for key in ("loss", "reward", "entropy", "kl", "grad_norm", "completions/mean_length"):
                 if key in line:
@@ -339,8 +327,8 @@ def test_two_processes_that_a_server_samples_ahead_for_are_one_run(folder):
     """Old log-probabilities are those of the weights that the server had; without a lag the run is one too."""
     now = Job("now", SERVER, prompts=24)
     one, two = (
-        launch(folder / f"ahead_{engine}", folder / "model", engine, processes, [*AHEAD, now])
-        for engine, processes in (("single", 1), ("ddp", 2))
+        launch(folder / f"ahead_{processes}", folder / "model", "single", processes, [*AHEAD, now])
+        for processes in (1, 2)
     )
     assert gap(two["lag"], two["resumed"]) <= 1e-6
     assert gap(one["lag"], two["synced"]) > DIFFERENT
@@ -366,7 +354,7 @@ def test_two_machines_are_one_run(launches, folder):
     started = [
         subprocess.Popen(
             [*command, "--machine_rank", str(machine), str(SCRIPT), str(run)],
-            env=environment("ddp"),
+            env=environment(**DEVICE[False], PYTHONPATH=str(ROOT)),
             cwd=ROOT,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import LaunchError
-from grpo_ext.tools.check.comparison import metric_difference, update_error
+from grpo_ext.tools.check.comparison import update_error
 from grpo_ext.tools.check.runs import Run, RunResult
 from tests.support.cases import Bench
 from tests.support.kills import dying, failing_on, jittery, watched_collectives
-from tests.support.launches import long_run, run_all
+from tests.support.launches import assert_same_run, long_run, run_all
 from tests.support.tiny import sparse_reward
 from tests.tolerances import DIFFERENT
 
@@ -41,15 +41,6 @@ def whole(bench) -> dict[str, RunResult]:
     return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
 
 
-def assert_same_run(one: RunResult, other: RunResult, step: int = 0) -> None:
-    assert one.error is None, one.error
-    assert other.error is None, other.error
-    assert len(one.trace) == STEPS
-    assert other.trace == one.trace[step:]
-    lines = [line for line in one.log if line["step"] > step]
-    assert metric_difference(lines, [line for line in other.log if line["step"] > step]) == (0.0, "")
-
-
 def test_another_lag_learns_something_else(whole):
     for one, other in itertools.combinations(("lag0", "lag1", "lag2"), 2):
         assert whole[one].error is None, whole[one].error
@@ -57,11 +48,15 @@ def test_another_lag_learns_something_else(whole):
 
 
 @pytest.mark.parametrize(("processes", "size"), [(2, 3), pytest.param(4, 1, marks=full)])
-def test_the_same_bits_for_every_split(bench, whole, processes, size):
-    runs = [lagged(bench, f"lag{lag}-on-{processes}", lag, size) for lag in (1, 2)]
-    runs += [lagged(bench, f"dynamic-on-{processes}", 1, size, **DYNAMIC)]
-    for name, result in zip(("lag1", "lag2", "dynamic"), run_all(runs, processes)):
-        assert_same_run(whole[name], result)
+def test_the_same_bits_for_every_split_and_nothing_is_gathered_beside_training(bench, whole, processes, size):
+    names = ("lag1", "dynamic", "lag2")  # whose reward watches the collectives of the processes from there on
+    runs = [
+        lagged(bench, f"lag1-on-{processes}", 1, size),
+        lagged(bench, f"dynamic-on-{processes}", 1, size, **DYNAMIC),
+        lagged(bench, f"lag2-on-{processes}", 2, size, rewards=(watched_collectives(),)),
+    ]
+    for name, result in zip(names, run_all(runs, processes)):
+        assert_same_run(whole[name], result, steps=STEPS)
 
 
 @pytest.mark.parametrize(("processes", "times", "longest"), [(2, 1, 0.05), pytest.param(2, 5, 0.3, marks=full)])
@@ -72,14 +67,14 @@ def test_delays_change_nothing(bench, whole, processes, times, longest):
         for lag in (1, 2)
     ]
     for number, result in enumerate(run_all(runs, processes)):
-        assert_same_run(whole[f"lag{1 + number % 2}"], result)
+        assert_same_run(whole[f"lag{1 + number % 2}"], result, steps=STEPS)
 
 
 @pytest.mark.parametrize(
     ("lag", "processes", "steps"),
     [(1, 1, (1, 2, 6, 11)), (2, 2, (3, 4)), pytest.param(2, 3, (1, 5, 8, 11), marks=full)],
 )
-def test_a_resumed_run_goes_on_with_what_was_on_its_way(bench, whole, lag, processes, steps):
+def test_a_resumed_run_trains_the_rollout_batches_that_were_sampled_ahead(bench, whole, lag, processes, steps):
     runs = [
         dataclasses.replace(
             lagged(bench, f"lag{lag}-from-{step}-on-{processes}", lag, 5),
@@ -88,7 +83,7 @@ def test_a_resumed_run_goes_on_with_what_was_on_its_way(bench, whole, lag, proce
         for step in steps
     ]
     for step, result in zip(steps, run_all(runs, processes)):
-        assert_same_run(whole[f"lag{lag}"], result, step)
+        assert_same_run(whole[f"lag{lag}"], result, step, STEPS)
 
 
 def test_a_run_that_was_killed_goes_on_elsewhere(bench, whole):
@@ -97,24 +92,18 @@ def test_a_run_that_was_killed_goes_on_elsewhere(bench, whole):
         run_all([run], processes=2)
     again = dataclasses.replace(lagged(bench, "killed", 2, 3), resume_from="latest")
     (result,) = run_all([again], processes=1)
-    assert_same_run(whole["lag2"], result, STEPS - len(result.trace))
+    assert_same_run(whole["lag2"], result, STEPS - len(result.trace), STEPS)
     assert 0 < len(result.trace) < STEPS
-
-
-def test_nothing_is_gathered_beside_training(bench, whole):
-    run = dataclasses.replace(lagged(bench, "watched", 2, 5), rewards=(watched_collectives(),))
-    (result,) = run_all([run], processes=2)
-    assert_same_run(whole["lag2"], result)
 
 
 def test_an_error_of_one_process_ends_all(bench):
     run = dataclasses.replace(lagged(bench, "failing", 1), rewards=(failing_on(1, 3),))
     try:
         (result,) = run_all([run], processes=2)
-        said = str(result.error)
+        message = str(result.error)
     except LaunchError as error:
-        said = str(error)
-    assert "the judge is out" in said
+        message = str(error)
+    assert "the judge is out" in message
 
 
 def test_an_evaluation_changes_nothing(bench, whole):

@@ -60,6 +60,7 @@ def assert_same_bits(launches: Launches, reference: Run, processes: int, run: Ru
     assert one.error is None, one.error
     assert other.error is None, other.error
     assert len(one.trace) == len(other.trace) >= 2
+    assert one.trace[0] != one.trace[1]  # hashes of something that never changes would be the same for every split
     for step, (a, b) in enumerate(zip(one.trace, other.trace), start=1):
         assert a.keys() == b.keys()
         assert any(key.startswith("optimizer/") for key in a)
@@ -91,9 +92,3 @@ def test_without_it_the_bits_differ(launches):
     one, other = (launches.result(1, plain_run(launches.bench, size)) for size in (REFERENCE, 5))
     assert one.error is None
     assert one.trace[-1] != other.trace[-1]
-
-
-def test_the_bits_move(launches):
-    # hashes of something that never changes would be the same for every split
-    trace = launches.result(1, exact_run(launches.bench, "grpo", REFERENCE)).trace
-    assert trace[0] != trace[1]

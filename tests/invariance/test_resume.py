@@ -14,15 +14,20 @@ from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.stock import STOCK
 from tests.support.cases import Bench
 from tests.support.kills import dying
-from tests.support.launches import STEPS, long_run, run_all
+from tests.support.launches import STEPS, assert_same_run, long_run, run_all
 from tests.support.tiny import letter_reward, sparse_reward, stock_scores
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 
 # one epoch of rollouts of 9, 9 and 4 prompts, each used twice; every second step begins within a group
 CUT = {"global_batch_size": 18, "rollout_batch_size": 36, "num_train_epochs": 1, "bitwise_invariant": True}
-CUT_STEPS = 10
-EXACT = {"bitwise_invariant": True, "top_p": 0.8, "sampling_mask": "replay"}
-DYNAMIC = {"dynamic_sampling": True, "bitwise_invariant": True, "rewards": (sparse_reward,)}
+RUNS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "exact": {"bitwise_invariant": True, "top_p": 0.8, "sampling_mask": "replay"},
+    "adaptive": {"use_adaptive_entropy": True, "entropy_target": 5.0},
+    "dynamic": {"dynamic_sampling": True, "bitwise_invariant": True, "rewards": (sparse_reward,)},
+    "cut": CUT,
+}
+full = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -33,68 +38,36 @@ def bench(tmp_path_factory) -> Bench:
 @pytest.fixture(scope="module")
 def whole(bench) -> dict[str, RunResult]:
     """Uninterrupted runs, which leave a checkpoint of every step."""
-    runs = [
-        long_run(bench, bench.folder, "whole"),
-        long_run(bench, bench.folder, "exact", **EXACT),
-        long_run(bench, bench.folder, "adaptive", use_adaptive_entropy=True, entropy_target=5.0),
-        long_run(bench, bench.folder, "dynamic", **DYNAMIC),
-        long_run(bench, bench.folder, "cut", **CUT),
-    ]
+    runs = [long_run(bench, bench.folder, name, **changes) for name, changes in RUNS.items()]
     return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
 
 
 def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) -> Run:
-    run = long_run(bench, bench.folder, f"{name}-from-{step}-{size}", size, **changes)
+    run = long_run(bench, bench.folder, f"{name}-from-{step}-{size}", size, **{**RUNS[name], **changes})
     return dataclasses.replace(run, resume_from=str(bench.folder / name / f"checkpoint-{step}"))
 
 
-# inside a rollout, between its iterations, after it, around the smaller last step and the end of an epoch, in the next
-STOPS = (1, 2, 3, 4, 11, 12, 13, 23)
-FEW_STOPS = (3, 12, 23)
-full = pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "processes", "size", "stops"),
+    [
+        # between the iterations of a rollout batch, in the smaller last step of an epoch, in the next epoch
+        ("whole", 1, 16, (3, 12, 23)),
+        # inside a rollout batch, after it, around the end of an epoch
+        pytest.param("whole", 1, 16, (1, 2, 4, 11, 13), marks=full),
+        ("exact", 3, 3, (14,)),  # another number of processes
+        ("adaptive", 1, 16, (7,)),
+        ("dynamic", 2, 3, (6, 14)),  # before a rollout batch, in the second epoch
+        ("cut", 2, 5, (1, 2, 9)),  # after the first step of a rollout batch, between its iterations, in the last one
+    ],
+)
+def test_the_same_bits_from_every_kind_of_stop(bench, whole, name, processes, size, stops):
+    runs = [resumed(bench, name, step, size) for step in stops]
+    for step, result in zip(stops, run_all(runs, processes)):
+        assert_same_run(whole[name], result, step, 10 if name == "cut" else STEPS)
 
 
-def assert_same_run(one: RunResult, other: RunResult, step: int, steps: int = STEPS) -> None:
-    assert one.error is None, one.error
-    assert other.error is None, other.error
-    assert len(one.trace) == steps
-    assert other.trace == one.trace[step:]
-    lines = [line for line in one.log if line["step"] > step]
-    later = [line for line in other.log if line["step"] > step]
-    assert metric_difference(lines, later) == (0.0, "")
-
-
-@pytest.mark.parametrize("stops", [FEW_STOPS, pytest.param(sorted({*STOPS} - {*FEW_STOPS}), marks=full)])
-def test_the_same_bits_from_every_kind_of_stop(bench, whole, stops):
-    runs = [resumed(bench, "whole", step) for step in stops]
-    for step, result in zip(stops, run_all(runs, processes=1)):
-        assert_same_run(whole["whole"], result, step)
-
-
-def test_the_entropy_controller_is_restored(bench, whole):
-    run = resumed(bench, "adaptive", 7, use_adaptive_entropy=True, entropy_target=5.0)
-    assert_same_run(whole["adaptive"], run_all([run], processes=1)[0], 7)
-
-
-def test_bitwise_mode_resumes_on_another_number_of_processes(bench, whole):
-    run = resumed(bench, "exact", 14, 3, **EXACT)
-    assert_same_run(whole["exact"], run_all([run], processes=3)[0], 14)
-
-
-def test_dynamic_sampling_goes_on_with_the_same_prompts(bench, whole):
-    replaced = sum(line.get("dynamic_sampling/replaced_groups", 0) for line in whole["dynamic"].log)
-    assert replaced > 0
-    steps = (6, 14)  # before a rollout, in the second epoch
-    runs = [resumed(bench, "dynamic", step, 3, **DYNAMIC) for step in steps]
-    for step, result in zip(steps, run_all(runs, processes=2)):
-        assert_same_run(whole["dynamic"], result, step)
-
-
-def test_a_run_goes_on_within_a_group_that_a_step_has_cut(bench, whole):
-    steps = (1, 2, 9)  # after the first step of a rollout, between its iterations, in the smaller last one
-    runs = [resumed(bench, "cut", step, 5, **CUT) for step in steps]
-    for step, result in zip(steps, run_all(runs, processes=2)):
-        assert_same_run(whole["cut"], result, step, CUT_STEPS)
+def test_dynamic_sampling_has_replaced_groups(whole):
+    assert sum(line.get("dynamic_sampling/replaced_groups", 0) for line in whole["dynamic"].log) > 0
 
 
 def test_another_layout_goes_on_to_rounding(bench, whole):

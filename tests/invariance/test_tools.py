@@ -44,8 +44,8 @@ def runs(tmp_path_factory, request) -> Any:
         if processes not in done and wanted[processes]:
             done.add(processes)
             assert not (output := launched(folders[processes], processes, *wanted[processes])), output
-        found = sorted(folders[processes].glob(f"{name}-{size}-*.pt"))
-        return [torch.load(path, weights_only=False) for path in found]
+        files = sorted(folders[processes].glob(f"{name}-{size}-*.pt"))
+        return [torch.load(path, weights_only=False) for path in files]
 
     return result
 
@@ -82,11 +82,11 @@ def test_what_tools_answer_and_what_is_learned_do_not_depend_on_the_split(runs, 
 @pytest.mark.parametrize("name", [marked(name, full=name in FULL) for name in NAMES if name != "ahead"])
 def test_what_was_sampled_is_what_is_trained_on_token_for_token(runs, name):
     (alone,) = runs(name, 1, 24)
-    said: dict[int, list[tuple[int, list[int], list[int]]]] = defaultdict(list)
-    for key, offset, before, new in alone["said"]:
-        said[key].append((offset, before, new))
-    transcripts = {tuple(turns[0][1]): [] for turns in said.values()}
-    for turns in said.values():
+    by_key: dict[int, list[tuple[int, list[int], list[int]]]] = defaultdict(list)
+    for key, offset, before, new in alone["turns"]:
+        by_key[key].append((offset, before, new))
+    transcripts = {tuple(turns[0][1]): [] for turns in by_key.values()}
+    for turns in by_key.values():
         assert turns[0][0] == 0
         prompt, ids, mask = turns[0][1], list[int](), list[int]()
         for offset, before, new in turns:

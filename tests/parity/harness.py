@@ -8,9 +8,9 @@ the functions of a test wrote down. Nothing of grpo_ext is named but its public 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +35,8 @@ class Known:
     """A difference that is meant.
 
     Attributes:
-        part: of a `Run`; name: of the key, or how it begins, where it ends with a star.
+        part: of a `Run`.
+        name: of the key; a star stands for any text.
         extra: grpo_ext has a key that TRL has not; otherwise the values may differ, or the key be missing.
         reason: why.
     """
@@ -46,9 +47,8 @@ class Known:
     reason: str
 
     def covers(self, part: str, name: str) -> bool:
-        """Whether a key is meant."""
-        fits = name.startswith(self.name[:-1]) if self.name.endswith("*") else name == self.name
-        return part == self.part and fits
+        """Whether the difference concerns a key."""
+        return part == self.part and fnmatchcase(name, self.name)
 
 
 SPEEDS = ("runtime", "samples_per_second", "steps_per_second")
@@ -88,7 +88,6 @@ class Run:
         timings: names that trackers get, without the trainer's class.
         journal: what the test's functions wrote.
         update: what acting changed in the parameters, float64.
-        error: what ended it.
     """
 
     outputs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -98,8 +97,7 @@ class Run:
     lines: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     timings: list[str] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
-    update: torch.Tensor | None = None
-    error: Exception | None = None
+    update: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
 
 
 def recording(base: type, run: Run, scoring: bool) -> type:
@@ -151,10 +149,8 @@ def train(trainer: Any) -> None:
     trainer.train()
 
 
-def run_one(
-    package: Any, folder: Path, parts: Parts, scoring: bool, act: Act = train, raises: bool = False, **settings: Any
-) -> Run:
-    """Build a trainer of a package (trl, grpo_ext) and act with it; see `side_by_side`.
+def run_one(package: Any, folder: Path, parts: Parts, scoring: bool = False, act: Act = train, **settings: Any) -> Run:
+    """Build a trainer of a package (trl, grpo_ext) and act with it; see `alike`.
 
     Args:
         scoring: the trainer overrides `_generate_and_score_completions`.
@@ -180,72 +176,54 @@ def run_one(
         mock.patch.object(ProfilingContext, "_log_metrics", note),
         mock.patch.object(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch),  # a step's rows stay in order
     ):
-        try:
-            run.journal.trainer = trainer = cls(args=package.GRPOConfig(**kwargs), **parts(run.journal))
-            start = parameters(trainer)
-            act(trainer)
-            run.update = parameters(trainer) - start
-        except Exception as error:
-            if not raises:
-                raise
-            run.error = error
+        run.journal.trainer = trainer = cls(args=package.GRPOConfig(**kwargs), **parts(run.journal))
+        start = parameters(trainer)
+        act(trainer)
+        run.update = parameters(trainer) - start
     run.journal.trainer = None
     return run
 
 
-@dataclass
-class Sides:
-    """Stock TRL, grpo_ext with an override of the scoring as in `recording`, and grpo_ext without it."""
-
-    stock: Run
-    scored: Run
-    ours: Run
-
-    def differences(self, *more: Known) -> list[str]:
-        """What grpo_ext does otherwise, beside what is known, and in this case `more`; a line each."""
-        scored = compare(self.stock, self.scored, *more)
-        bare = Run(**{**vars(self.stock), "outputs": [], "rows": []})
-        return [f"with an override: {line}" for line in scored] + compare(bare, self.ours, *more)
+def three_runs(folder: Path, parts: Parts, act: Act = train, **settings: Any) -> list[Run]:
+    """The runs of a case: stock TRL, grpo_ext with an override of the scoring as in `recording`, and without it."""
+    kinds = (("stock", trl, True), ("scored", grpo_ext, True), ("ours", grpo_ext, False))
+    return [run_one(package, folder / name, parts, scoring, act, **settings) for name, package, scoring in kinds]
 
 
-def side_by_side(folder: Path, parts: Parts, act: Act = train, raises: bool = False, **settings: Any) -> Sides:
-    """Run a case with stock TRL and with grpo_ext.
+def differences(stock: Run, scored: Run, ours: Run, known: Sequence[Known] = ()) -> list[str]:
+    """What grpo_ext does otherwise than TRL, beside what is known; a line each."""
+    bare = Run(**{**vars(stock), "outputs": [], "rows": []})
+    return [f"with an override: {line}" for line in compare(stock, scored, known)] + compare(bare, ours, known)
+
+
+def alike(folder: Path, parts: Parts, act: Act = train, known: Sequence[Known] = (), **settings: Any) -> Run:
+    """Run a case with stock TRL and with grpo_ext, and assert that they do the same; the run of stock TRL.
 
     Args:
-        parts: from a journal to what the trainers are given: model, reward_funcs, train_dataset, processing_class, ...
+        parts: from a journal to the arguments of a trainer: model, reward_funcs, train_dataset, processing_class, ...
         act: what is done with the trainer.
-        raises: an exception is recorded.
+        known: differences that are meant in this case, beside `KNOWN`.
         settings: of both configurations. One step on one rollout batch of ROWS completions by default; with
             `steps_per_generation=2`, two. The rows of an epoch are whole rollout batches: TRL drops the rest, which
             grpo_ext trains as a smaller step.
-    """
-    runs = [
-        run_one(package, folder / name, parts, scoring, act, raises, **settings)
-        for name, package, scoring in (("stock", trl, True), ("scored", grpo_ext, True), ("ours", grpo_ext, False))
-    ]
-    return Sides(*runs)
-
-
-def assert_alike(sides: Sides, *more: Known) -> None:
-    """Fail with all differences, beside what is known, and in this case `more`.
 
     Raises:
-        AssertionError: there are some.
+        AssertionError: names all differences.
     """
-    differences = sides.differences(*more)
-    assert not differences, "\n".join(differences)
+    runs = three_runs(folder, parts, act, **settings)
+    lines = differences(*runs, known)
+    assert not lines, "\n".join(lines)
+    return runs[0]
 
 
 # ---- Comparing ------------------------------------------------------------------------------------------------------
 
 
-def compare(stock: Run, ours: Run, *more: Known) -> list[str]:
-    """Every difference of two runs that is neither in `KNOWN` nor in `more`, a line each."""
-    known = [*KNOWN, *more]
-    lines = [] if type(stock.error) is type(ours.error) else [f"error: {stock.error!r} against {ours.error!r}"]
-    if stock.update is not None and ours.update is not None and not stock.update.equal(ours.update):
-        distance = error(stock.update, ours.update)
-        lines += [f"update: relative error {distance:.1e}"] if not distance <= UPDATE else []
+def compare(stock: Run, ours: Run, known: Sequence[Known] = ()) -> list[str]:
+    """Every difference of two runs that is neither in `KNOWN` nor in `known`, a line each."""
+    known, lines = [*KNOWN, *known], []
+    if not stock.update.equal(ours.update) and not (distance := error(stock.update, ours.update)) <= UPDATE:
+        lines.append(f"update: relative error {distance:.1e}")
     for part in ("outputs", "rows", "metrics", "tables", "lines"):
         theirs, own = getattr(stock, part), getattr(ours, part)
         modes, own_modes = [mode for mode, _ in theirs], [mode for mode, _ in own]
@@ -283,8 +261,14 @@ def difference(expected: Any, value: Any) -> str | None:
 
     Numbers are compared with the tolerance of a logged value, all else exactly.
     """
-    if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor):
-        return _tensors(expected, value)
+    tensors = isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor)
+    if tensors or (type(expected) is float and type(value) in (float, int)):
+        try:
+            one = value if tensors else float(value)
+            torch.testing.assert_close(one, expected, rtol=METRIC, atol=METRIC, equal_nan=True)
+        except AssertionError as error:
+            return f": {' '.join(str(error).split())}"
+        return None
     if isinstance(expected, Image.Image) and isinstance(value, Image.Image):
         return None if expected.tobytes() == value.tobytes() else ": another image"
     if isinstance(expected, Mapping) and isinstance(value, Mapping):
@@ -295,21 +279,6 @@ def difference(expected: Any, value: Any) -> str | None:
         if len(expected) != len(value):
             return f": {len(expected)} entries against {len(value)}"
         pairs = [(f"[{place}]", *both) for place, both in enumerate(zip(expected, value))]
-    elif type(expected) is float and type(value) in (float, int):
-        alike = math.isclose(expected, value, rel_tol=METRIC, abs_tol=METRIC)
-        return None if alike or (math.isnan(expected) and math.isnan(value)) else f": {expected} against {value}"
     else:
         return None if expected == value else f": {expected!r} against {value!r}"
     return next((f"{at}{line}" for at, a, b in pairs if (line := difference(a, b)) is not None), None)
-
-
-def _tensors(expected: torch.Tensor, value: torch.Tensor) -> str | None:
-    if expected.shape != value.shape:
-        return f": shape {tuple(expected.shape)} against {tuple(value.shape)}"
-    if expected.dtype != value.dtype:
-        return f": {expected.dtype} against {value.dtype}"
-    if not expected.is_floating_point():
-        return None if torch.equal(expected, value) else f": {expected.tolist()} against {value.tolist()}"
-    if torch.allclose(expected, value, rtol=METRIC, atol=METRIC, equal_nan=True):
-        return None
-    return f": largest difference {float((expected - value).abs().nan_to_num().max()):.1e}"

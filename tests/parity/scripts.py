@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from datasets import Dataset
 
-from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
+from tests.support.drop_in import conversations
+from tests.support.tiny import prompts, tiny_model, tiny_tokenizer, tool
 
 MODEL, TOOL, CALL, END_CALL, EOS = "<model>", "<tool>", "<call>", "</call>", "<eos>"
 TEMPLATE = (
@@ -138,12 +138,6 @@ def scripted_model(tokenizer: Any, reply: Reply = letters, **config: Any) -> Any
     return model
 
 
-def conversations(count: int = 8, **columns: Any) -> Dataset:
-    """Rows with a message each, and further columns."""
-    messages = [[{"role": "user", "content": text}] for text in prompts(count)["prompt"]]
-    return Dataset.from_dict({"prompt": messages, **columns})
-
-
 def tokens_of(output: dict[str, Any], tokenizer: Any) -> list[str]:
     """Prompts and completions of TRL's dictionary as text, padding left out."""
     texts = []
@@ -183,6 +177,23 @@ def entry_of(columns: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def parts_of(journal: Journal, reply: Reply = letters, tokenizer: Any = None, **parts: Any) -> dict[str, Any]:
+    """Arguments of a trainer: a model that says what is written, two rows, and a reward that writes down its own.
+
+    Args:
+        tokenizer: rows are messages where it has a template, otherwise text.
+        parts: further arguments, and others in the place of these.
+    """
+    tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
+    return {
+        "model": scripted_model(tokenizer, reply),
+        "processing_class": tokenizer,
+        "train_dataset": prompts(2) if tokenizer.chat_template is None else conversations(2),
+        "reward_funcs": writing_reward(journal),
+        **parts,
+    }
+
+
 # ---- Environments ---------------------------------------------------------------------------------------------------
 
 
@@ -199,12 +210,8 @@ def game(journal: Journal) -> type:
             journal.write("reset", type(self).__name__, self.number, row)
             return observation(row.get("hint"))
 
+        @tool
         def guess(self, number: int) -> str:
-            """Guess a number.
-
-            Args:
-                number: The guess.
-            """
             self.guesses += number
             journal.write("tool", "guess", self.number, number)
             return f"after {self.guesses}"

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 
-from tests.parity.harness import Sides, compare, difference, side_by_side
-from tests.parity.scripts import Journal, scripted_model, writing_reward
-from tests.support.tiny import prompts, stock_scores, tiny_tokenizer
+from tests.parity.harness import Run, compare, difference, three_runs
+from tests.parity.scripts import parts_of
+from tests.support.tiny import stock_scores
 
 pytestmark = stock_scores
 
 
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory) -> Sides:
-    def parts(journal: Journal) -> dict[str, Any]:
-        tokenizer = tiny_tokenizer()
-        names = {"model": scripted_model(tokenizer), "processing_class": tokenizer, "train_dataset": prompts(2)}
-        return {**names, "reward_funcs": writing_reward(journal)}
-
-    return side_by_side(tmp_path_factory.mktemp("sides"), parts, steps_per_generation=2)
+def runs(tmp_path_factory) -> list[Run]:
+    return three_runs(tmp_path_factory.mktemp("runs"), parts_of, steps_per_generation=2)
 
 
 CHANGES = {
@@ -39,11 +33,12 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("line", CHANGES)
-def test_a_change_is_found(sides, line):
-    assert compare(sides.stock, sides.scored) == []
-    other = copy.deepcopy(sides.scored)
+def test_a_change_is_found(runs, line):
+    stock, scored, _ = runs
+    assert compare(stock, scored) == []
+    other = copy.deepcopy(scored)
     CHANGES[line](other)
-    assert any(found.startswith(line) for found in compare(sides.stock, other))
+    assert any(found.startswith(line) for found in compare(stock, other))
 
 
 @pytest.mark.parametrize(

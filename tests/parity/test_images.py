@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
-from tests.parity.harness import ROWS, assert_alike, side_by_side
+from tests.parity.harness import ROWS, alike, train
 from tests.parity.scripts import Journal, Script, writing_reward
 from tests.support.images import FAMILIES, Gallery, calling, image, image_model, image_processor, image_rows, look
 from tests.support.tiny import stock_scores
@@ -57,76 +59,55 @@ def in_messages() -> Dataset:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_images_of_a_data_set(tmp_path, family):
-    rows = image_rows(2, shapes=((8, 8), (16, 8)))
-    sides = side_by_side(tmp_path, lambda journal: showing(journal, family, rows), log_multimodal=True)
-    assert "pixel_values" in sides.stock.outputs[0][1]
-    assert len(sides.stock.tables[0][1]["images"]) == ROWS
-    assert_alike(sides)
+def of_two_shapes() -> Dataset:
+    return image_rows(2, shapes=((8, 8), (16, 8)))
 
 
-def test_images_in_messages(tmp_path):
-    sides = side_by_side(tmp_path, lambda journal: showing(journal, "llava", in_messages()), log_multimodal=False)
-    assert len(sides.stock.tables[0][1]["images"]) == 0
-    assert_alike(sides)
+def without_images() -> Dataset:
+    return image_rows(2).remove_columns("images")
 
 
-def test_a_rollout_func_leaves_the_images_of_the_data_set_where_they_are(tmp_path):
-    def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
-        ids = trainer._tokenize_prompts(prompts)[0]
-        rows = [[3 + (sum(row) + 7 * i + 3 * t) % 20 for t in range(3 + i % 4)] for i, row in enumerate(ids)]
-        return {"prompt_ids": ids, "completion_ids": rows, "logprobs": None}
-
-    sides = side_by_side(
-        tmp_path,
-        lambda journal: showing(journal, "llava", image_rows(2), rollout_func=rollout),
-        log_multimodal=True,
-    )
-    assert len(sides.stock.tables[0][1]["images"]) == ROWS
-    assert_alike(sides)
+def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+    """A `rollout_func`: the images of the data set stay where they are."""
+    ids = trainer._tokenize_prompts(prompts)[0]
+    rows = [[3 + (sum(row) + 7 * i + 3 * t) % 20 for t in range(3 + i % 4)] for i, row in enumerate(ids)]
+    return {"prompt_ids": ids, "completion_ids": rows, "logprobs": None}
 
 
-# of Gemma 3's and others', TRL hands over half
-@pytest.mark.parametrize(("family", "steps"), [("llava", 1), ("qwen2_5_vl", 2)])
-def test_images_of_tools_are_added_to_those_of_the_data_set(tmp_path, family, steps):
-    def act(trainer: Any) -> None:
-        trainer._image_pad_token_id = trainer.model.config.image_token_id  # TRL knows those of real models by name
-        trainer.train()
+def knowing_images(trainer: Any) -> None:
+    """Train where TRL knows the token of images, as it does by name for real models."""
+    trainer._image_pad_token_id = trainer.model.config.image_token_id
+    trainer.train()
 
-    sides = side_by_side(
-        tmp_path,
-        lambda journal: showing(journal, family, image_rows(2), tools=[look]),
-        act,
-        log_multimodal=True,
-        steps_per_generation=steps,
-        **LONG,
-    )
-    assert {len(images) for images in sides.stock.tables[0][1]["images"]} >= {1, 2}
-    assert_alike(sides)
+
+# family, rows, arguments of the trainer, settings, and numbers of images that rows of the table have
+CASES: dict[str, tuple[str, Callable[[], Dataset], dict[str, Any], dict[str, Any], set[int]]] = {
+    **{f"data set, {family}": (family, of_two_shapes, {}, {}, {1}) for family in FAMILIES},
+    "messages": ("llava", in_messages, {}, {"log_multimodal": False}, set()),
+    "rollout_func": ("llava", partial(image_rows, 2), {"rollout_func": rollout}, {}, {1}),
+    "environments": ("llava", without_images, {"environment_factory": Gallery, "reward_funcs": None}, LONG, {1, 2}),
+    # of the images of Gemma 3's and others' tools, TRL hands over half
+    "tools": ("llava", partial(image_rows, 2), {"tools": [look]}, LONG, {1, 2}),
+    "tools, two steps": (
+        *("qwen2_5_vl", partial(image_rows, 2), {"tools": [look]}),
+        *({"steps_per_generation": 2, **LONG}, {1, 2}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_images_are_those_of_stock_trl(tmp_path, name):
+    family, rows, parts, settings, counts = CASES[name]
+    act = knowing_images if "tools" in parts else train
+    parts = partial(showing, family=family, rows=rows(), **parts)
+    stock = alike(tmp_path, parts, act, **{"log_multimodal": True, **settings})
+    assert "pixel_values" in stock.outputs[0][1]
+    assert {1, 2} & {len(images) for images in stock.tables[0][1]["images"]} == counts
 
 
 def test_images_of_answers_that_do_not_fit_are_taken_back(tmp_path):
-    sides = side_by_side(
-        tmp_path,
-        lambda journal: showing(journal, "llava", image_rows(2), tools=[look]),
-        log_multimodal=True,
-        max_tool_calling_iterations=3,
-        max_completion_length=40,
-    )
-    messages = [message for completion in sides.stock.tables[0][1]["completion"] for message in completion]
-    calls = sides.stock.metrics[0][1]["tools/call_frequency"][0] * ROWS
+    parts = partial(showing, family="llava", rows=image_rows(2), tools=[look])
+    stock = alike(tmp_path, parts, log_multimodal=True, max_tool_calling_iterations=3, max_completion_length=40)
+    messages = [message for completion in stock.tables[0][1]["completion"] for message in completion]
+    calls = stock.metrics[0][1]["tools/call_frequency"][0] * ROWS
     assert calls > sum(message["role"] == "tool" for message in messages) > 0
-    assert_alike(sides)
-
-
-def test_images_of_environments(tmp_path):
-    rows = image_rows(2).remove_columns("images")
-    sides = side_by_side(
-        tmp_path,
-        lambda journal: showing(journal, "llava", rows, environment_factory=Gallery, reward_funcs=[]),
-        log_multimodal=True,
-        **LONG,
-    )
-    assert {len(images) for images in sides.stock.tables[0][1]["images"]} >= {1, 2}
-    assert_alike(sides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,23 +16,22 @@ from trl.trainer import grpo_trainer
 
 import grpo_ext
 from grpo_ext.rollouts.engine_check import EngineCheck
-from tests.parity.harness import GROUP, ROWS, Known, assert_alike, compare, run_one, side_by_side
+from tests.parity.harness import GROUP, ROWS, Known, alike, compare, run_one, train
 from tests.parity.scripts import (
     EOS,
     Journal,
-    Reply,
     Script,
     by_turn,
     call,
     chat_tokenizer,
-    conversations,
     last_text,
-    letters,
+    parts_of,
     scripted_model,
     writing_reward,
 )
 from tests.support.server import StandIn
-from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer
+from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer, tool
+from tests.support.trainers import LORA
 
 pytestmark = stock_scores
 MEANS = "means over the step, where TRL's are means of the micro-batches' means"
@@ -40,32 +40,9 @@ OF_MICRO_BATCHES = [
 ]
 
 
-def text_parts(journal: Journal, reply: Reply = letters, **parts: Any) -> dict[str, Any]:
-    """What a trainer is given for prompts that are text."""
-    tokenizer = tiny_tokenizer()
-    return {
-        "model": scripted_model(tokenizer, reply),
-        "processing_class": tokenizer,
-        "train_dataset": prompts(2),
-        "reward_funcs": writing_reward(journal),
-        **parts,
-    }
-
-
+@tool
 def count(number: int) -> str:
-    """Count.
-
-    Args:
-        number: How far.
-    """
     return str(number + 1)
-
-
-def calling_parts(journal: Journal, reply: Reply, **parts: Any) -> dict[str, Any]:
-    """What a trainer is given for messages and a tool."""
-    tokenizer = chat_tokenizer()
-    chat = {"processing_class": tokenizer, "train_dataset": conversations(2), "tools": [count]}
-    return text_parts(journal, **{**chat, "model": scripted_model(tokenizer, reply), **parts})
 
 
 # ---- A vLLM server --------------------------------------------------------------------------------------------------
@@ -111,26 +88,25 @@ def served(monkeypatch):
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_truncate"])
 def test_ratios_to_what_vllm_says_are_one_where_it_says_nothing(tmp_path, served, mode):
     settings = {"vllm_importance_sampling_mode": mode, "steps_per_generation": 1 + (mode == "token_mask")}
-    sides = side_by_side(tmp_path, text_parts, **settings, **served)
-    output = sides.stock.outputs[0][1]
+    stock = alike(tmp_path, parts_of, **settings, **served)
+    output = stock.outputs[0][1]
     unknown = output["sampling_per_token_logps"].isnan()
     ratio = output["importance_sampling_ratio"]
     assert unknown.any()
     assert ratio.shape == ((ROWS, 1) if mode.startswith("sequence") else unknown.shape)
     assert mode.startswith("sequence") or bool((ratio[unknown] == 1).all())
-    assert any(name.startswith("sampling/importance") for name in sides.stock.metrics[0][1])
-    assert_alike(sides)
+    assert any(name.startswith("sampling/importance") for name in stock.metrics[0][1])
 
 
 def test_tokens_of_tools_have_the_log_probability_zero(tmp_path, served):
     reply = by_turn([call("count", number=1) + EOS, f"a{EOS}", "cut"], [f"b{EOS}", call("count", number=2)])
     settings = {"max_completion_length": 100, "mask_truncated_completions": True, "max_tool_calling_iterations": 2}
-    sides = side_by_side(tmp_path, lambda journal: calling_parts(journal, reply), **settings, **served)
-    output = sides.stock.outputs[0][1]
+    parts = partial(parts_of, reply=reply, tokenizer=chat_tokenizer(), tools=[count])
+    stock = alike(tmp_path, parts, **settings, **served)
+    output = stock.outputs[0][1]
     told = output["sampling_per_token_logps"][output["completion_mask"].bool() & (output["tool_mask"] == 0)]
     assert len(told) > 5
     assert not told.any()
-    assert_alike(sides)
 
 
 # ---- Completions ----------------------------------------------------------------------------------------------------
@@ -138,22 +114,22 @@ def test_tokens_of_tools_have_the_log_probability_zero(tmp_path, served):
 
 @pytest.mark.parametrize(("masked", "steps"), [(False, 1), (True, 2)])
 def test_completions_that_do_not_end_are_counted_and_may_be_masked(tmp_path, masked, steps):
-    sides = side_by_side(tmp_path, text_parts, mask_truncated_completions=masked, steps_per_generation=steps)
-    clipped = sides.stock.metrics[0][1]["completions/clipped_ratio"][0]
+    stock = alike(tmp_path, parts_of, mask_truncated_completions=masked, steps_per_generation=steps)
+    clipped = stock.metrics[0][1]["completions/clipped_ratio"][0]
     assert 0 < clipped < 1
-    whole = sides.stock.outputs[0][1]["completion_mask"].any(1).float().mean()
+    whole = stock.outputs[0][1]["completion_mask"].any(1).float().mean()
     assert float(whole) == (1 - clipped if masked else 1.0)
-    assert_alike(sides)
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_where_all_completions_end_or_none_does(tmp_path, ends):
     reply = by_turn([f"abc{EOS * ends}", f"bd{EOS * ends}"])
-    sides = side_by_side(tmp_path, lambda journal: text_parts(journal, reply), mask_truncated_completions=not ends)
-    assert sides.stock.metrics[0][1]["completions/clipped_ratio"] == [float(not ends)]
     reason = "a mean over no tokens: 0 in TRL, nothing in grpo_ext"
     names = () if ends else ("entropy", "clip_ratio/*")
-    assert_alike(sides, *(Known(part, name, False, reason) for name in names for part in ("metrics", "lines")))
+    known = [Known(part, name, False, reason) for name in names for part in ("metrics", "lines")]
+    masked = {"mask_truncated_completions": not ends}
+    stock = alike(tmp_path, partial(parts_of, reply=reply), known=known, **masked)
+    assert stock.metrics[0][1]["completions/clipped_ratio"] == [float(not ends)]
 
 
 def test_the_last_token_says_whether_a_completion_has_ended_and_padding_is_an_end(tmp_path):
@@ -162,26 +138,8 @@ def test_the_last_token_says_whether_a_completion_has_ended_and_padding_is_an_en
         prompt_ids = [trainer.processing_class(one)["input_ids"] for one in asked]
         return {"prompt_ids": prompt_ids, "completion_ids": [ids[row % 4] for row in range(ROWS)], "logprobs": None}
 
-    sides = side_by_side(tmp_path, lambda journal: text_parts(journal, rollout_func=rollout))
-    assert sides.stock.metrics[0][1]["completions/clipped_ratio"] == [0.5]
-    assert_alike(sides)
-
-
-def test_reference_log_probabilities_are_those_without_the_adapter(tmp_path):
-    def parts(journal: Journal) -> dict[str, Any]:
-        torch.manual_seed(5)  # of the adapter's start
-        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        return text_parts(journal, peft_config=lora)
-
-    sides = side_by_side(tmp_path, parts, beta=0.1, steps_per_generation=2, max_steps=2)
-    assert "ref_per_token_logps" in sides.stock.outputs[0][1]
-    assert_alike(sides)
-
-
-def test_rows_may_be_padded_to_a_multiple(tmp_path):
-    sides = side_by_side(tmp_path, text_parts, pad_to_multiple_of=8, steps_per_generation=2)
-    assert sides.stock.outputs[0][1]["prompt_ids"].size(1) == 16
-    assert_alike(sides)
+    stock = alike(tmp_path, partial(parts_of, rollout_func=rollout))
+    assert stock.metrics[0][1]["completions/clipped_ratio"] == [0.5]
 
 
 # ---- Evaluation -----------------------------------------------------------------------------------------------------
@@ -194,17 +152,16 @@ def test_an_evaluation_tells_the_tokens_of_training_and_adds_none(tmp_path):
         trainer.evaluate()
         assert trainer.state.num_input_tokens_seen == before
 
-    sides = side_by_side(
+    stock = alike(
         tmp_path,
-        lambda journal: text_parts(journal, eval_dataset=prompts(2, seed=4)),  # TRL shuffles more of them
+        lambda journal: parts_of(journal, eval_dataset=prompts(2, seed=4)),  # TRL shuffles more of them
         act,
         num_generations_eval=2,
     )
-    modes = [mode for mode, _ in sides.stock.outputs]
+    modes = [mode for mode, _ in stock.outputs]
     assert modes == ["train", "eval"]
-    records = {mode: record for mode, record in sides.stock.metrics if record}
+    records = {mode: record for mode, record in stock.metrics if record}
     assert records["eval"]["num_tokens"] == records["train"]["num_tokens"]
-    assert_alike(sides)
 
 
 # ---- Losses ---------------------------------------------------------------------------------------------------------
@@ -227,6 +184,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "entropy": {"entropy_coef": 0.05},
     "off_policy": {"off_policy_mask_threshold": 1e-4},
     "moe": {"kind": "moe"},
+    "adapter": {"beta": 0.1, "lora": True},  # the reference is the model without it
+    "padded to a multiple": {"pad_to_multiple_of": 8},
 }
 MOVED = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-2}  # the policy has moved in every second step
 
@@ -234,74 +193,60 @@ MOVED = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-2}  # the poli
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_the_update_and_the_metrics_of_stock_trl(tmp_path, name):
     settings = dict(LOSSES[name])
-    kind = settings.pop("kind", "qwen2")
+    kind, lora = settings.pop("kind", "qwen2"), settings.pop("lora", False)
 
     def parts(journal: Journal) -> dict[str, Any]:
         model = scripted_model(tiny_tokenizer(), kind=kind)
         if "beta" in settings:  # stock TRL loads the reference by its name
             model.save_pretrained(tmp_path / "start")
             model.config._name_or_path = str(tmp_path / "start")
-        return text_parts(journal, model=model, train_dataset=prompts(4))
+        torch.manual_seed(5)  # of an adapter's start
+        return parts_of(
+            journal, model=model, train_dataset=prompts(4), peft_config=LoraConfig(**LORA) if lora else None
+        )
 
-    sides = side_by_side(tmp_path, parts, **MOVED, **settings)
-    assert sides.stock.update.norm() > 1e-3
-    assert_alike(sides)
+    stock = alike(tmp_path, parts, **MOVED, **settings)
+    assert stock.update.norm() > 1e-3
+    assert ("ref_per_token_logps" in stock.outputs[0][1]) == ("beta" in settings)
 
 
 def test_another_denominator_is_noticed(tmp_path):
     """The negative control."""
     stock, ours = (
-        run_one(package, tmp_path / name, text_parts, False, loss_type=name, **MOVED)
+        run_one(package, tmp_path / name, parts_of, loss_type=name, **MOVED)
         for package, name in ((trl, "dapo"), (grpo_ext, "grpo"))
     )
     assert any(line.startswith("update: ") for line in compare(stock, ours))
 
 
-def test_a_step_of_several_micro_batches_has_no_old_log_probabilities(tmp_path):
-    """Where a rollout batch is one step (`steps_per_generation` is the accumulation)."""
-    sizes, rows = {"steps_per_generation": 2, "gradient_accumulation_steps": 2}, prompts(4)
-    sides = side_by_side(tmp_path, lambda journal: text_parts(journal, train_dataset=rows), **sizes, max_steps=2)
-    assert "old_per_token_logps" not in sides.stock.outputs[0][1]
-    assert_alike(sides, *OF_MICRO_BATCHES)
-
-
-def test_a_step_that_cuts_groups_has_the_update_of_stock_trl(tmp_path):
-    """6 x 3 completions with 4 generations: the second step begins within a group."""
-    sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "steps_per_generation": 6}
-    rows = prompts(9)
-    sides = side_by_side(tmp_path, lambda journal: text_parts(journal, train_dataset=rows), **sizes, max_steps=2)
-    assert_alike(sides, *OF_MICRO_BATCHES)
+@pytest.mark.parametrize(
+    ("sizes", "rows", "old"),
+    [
+        # a rollout batch is one step: `steps_per_generation` is the accumulation
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 2}, 4, False),
+        # 6 x 3 completions with 4 generations: the second step begins within a group
+        ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "steps_per_generation": 6}, 9, True),
+    ],
+    ids=["whole groups", "cut groups"],
+)
+def test_a_step_of_several_micro_batches_has_the_update_of_stock_trl(tmp_path, sizes, rows, old):
+    parts = partial(parts_of, train_dataset=prompts(rows))
+    stock = alike(tmp_path, parts, train, OF_MICRO_BATCHES, **sizes, max_steps=2)
+    assert ("old_per_token_logps" in stock.outputs[0][1]) is old
 
 
 # ---- Rewards --------------------------------------------------------------------------------------------------------
 
 
-def several(journal: Journal) -> dict[str, Any]:
-    return text_parts(journal, reward_funcs=[writing_reward(journal), sparse_reward])
-
-
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"reward_weights": [0.5, 2.0], "scale_rewards": "batch"},
-        {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [0.5, 2.0]},
-    ],
-    ids=str,
+    "settings", [{"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}], ids=str
 )
 def test_several_rewards_of_which_some_do_not_apply(tmp_path, settings):
-    sides = side_by_side(tmp_path, several, **settings)
-    assert any(value != value for value in sides.stock.tables[0][1]["rewards"]["sparse_reward"])
-    assert_alike(sides)
-
-
-def unscored(rows: set[int]) -> Any:
     def parts(journal: Journal) -> dict[str, Any]:
-        def reward(completions: Any, **columns: Any) -> list[float | None]:
-            return [None if row in rows else float(len(text)) for row, text in enumerate(completions)]
+        return parts_of(journal, reward_funcs=[writing_reward(journal), sparse_reward])
 
-        return text_parts(journal, reward_funcs=[reward, reward])
-
-    return parts
+    stock = alike(tmp_path, parts, **settings, reward_weights=[0.5, 2.0])
+    assert any(value != value for value in stock.tables[0][1]["rewards"]["sparse_reward"])
 
 
 @pytest.mark.parametrize(
@@ -314,12 +259,17 @@ def unscored(rows: set[int]) -> Any:
     ids=["some", "a group", "all"],
 )
 def test_completions_that_nobody_scored_teach_nothing_and_are_warned_of(tmp_path, caplog, rows, aggregation):
+    def reward(completions: Any, **columns: Any) -> list[float | None]:
+        return [None if row in rows else float(len(text)) for row, text in enumerate(completions)]
+
     with caplog.at_level(logging.WARNING):
-        sides = side_by_side(tmp_path, unscored(rows), multi_objective_aggregation=aggregation)
-    assert not sides.stock.outputs[0][1]["advantages"][list(rows)].any()
+        stock = alike(
+            tmp_path, partial(parts_of, reward_funcs=[reward, reward]), multi_objective_aggregation=aggregation
+        )
+    assert not stock.outputs[0][1]["advantages"][list(rows)].any()
+    assert caplog.text.count("No completion of this rollout was scored") == (2 if len(rows) == ROWS else 0)
     # by stock TRL, and by both runs of grpo_ext
     assert caplog.text.count("All reward functions returned None for the following kwargs") == 3
-    assert_alike(sides)
 
 
 def test_metrics_and_columns_of_reward_functions(tmp_path):
@@ -336,13 +286,12 @@ def test_metrics_and_columns_of_reward_functions(tmp_path):
             log_metric("share", 4.0)
             return [1.0] * len(completions)
 
-        return text_parts(journal, reward_funcs=[reward, later], eval_dataset=prompts(2, seed=4))
+        return parts_of(journal, reward_funcs=[reward, later], eval_dataset=prompts(2, seed=4))
 
     def act(trainer: Any) -> None:
         trainer.train()
         trainer.evaluate()
 
-    sides = side_by_side(tmp_path, parts, act)
-    assert sides.stock.metrics[0][1]["share"] == [2.5]
-    assert set(sides.stock.tables[0][1]["extra"]) == {"length", "a first"}
-    assert_alike(sides)
+    stock = alike(tmp_path, parts, act)
+    assert stock.metrics[0][1]["share"] == [2.5]
+    assert set(stock.tables[0][1]["extra"]) == {"length", "a first"}

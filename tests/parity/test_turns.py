@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import trl
 from datasets import Dataset
 
 import grpo_ext
-from tests.parity.harness import GROUP, ROWS, Sides, assert_alike, run_one, side_by_side
+from tests.parity.harness import GROUP, ROWS, Run, alike, compare, run_one
 from tests.parity.scripts import (
     EOS,
     Journal,
@@ -21,19 +22,19 @@ from tests.parity.scripts import (
     chat_tokenizer,
     conversations,
     game,
+    parts_of,
     scripted_model,
     shop,
     tokens_of,
-    writing_reward,
 )
 from tests.support import drop_in
-from tests.support.tiny import stock_scores
+from tests.support.tiny import stock_scores, tool
 
 pytestmark = stock_scores
 LONG = {"max_completion_length": 400}
 
 
-def tool(journal: Journal, name: str, answer: Callable[[int], Any]) -> Callable[..., Any]:
+def written_tool(journal: Journal, name: str, answer: Callable[[int], Any]) -> Callable[..., Any]:
     """A tool that writes down its calls; an asynchronous one where its answer is."""
 
     def at_once(number: int) -> str:
@@ -45,8 +46,8 @@ def tool(journal: Journal, name: str, answer: Callable[[int], Any]) -> Callable[
         return await answer(number)
 
     function = later if inspect.iscoroutinefunction(answer) else at_once
-    function.__name__, function.__doc__ = name, f"The tool {name}.\n\nArgs:\n    number: A number."
-    return function
+    function.__name__ = name
+    return tool(function)
 
 
 def fail(number: int) -> str:
@@ -74,10 +75,10 @@ ANSWERS: dict[str, Callable[[int], Any]] = {
 
 def tools(journal: Journal) -> list[Callable[..., Any]]:
     """Tools that answer, at once and later, and that fail."""
-    return [tool(journal, name, answer) for name, answer in ANSWERS.items()]
+    return [written_tool(journal, name, answer) for name, answer in ANSWERS.items()]
 
 
-def talking(journal: Journal, reply: Reply, dataset: Dataset | None = None, **parts: Any) -> dict[str, Any]:
+def talking(journal: Journal, reply: Reply, **parts: Any) -> dict[str, Any]:
     """What a trainer is given for a talk with tools; what `parse_response` is asked is written down."""
     tokenizer, positions = chat_tokenizer(), parts.pop("positions", 4096)
     parse = tokenizer.parse_response
@@ -88,24 +89,18 @@ def talking(journal: Journal, reply: Reply, dataset: Dataset | None = None, **pa
         return parse(ids, **options)
 
     tokenizer.parse_response = parse_response
-    return {
-        "model": scripted_model(tokenizer, reply, max_position_embeddings=positions),
-        "processing_class": tokenizer,
-        "train_dataset": conversations(2) if dataset is None else dataset,
-        "reward_funcs": writing_reward(journal),
-        "tools": tools(journal),
-        **parts,
-    }
+    model = scripted_model(tokenizer, reply, max_position_embeddings=positions)
+    return parts_of(journal, reply, tokenizer, **{"model": model, "tools": tools(journal), **parts})
 
 
-def answers(sides: Sides, row: int) -> list[str]:
+def answers(stock: Run, row: int) -> list[str]:
     """What tools have answered to a completion of stock TRL."""
-    return [m["content"] for m in sides.stock.tables[0][1]["completion"][row] if m["role"] == "tool"]
+    return [m["content"] for m in stock.tables[0][1]["completion"][row] if m["role"] == "tool"]
 
 
-def roles(sides: Sides, row: int) -> str:
+def roles(stock: Run, row: int) -> str:
     """The first letters of the roles of a completion's messages."""
-    return "".join(message["role"][0] for message in sides.stock.tables[0][1]["completion"][row])
+    return "".join(message["role"][0] for message in stock.tables[0][1]["completion"][row])
 
 
 CALLS = {
@@ -128,18 +123,16 @@ CALLS = {
 @pytest.mark.parametrize(("kind", "steps"), [*((kind, 1) for kind in CALLS), ("asynchronous", 2)])
 def test_calls_are_answered(tmp_path, kind, steps):
     reply = by_turn([f"plain{EOS}", *CALLS[kind]], ["then " + call("count", number=7) + EOS], [f"done{EOS}"])
-    sides = side_by_side(tmp_path, lambda journal: talking(journal, reply), steps_per_generation=steps, **LONG)
-    assert roles(sides, 0) == "a"
-    assert answers(sides, 1) or kind in ("malformed", "truncated")
-    assert_alike(sides)
+    stock = alike(tmp_path, lambda journal: talking(journal, reply), steps_per_generation=steps, **LONG)
+    assert roles(stock, 0) == "a"
+    assert answers(stock, 1) or kind in ("malformed", "truncated")
 
 
 @pytest.mark.parametrize("turns", [0, 2, None])
 def test_a_transcript_has_at_most_so_many_turns(tmp_path, turns):
     reply = by_turn([call("count", number=1) + EOS, f"no{EOS}"], *[[call("count", number=1) + EOS]] * 3, [f"end{EOS}"])
-    sides = side_by_side(tmp_path, lambda journal: talking(journal, reply), max_tool_calling_iterations=turns, **LONG)
-    assert len(answers(sides, 0)) == {0: 0, 2: 2, None: 4}[turns]
-    assert_alike(sides)
+    stock = alike(tmp_path, lambda journal: talking(journal, reply), max_tool_calling_iterations=turns, **LONG)
+    assert len(answers(stock, 0)) == {0: 0, 2: 2, None: 4}[turns]
 
 
 # `<tool>tell:aaa<eos><model>` follows the call, with as many letters as it asks for
@@ -157,12 +150,11 @@ def test_an_answer_that_does_not_fit_into_the_completion_is_taken_back(tmp_path,
     """With no room left it stays, and the turn after it is empty."""
     text, length = telling(20)
     reply = by_turn([text, f"plain{EOS}"], [f"and {call('count', number=1)}{EOS}"])
-    sides = side_by_side(tmp_path, lambda journal: talking(journal, reply), max_completion_length=length + room)
-    assert roles(sides, 0) == {-1: "a", 0: "at", 1: "ata"}[room]
-    assert len(sides.stock.journal.of("tool")) == GROUP  # it was called nonetheless
-    mask = sides.stock.outputs[0][1]["tool_mask"][0]
+    stock = alike(tmp_path, lambda journal: talking(journal, reply), max_completion_length=length + room)
+    assert roles(stock, 0) == {-1: "a", 0: "at", 1: "ata"}[room]
+    assert len(stock.journal.of("tool")) == GROUP  # it was called nonetheless
+    mask = stock.outputs[0][1]["tool_mask"][0]
     assert bool((mask == 0).any()) == (room >= 0)
-    assert_alike(sides)
 
 
 @pytest.mark.parametrize("room", [0, 1])
@@ -172,11 +164,12 @@ def test_an_answer_that_fills_the_context_of_the_model_is_taken_back(tmp_path, r
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "ab"}]] * 2})
     shown = "".join(f"[{tool.__name__}]" for tool in tools(Journal())) + "u:ab<eos><model>"
     positions = len(chat_tokenizer()(shown)["input_ids"]) + length + room
-    sides = side_by_side(
-        tmp_path, lambda journal: talking(journal, reply, rows, positions=positions), max_completion_length=length + 4
-    )
-    assert roles(sides, 0) == ("a" if room <= 0 else "ata")
-    assert_alike(sides)
+
+    def parts(journal: Journal) -> dict[str, Any]:
+        return talking(journal, reply, train_dataset=rows, positions=positions)
+
+    stock = alike(tmp_path, parts, max_completion_length=length + 4)
+    assert roles(stock, 0) == ("a" if room <= 0 else "ata")
 
 
 def test_completions_are_read_with_what_stood_before_and_the_tools_of_their_row(tmp_path):
@@ -185,12 +178,11 @@ def test_completions_are_read_with_what_stood_before_and_the_tools_of_their_row(
 
     def parts(journal: Journal) -> dict[str, Any]:
         factories = {"game": game(journal), "shop": shop(journal)}
-        return talking(journal, reply, rows, tools=tools(journal)[:1], environment_factory=factories)
+        return talking(journal, reply, train_dataset=rows, tools=tools(journal)[:1], environment_factory=factories)
 
-    sides = side_by_side(tmp_path, parts, **LONG)
-    assert {tuple(names) for _, _, names in sides.stock.journal.of("parsed")} == {("count", "guess"), ("count", "buy")}
-    assert len(sides.stock.journal.of("parsed")) > ROWS
-    assert_alike(sides)
+    stock = alike(tmp_path, parts, **LONG)
+    assert {tuple(names) for _, _, names in stock.journal.of("parsed")} == {("count", "guess"), ("count", "buy")}
+    assert len(stock.journal.of("parsed")) > ROWS
 
 
 def test_a_template_that_trl_knows_renders_and_reads_calls(tmp_path):
@@ -207,17 +199,10 @@ def test_a_template_that_trl_knows_renders_and_reads_calls(tmp_path):
         def reply(turn: int, place: int, text: str) -> str:
             return "done<|im_end|>" if "<tool_response>\n4" in text else first[place % GROUP]
 
-        return {
-            "model": scripted_model(tokenizer, reply),
-            "processing_class": tokenizer,
-            "train_dataset": drop_in.conversations(2),
-            "reward_funcs": writing_reward(journal),
-            "tools": tools(journal)[:1],
-        }
+        return parts_of(journal, reply, tokenizer, tools=tools(journal)[:1])
 
-    sides = side_by_side(tmp_path, parts, max_completion_length=200)
-    assert [roles(sides, row) for row in range(GROUP)] == ["ata", "atta", "a", "a"]
-    assert_alike(sides)
+    stock = alike(tmp_path, parts, max_completion_length=200)
+    assert [roles(stock, row) for row in range(GROUP)] == ["ata", "atta", "a", "a"]
 
 
 def test_asynchronous_functions_share_a_loop(tmp_path):
@@ -232,12 +217,8 @@ def test_asynchronous_functions_share_a_loop(tmp_path):
             loops.add(asyncio.get_running_loop())
             journal.write("loops", who, len(loops))
 
+        @tool
         async def ask(number: int) -> str:
-            """Ask.
-
-            Args:
-                number: What for.
-            """
             note("tool")
             return "is"
 
@@ -246,11 +227,11 @@ def test_asynchronous_functions_share_a_loop(tmp_path):
             return [float(len(one)) for one in completions]
 
         factories = {"game": game(journal), "shop": shop(journal)}
-        return talking(journal, reply, rows, tools=[ask], environment_factory=factories, reward_funcs=reward)
+        changes = {"train_dataset": rows, "reward_funcs": reward, "environment_factory": factories}
+        return talking(journal, reply, tools=[ask], **changes)
 
-    sides = side_by_side(tmp_path, parts, max_steps=2, **LONG)
-    assert {who for who, _ in sides.stock.journal.of("loops")} == {"tool", "reward"}
-    assert_alike(sides)
+    stock = alike(tmp_path, parts, max_steps=2, **LONG)
+    assert {who for who, _ in stock.journal.of("loops")} == {"tool", "reward"}
 
 
 def test_tools_go_on_with_the_completions_of_a_rollout_func(tmp_path):
@@ -266,18 +247,20 @@ def test_tools_go_on_with_the_completions_of_a_rollout_func(tmp_path):
 
         return talking(journal, reply, rollout_func=rollout)
 
-    sides = side_by_side(tmp_path, parts, **LONG)
-    assert [roles(sides, row) for row in range(3)] == ["a", "ata", "a"]
-    assert "after" in tokens_of(sides.stock.outputs[0][1], chat_tokenizer())[1]
-    assert_alike(sides)
+    stock = alike(tmp_path, parts, **LONG)
+    assert [roles(stock, row) for row in range(3)] == ["a", "ata", "a"]
+    assert "after" in tokens_of(stock.outputs[0][1], chat_tokenizer())[1]
 
 
 def test_another_answer_is_found_to_be_another(tmp_path):
     """The negative control: one letter of one tool's answer."""
     reply = by_turn([call("tell", number=3) + EOS, f"a{EOS}"], [f"done{EOS}"])
     other = by_turn([call("tell", number=4) + EOS, f"a{EOS}"], [f"done{EOS}"])
-    sides = side_by_side(tmp_path / "one", lambda journal: talking(journal, reply), **LONG)
-    sides.ours = run_one(grpo_ext, tmp_path / "other", lambda journal: talking(journal, other), False, **LONG)
-    lines = sides.differences()
+    stock, one, another = (
+        run_one(package, tmp_path / name, lambda journal, text=text: talking(journal, text), **LONG)
+        for name, package, text in (("stock", trl, reply), ("one", grpo_ext, reply), ("another", grpo_ext, other))
+    )
+    assert compare(stock, one) == []
+    lines = compare(stock, another)
     for part in ("metrics", "tables", "journal tool", "journal parsed", "journal reward"):
         assert any(line.startswith(part) for line in lines), part

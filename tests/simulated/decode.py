@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from grpo_ext.rollouts import engine
-from tests.simulated.device import CUDA, LEDGER, ReferenceKernels, simulated_gpu
+from tests.simulated.device import CUDA, LEDGER, reference_kernels, simulated_gpu
 from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
 
@@ -69,7 +69,7 @@ def main() -> None:
         engine.sampling_filters = lambda *args: LogitsProcessorList([Planted(), *filters_of(*args)])
     sizes = {"tie_word_embeddings": False, "max_position_embeddings": 512, "eos_token_id": None}
     models = [tiny_model("llama", num_hidden_layers=layers, **sizes).eval() for layers in (2, 4)]
-    with simulated_gpu(), ReferenceKernels():
+    with simulated_gpu(), reference_kernels():
         two, four = (per_token(case["who"], model, case["filters"], case["ends"]) for model in models)
     result: dict[str, Any] = {}
     for kind in KINDS:

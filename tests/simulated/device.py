@@ -35,6 +35,9 @@ _NO_LAUNCH = {
 _READ_BY_HOST = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
 _INDEXING = {"_index_put_impl_", "index", "index_put", "index_put_"}
 _COPIES = {"_copy_from", "_to_copy", "copy_"}
+# one kernel on the CPU and on CUDA, which torch takes apart for other devices
+_WHOLE_ON_CUDA = ("silu_backward",)
+_ATEN = torch.library.Library("aten", "IMPL")
 
 
 @dataclass
@@ -101,6 +104,14 @@ class SimulatedTensor(torch.Tensor):
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, values: SimulatedTensor) -> None:
+        self.on_cpu = values.on_cpu.detach()
 
     def tolist(self) -> Any:
         LEDGER.waits["tolist", _place()] += 1
@@ -226,15 +237,6 @@ class _Dispatch(TorchDispatchMode):
         return _dispatch(func, args, kwargs or {})
 
 
-class ReferenceKernels(TorchFunctionMode):
-    """Inside, attention is a reference, so that it has the same bits on the CPU and on the simulated device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "scaled_dot_product_attention":
-            return _attention(*args, **kwargs or {})
-        return func(*args, **kwargs or {})
-
-
 class _DeviceNames(TorchFunctionMode):
     """Names of the device in calls of torch's functions."""
 
@@ -274,6 +276,11 @@ def _attention(
     return (scores.softmax(-1) @ value.float()).to(query.dtype)
 
 
+def reference_kernels() -> Any:
+    """Inside, attention is a reference, so that it has the same bits on the CPU and on the simulated device."""
+    return mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
+
+
 _tensor, _Generator = torch.tensor, torch.Generator
 
 
@@ -302,6 +309,13 @@ def _new_generator(device: Any = "cpu") -> torch.Generator:
 
 
 @contextmanager
+def thread_modes() -> Iterator[None]:
+    """Inside, and in this thread alone, names of the device and allocations are those of the simulated one."""
+    with _DeviceNames(), _Dispatch():
+        yield
+
+
+@contextmanager
 def simulated_gpu() -> Iterator[Ledger]:
     """Inside, `cuda:0` is the simulated device. Torch stays changed, so a process does nothing else.
 
@@ -309,14 +323,16 @@ def simulated_gpu() -> Iterator[Ledger]:
     """
     _setup_privateuseone_for_python_backend("simulated")
     torch._C._set_only_lift_cpu_tensors(True)
+    for name in _WHOLE_ON_CUDA:
+        _ATEN.impl(name, torch.library.fallthrough_kernel, "AutogradPrivateUse1")
     answers: dict[str, Any] = {"current_device": 0, "get_device_name": "simulated", "get_device_capability": (9, 0)}
     answers["mem_get_info"] = (80 * 2**30, 80 * 2**30)  # free, and in all
-    answers |= dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "synchronize"))
+    answers |= dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "synchronize", "set_stream"))
+    answers |= {"Stream": mock.Mock(), "current_stream": mock.Mock()}
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=answer))
         for name, function in (("tensor", _new_tensor), ("as_tensor", _as_tensor), ("Generator", _new_generator)):
             stack.enter_context(mock.patch.object(torch, name, function))
-        stack.enter_context(_DeviceNames())
-        stack.enter_context(_Dispatch())
+        stack.enter_context(thread_modes())
         yield LEDGER

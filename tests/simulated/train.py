@@ -1,6 +1,6 @@
-"""Run by test_simulated_gpu.py in a process of its own: one training on the simulated device, what it recorded as JSON.
+"""Run by test_simulated_gpu.py in a process of its own: trainings on the simulated device, what each recorded as JSON.
 
-    python -m tests.simulated.train '{"settings": {"forward": "packed"}, "micro_batch": 4}'
+    python -m tests.simulated.train '{"packed": {"settings": {"forward": "packed"}, "micro_batch": 4}}'
 
 With ACCELERATE_TORCH_DEVICE=cuda:0 on the simulated device, else on the CPU itself. `"planted": true` adds to every
 forward a copy to the device, an operator of two devices, and a running sum of floats.
@@ -8,10 +8,12 @@ forward a copy to the device, an operator of two devices, and a running sum of f
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,9 +25,12 @@ import torch
 import transformers
 
 from grpo_ext.forward import attention, shared_prefix
-from tests.simulated.device import LEDGER, ReferenceKernels, SimulatedTensor, simulated_gpu
+from grpo_ext.rollouts import ahead
+from tests.simulated.device import LEDGER, SimulatedTensor, reference_kernels, simulated_gpu, thread_modes
 from tests.support import varlen
-from tests.support.tiny import tiny_model
+from tests.support.architectures import architecture
+from tests.support.images import FAMILIES, image_model, image_processor, image_rows, picture_reward
+from tests.support.tiny import TINY, tiny_model
 from tests.support.trainers import LORA, make
 
 SIMULATED = os.environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("cuda")
@@ -74,9 +79,19 @@ def kernels(varlen_operator: bool) -> Iterator[None]:
         mock.patch.object(attention, "takes_varlen", return_value=varlen_operator),
         mock.patch.object(shared_prefix, "_varlen", _kernel(varlen.forward)),
         mock.patch.object(shared_prefix, "_varlen_backward", _kernel(varlen.backward)),
-        ReferenceKernels(),
+        mock.patch.object(ahead.RolloutThread, "_run", _in_thread),
+        reference_kernels(),
     ):
         yield
+
+
+_run_thread = ahead.RolloutThread._run
+
+
+def _in_thread(self: Any) -> None:
+    """The thread that samples ahead; what torch does there is its own."""
+    with thread_modes() if SIMULATED else nullcontext():
+        _run_thread(self)
 
 
 def _planted(module: Any, args: Any, kwargs: Any) -> None:
@@ -86,47 +101,71 @@ def _planted(module: Any, args: Any, kwargs: Any) -> None:
     (copied + torch.zeros(3)).cumsum(0)
 
 
+def _model(kind: str, shape: dict[str, Any]) -> Any:
+    """A tiny model; the weights of its embedding and head are two: moved to tensors of another class, they part."""
+    if kind in FAMILIES:
+        return image_model(kind)
+    tiny = tiny_model if kind in TINY else architecture
+    return tiny(kind, tie_word_embeddings=False, **shape)
+
+
 def train(
     folder: str,
-    model: Any,
+    network: Any,
+    model: str,
     settings: dict[str, Any],
     micro_batch: int = 4,
     lora: bool = False,
     evaluate: bool = False,
     planted: bool = False,
-) -> tuple[list[dict[str, Any]], list[float]]:
-    """What each step recorded, and the sum of every weight matrix at the end."""
+) -> tuple[list[dict[str, Any]], str]:
+    """What each step recorded, and a digest of the weights at the end."""
     if planted:
-        model.base_model.register_forward_pre_hook(_planted, with_kwargs=True)
+        network.base_model.register_forward_pre_hook(_planted, with_kwargs=True)
     steps = Steps()
     prompts = ["abcdefgh>", "abcdabcdabcd>", "abcd>", "ab>"] * 6
     data = datasets.Dataset.from_dict({"prompt": prompts, "answer": ["a" * 24] * len(prompts)})
-    parts = {
-        "train_dataset": data,
-        "eval_dataset": data.select(range(5)) if evaluate else None,
-        "callbacks": [steps],
-        "peft_config": peft.LoraConfig(**LORA) if lora else None,
-    }
+    parts: dict[str, Any] = {"train_dataset": data, "callbacks": [steps]}
+    if model in FAMILIES:
+        pictures = {"train_dataset": image_rows(8, (1, 0, 2)), "processing_class": image_processor(model)}
+        parts |= {**pictures, "reward": picture_reward}
+    parts["eval_dataset"] = parts["train_dataset"].select(range(5)) if evaluate else None
+    parts["peft_config"] = peft.LoraConfig(**LORA) if lora else None
     sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 24}
     others = {"max_steps": STEPS, "seed": 42, "use_cpu": False}
-    trainer = make(folder, model, **parts, **sizes, **others, **settings)
+    trainer = make(folder, network, **parts, **sizes, **others, **settings)
     trainer.train()
     if evaluate:
         trainer.evaluate()
     weights = [p.on_cpu if isinstance(p, SimulatedTensor) else p for p in trainer.model.parameters()]
-    return steps.recorded, [float(weight.detach().double().sum()) for weight in weights]
+    digest = hashlib.sha256()
+    for weight in weights:
+        digest.update(weight.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return steps.recorded, digest.hexdigest()
+
+
+def run(network: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """A training, and what it recorded; the end of its traceback where it fails."""
+    torch.manual_seed(0)  # of an adapter's start
+    for counts in vars(LEDGER).values():
+        counts.clear()
+    try:
+        with tempfile.TemporaryDirectory() as folder, kernels(case.pop("varlen")):
+            steps, weights = train(folder, network, **case)
+    except Exception:
+        return {"error": traceback.format_exc()[-3000:]}
+    mixed, refused = ([f"{name} {place}" for name, place in counts] for counts in (LEDGER.mixed, LEDGER.refused))
+    return {"steps": steps, "weights": weights, "mixed": mixed, "refused": refused}
 
 
 def main() -> None:
-    case = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    # a module that is moved to tensors of another class unties its weights
-    model = tiny_model(case.pop("model", "llama"), tie_word_embeddings=False, **case.pop("shape", {}))
-    device = simulated_gpu() if SIMULATED else nullcontext()
-    with tempfile.TemporaryDirectory() as folder, device, kernels(case.pop("varlen", True)):
-        steps, weights = train(folder, model, **case)
-    mixed, refused = ([f"{name} {place}" for name, place in counts] for counts in (LEDGER.mixed, LEDGER.refused))
-    print(json.dumps({"steps": steps, "weights": weights, "mixed": mixed, "refused": refused}))
+    defaults: dict[str, Any] = {"model": "llama", "shape": {}, "settings": {}, "varlen": True}
+    cases = {name: {**defaults, **case} for name, case in json.loads(sys.argv[1]).items()}
+    networks = {name: _model(case["model"], case.pop("shape")) for name, case in cases.items()}
+    with simulated_gpu() if SIMULATED else nullcontext():
+        results = {name: run(networks[name], case) for name, case in cases.items()}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from pathlib import Path
 import trl
 from datasets import Dataset
 
-from tests.support.tiny import prompts, tiny_tokenizer
+from tests.support.tiny import prompts, tiny_tokenizer, tool
 
 
-def conversations(count=8):
-    rows = prompts(count)
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in rows["prompt"]]})
+def conversations(count=8, **columns):
+    """Rows with a message each, and further columns."""
+    messages = [[{"role": "user", "content": text}] for text in prompts(count)["prompt"]]
+    return Dataset.from_dict({"prompt": messages, **columns})
 
 
 class CountingGame:
@@ -22,12 +23,8 @@ class CountingGame:
         self.guesses = 0
         return "guess"
 
+    @tool
     def guess(self, number: int) -> str:
-        """Guess a number.
-
-        Args:
-            number: The guess.
-        """
         self.guesses += 1
         return "higher"
 

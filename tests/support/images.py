@@ -14,7 +14,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import make_flat_list_of_images
 from transformers.processing_utils import ImagesKwargs
 
-from tests.support.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer, tool
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -279,12 +279,8 @@ class Gallery:
         self.looks = 0
         return [{"type": "image", "image": image(self.first)}]
 
+    @tool
     def look(self, number: int) -> list[dict[str, Any]]:
-        """Look at an image.
-
-        Args:
-            number: Which image.
-        """
         self.looks = getattr(self, "looks", 0) + 1
         found = image(self.first + number, 8 + 8 * (number % 2))
         return [{"type": "image", "image": found}, {"type": "text", "text": "seen"}]
@@ -299,22 +295,14 @@ class OtherGallery(Gallery):
     first = 700
 
 
-def look(number: int) -> list[dict[str, Any]]:
-    """Look at an image.
+def looking_at(gallery: type[Gallery]) -> Any:
+    """A tool that shows images of a gallery, or none."""
 
-    Args:
-        number: Which image.
-    """
-    return Gallery.look(Gallery(), number) if number % 3 else []
+    @tool
+    def look(number: int) -> list[dict[str, Any]]:
+        return gallery().look(number) if number % 3 else []
 
-
-def look_elsewhere(number: int) -> list[dict[str, Any]]:
-    """Look at another image.
-
-    Args:
-        number: Which image.
-    """
-    return OtherGallery.look(OtherGallery(), number) if number % 3 else []
+    return look
 
 
-look_elsewhere.__name__ = "look"
+look, look_elsewhere = looking_at(Gallery), looking_at(OtherGallery)

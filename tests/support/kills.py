@@ -25,15 +25,15 @@ from grpo_ext.run.state import RunState
 from grpo_ext.step import gradients
 from tests.support.tiny import letter_reward
 
-# how often a moment comes in a run of 24 steps with a checkpoint of each
-MOMENTS = {
-    "rollouts": 12,
-    "rewards": 24,  # a call for each rollout chunk
-    "window": 24,
-    "optimizer": 24,
-    "writing": 24,
-    "listing": 240,
-    "publishing": 24,
+# where a process dies: a function, and how often a run of 24 steps with a checkpoint of each calls it
+MOMENTS: dict[str, tuple[Any, str, int]] = {
+    "rollouts": (engine, "sample_chunk", 12),
+    "rewards": (None, "", 24),  # the reward function itself, for each rollout chunk
+    "window": (gradients.NativeGradients, "finish", 24),
+    "optimizer": (sys.modules["torch.optim.adam"], "adam", 24),
+    "writing": (RunState, "save", 24),
+    "listing": (checkpoint, "file_hash", 240),
+    "publishing": (keeper, "publish", 24),
 }
 
 
@@ -64,19 +64,13 @@ def dying(moment: str, at: int, rank: int = 0) -> Any:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    owner, name, _ = MOMENTS[moment]
+
     def act(call: int) -> None:
-        if moment == "rewards":
+        if owner is None:
             return die() if call == at else None
         if call > 1:
             return None
-        owner, name = {
-            "rollouts": (engine, "sample_chunk"),
-            "window": (gradients.NativeGradients, "finish"),
-            "optimizer": (sys.modules["torch.optim.adam"], "adam"),
-            "writing": (RunState, "save"),
-            "listing": (checkpoint, "file_hash"),
-            "publishing": (keeper, "publish"),
-        }[moment]
         count = [0]
 
         def counted(inner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,12 +14,16 @@ from tests.support import forks
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a launch: that of the tests, which says nothing about processes, and `more`."""
+    about_processes = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+    return {k: v for k, v in os.environ.items() if k not in about_processes} | forks.SERVED | more
+
+
 def accelerate_launch(script: Path, *args: str, processes: int = 2, timeout: float = 300):
     """Run `accelerate launch --config_file cpu_2.yaml script`; the environment says nothing about processes."""
     config = ROOT / "recipes" / "accelerate" / "cpu_2.yaml"
-    dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
-    env = {k: v for k, v in os.environ.items() if k not in dropped}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    env = environment(PYTHONPATH=str(ROOT))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--num_processes", str(processes), "--main_process_port", "0", str(script), *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
@@ -27,8 +31,7 @@ def accelerate_launch(script: Path, *args: str, processes: int = 2, timeout: flo
 
 def on_processes(processes: int, script: Path, *args: str, timeout: float = 300) -> tuple[int | None, str]:
     """Status and output of a script on processes as by `accelerate_launch`, forked where they can be."""
-    dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
-    env = {k: v for k, v in os.environ.items() if k not in dropped} | forks.SERVED
+    env = environment()
     if forks.serves(env):
         return forks.run_forked([str(script), *args], processes, env, timeout)
     done = accelerate_launch(script, *args, processes=processes, timeout=timeout)

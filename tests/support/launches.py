@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.tools.check import runs
+from grpo_ext.tools.check.comparison import metric_difference
 from grpo_ext.tools.check.runs import Run, RunResult
 from tests.support.cases import Bench
 from tests.support.forks import forked
@@ -50,6 +51,16 @@ SAVE = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
 # two epochs of 22 prompts in rollouts of 8, 8 and 6 prompts, steps of 4 (the last one of 2), each rollout used twice
 LONG = {"rollout_batch_size": 32, "num_iterations": 2, "num_train_epochs": 2, "max_steps": -1, "beta": 0.05, **SAVE}
 STEPS = 24
+
+
+def assert_same_run(one: RunResult, other: RunResult, step: int = 0, steps: int = STEPS) -> None:
+    """Assert that a run of `steps` steps and one that went on after `step` have the same bits and log lines."""
+    assert one.error is None, one.error
+    assert other.error is None, other.error
+    assert len(one.trace) == steps
+    assert other.trace == one.trace[step:]
+    lines, later = ([line for line in run.log if line["step"] > step] for run in (one, other))
+    assert metric_difference(lines, later) == (0.0, "")
 
 
 def long_run(bench: Bench, folder: Path, name: str, size: int = 16, **changes: Any) -> Run:

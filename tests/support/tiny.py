@@ -93,6 +93,12 @@ def sparse_reward(prompts: list[str], completions: list[str], **kwargs: Any) -> 
     return [None if len(text) % 3 == 0 else float("a" in text) for text in completions]
 
 
+def tool(function: Any) -> Any:
+    """A function of one number, with a docstring of which TRL makes its schema."""
+    function.__doc__ = f"The tool {function.__name__}.\n\nArgs:\n    number: A number."
+    return function
+
+
 def given_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """A `rollout_func`: two turns between which an environment writes, whose prompts may differ within a group."""
     tokenizer, group = trainer.processing_class, trainer.num_generations

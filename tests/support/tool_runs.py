@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.rollouts import engine
+from tests.support.drop_in import conversations
 from tests.support.launch import leave
 from tests.support.rollouts import share_forwards
-from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import parameters
-from tests.tolerances import ADAM_EPSILON
+from tests.support.tiny import tiny_model, tiny_tokenizer, tool
+from tests.support.trainers import make, parameters
 
 DELAYS = random.SystemRandom()  # other ones in every process and every run
 TEMPLATE = (
@@ -40,54 +39,33 @@ SETTINGS: dict[str, Any] = {
     "max_completion_length": 45,
     "max_tool_calling_iterations": 2,
     "max_steps": 1,
-    "adam_epsilon": ADAM_EPSILON,
 }
 
 
+@tool
 def count(number: int) -> str:
-    """Count.
-
-    Args:
-        number: How far.
-    """
     time.sleep(DELAYS.uniform(0, 0.004))
     return str(number % 7)
 
 
+@tool
 def tell(number: int) -> str:
-    """Tell at length.
-
-    Args:
-        number: How long.
-    """
     return "so " * (number % 17)
 
 
+@tool
 def fail(number: int) -> str:
-    """Fail.
-
-    Args:
-        number: Why.
-    """
     raise ValueError(f"no {number % 3}")
 
 
+@tool
 async def ask(number: int) -> str:
-    """Ask and wait.
-
-    Args:
-        number: What for.
-    """
     await asyncio.sleep(DELAYS.uniform(0, 0.008))
     return f"is {number % 5}"
 
 
+@tool
 async def refuse(number: int) -> str:
-    """Wait and fail.
-
-    Args:
-        number: Why.
-    """
     await asyncio.sleep(DELAYS.uniform(0, 0.004))
     raise RuntimeError("busy")
 
@@ -104,12 +82,8 @@ def note_call() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leak(number: int) -> str:
-    """Tell something of this process: no split could learn the same.
-
-    Args:
-        number: Not used.
-    """
+@tool
+def leak(number: int) -> str:  # knows its process: no split could learn the same
     note_call()
     return str(calls_here[0])
 
@@ -121,22 +95,14 @@ class Game:
         self.size, self.calls = size, 0
         return None if size % 3 else " go"
 
+    @tool
     def count(self, number: int) -> str:
-        """Count.
-
-        Args:
-            number: How far.
-        """
         note_call()
         self.calls += 1
         return count(number)
 
+    @tool
     def tell(self, number: int) -> str:
-        """Tell at length.
-
-        Args:
-            number: How long.
-        """
         note_call()
         self.calls += 2
         return "so " * (self.size + number % 3)
@@ -149,12 +115,8 @@ class Game:
 class Broken(Game):
     """One that hangs in the rows of one size, and fails in those of another."""
 
+    @tool
     def tell(self, number: int) -> str:
-        """Tell at length, if at all.
-
-        Args:
-            number: How long.
-        """
         if self.size == HANGS:
             happened.append("hung")
             time.sleep(600)
@@ -178,12 +140,8 @@ class Shop:
         self.asked: list[int] = []
         return "shop"
 
+    @tool
     async def ask(self, number: int) -> str:
-        """Ask and wait.
-
-        Args:
-            number: What for.
-        """
         await asyncio.sleep(DELAYS.uniform(0, 0.004))
         self.asked.append(number)
         return f"is {len(self.asked)}"
@@ -200,12 +158,8 @@ class Silent(Game):
     get_reward = None  # type: ignore[assignment]
 
 
+@tool
 async def wait(number: int) -> str:
-    """Wait, now and then for ever.
-
-    Args:
-        number: How long.
-    """
     await asyncio.sleep(600 if number % 5 == 0 else 0)
     return "done"
 
@@ -245,7 +199,6 @@ class Case:
     called: Callable[[list[str]], Callable[[list[int]], list[str]]] = by_sum
     config: dict[str, Any] = field(default_factory=dict)
     kinds: list[str] | None = None
-    sizes: tuple[int, ...] = (1, 4, 2, 6, 3, 5, 9)
     company: bool = False  # every process makes as many calls of generate, as with an engine that shares weights
 
 
@@ -284,12 +237,10 @@ CASES = {
 
 
 def rows(case: Case) -> Dataset:
-    found = prompts(22)
-    table: dict[str, list[Any]] = {"prompt": [[{"role": "user", "content": text}] for text in found["prompt"]]}
-    table["size"] = [case.sizes[number % len(case.sizes)] for number in range(len(found))]
+    columns: dict[str, Sequence[Any]] = {"size": (1, 4, 2, 6, 3, 5, 9)}
     if case.kinds is not None:
-        table["environment"] = [case.kinds[number % len(case.kinds)] for number in range(len(found))]
-    return Dataset.from_dict(table)
+        columns["environment"] = case.kinds
+    return conversations(22, **{name: [values[n % len(values)] for n in range(22)] for name, values in columns.items()})
 
 
 def transcript_reward(completions: Any, log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
@@ -300,40 +251,35 @@ def transcript_reward(completions: Any, log_extra: Any, log_metric: Any, **kwarg
 
 
 def parts(name: str) -> dict[str, Any]:
-    """What a case gives a trainer, beside the model and the settings."""
+    """The arguments of a case's trainer, beside the model and the settings."""
     case = CASES[name]
     tokenizer = sampled(case.called(case.names))
-    given = {"reward_funcs": transcript_reward, "train_dataset": rows(case), "processing_class": tokenizer}
+    arguments = {"reward_funcs": transcript_reward, "train_dataset": rows(case), "processing_class": tokenizer}
     if "eval_steps" in case.config:
-        given["eval_dataset"] = rows(case).select(range(5))
-    return {**given, **case.parts}
+        arguments["eval_dataset"] = rows(case).select(range(5))
+    return {**arguments, **case.parts}
 
 
 def train(folder: Path, name: str, size: int, resume: str | None = None, **settings: Any) -> dict[str, Any]:
-    """Train on this process; what it saw, with every call of the model's `generate`: keys, places, and tokens."""
-    case, said = CASES[name], []
-    given = parts(name)
-    tokenizer = given["processing_class"]
+    """Train on this process; returns the results, and for every sampled turn its key, place, prompt and tokens."""
+    case, turns = CASES[name], []
+    arguments = parts(name)
+    tokenizer = arguments["processing_class"]
     model = tiny_model(max_position_embeddings=4096)
     torch.manual_seed(0)
     model.resize_token_embeddings(len(tokenizer))  # draws the new ones
-    trainer = GRPOTrainer(
-        model=model,
-        args=GRPOConfig(
-            **config_kwargs(folder / name, **{**SETTINGS, **case.config, **settings}, per_device_train_batch_size=size)
-        ),
-        **given,
-    )
+    settings = {**SETTINGS, **case.config, **settings, "per_device_train_batch_size": size}
+    trainer = make(folder / name, model, **arguments, **settings)
     if case.company:
         share_forwards(trainer)
     sample = engine.sample_chunk
 
-    def remembered(model: Any, rows: Any, *rest: Any) -> list[list[int]]:
+    def recorded(model: Any, rows: Any, *rest: Any) -> list[list[int]]:
         new = sample(model, rows, *rest)
-        said.extend((row.key, len(row.ids), row.prompt_ids + row.ids, ids) for row, ids in zip(rows, new))
+        turns.extend((row.key, len(row.ids), row.prompt_ids + row.ids, ids) for row, ids in zip(rows, new))
         return new
 
-    engine.sample_chunk = remembered
+    engine.sample_chunk = recorded
     calls_here[0] = 0
     happened.clear()
     before = parameters(trainer)
@@ -356,7 +302,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         "table": table,
         "rollout": {key: list(rollout.columns[key]) for key in tokens},
         "weights": parameters(trainer),
-        "said": said,
+        "turns": turns,
         "calls": calls_here[0],
         "happened": list(happened),
     }

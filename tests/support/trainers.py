@@ -88,6 +88,36 @@ def on(event: str, act: Callable[[TrainerState], Any], at: int | None = None) ->
     return type("OnEvent", (TrainerCallback,), {event: called})()
 
 
+def native_fp16(inner: Callable[..., None]) -> Callable[..., None]:
+    """`Accelerator.__init__` with fp16 on a CPU, which Accelerate leaves off; torch's own autocast works there."""
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        if self.mixed_precision == "fp16":
+            self.native_amp = True
+
+    return built
+
+
+class Overflow(TrainerCallback):
+    """Makes the gradients of chosen steps infinite, as a backward pass in float16 would."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        def spoil(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: gradient * float("inf"))
+
+        if state.global_step in self.steps:
+            self.hook = model.model.layers[0].mlp.register_forward_hook(spoil)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if hasattr(self, "hook"):
+            self.hook.remove()
+
+
 def noted_events(trainer: Any, *names: str) -> list[str]:
     """The names of these events, in the order in which callbacks are told of them from now on."""
     events: list[str] = []

@@ -211,6 +211,19 @@ def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, ev
 # ---- Its parts ------------------------------------------------------------------------------------------------------
 
 
+def test_a_copy_does_not_share_trained_parameters_of_another_class():
+    class Kind(torch.nn.Parameter):
+        pass
+
+    model = tiny_model(tie_word_embeddings=False)
+    model.lm_head.weight = Kind(model.lm_head.weight.detach())
+    snapshot = Snapshot(model, None, False, "cpu", lambda twin: twin)
+    weights, memory = snapshot.take({"global_step": 0}), model.lm_head.weight.data_ptr()
+    snapshot.put_in_place(weights)
+    assert model.lm_head.weight.data_ptr() == memory
+    assert snapshot.policy.lm_head.weight.data_ptr() == weights.policy["lm_head.weight"].data_ptr()
+
+
 def test_a_forward_that_was_replaced_is_refused():
     model = tiny_model()
     inner = model.lm_head.forward

@@ -21,17 +21,6 @@ def saved_run(folder: Path, **changes: Any) -> Path:
     return folder / "checkpoint-1"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    return saved_run(tmp_path_factory.mktemp("run") / "out")
-
-
-def refusal(checkpoint: Path, folder: Path, **changes: Any) -> str:
-    with pytest.raises(CheckpointError, match="belongs to another run") as refused:
-        other(folder, **{"max_steps": 1, **changes}).train(resume_from_checkpoint=str(checkpoint))
-    return str(refused.value)
-
-
 def test_a_model_by_its_path_is_compared_with_what_was_loaded(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
@@ -76,16 +65,15 @@ def with_tools(folder: Path, **parts: Any) -> GRPOTrainer:
 @pytest.mark.parametrize(
     ("before", "after", "named"),
     [
-        ({"tools": [count]}, {"tools": [count, tell]}, "tools.tell: null in the checkpoint"),
-        ({"environment_factory": CountingGame}, {"environment_factory": Game}, "tools.Game.give_up: null"),
+        ({"tools": [count]}, {"tools": [count, tell]}, r"tools\.tell: null in the checkpoint"),
+        ({"environment_factory": CountingGame}, {"environment_factory": Game}, r"tools\.Game\.give_up: null"),
     ],
 )
 def test_other_tools_are_refused_and_named(tmp_path, before, after, named):
     with_tools(tmp_path / "out", **before).train()
     checkpoint = str(tmp_path / "out" / "checkpoint-1")
-    with pytest.raises(CheckpointError, match="belongs to another run") as refused:
+    with pytest.raises(CheckpointError, match=named):
         with_tools(tmp_path / "other", **after).train(resume_from_checkpoint=checkpoint)
-    assert named in str(refused.value)
     with_tools(tmp_path / "other", **before).train(resume_from_checkpoint=checkpoint)
 
 
@@ -104,7 +92,8 @@ def test_the_same_rows_are_the_same_data_however_they_are_held(tmp_path):
         trainer = other(tmp_path, train_dataset=same, max_steps=1)
         trainer.train(resume_from_checkpoint=str(checkpoint))
         assert trainer.state.global_step == 1
-    assert "data.rows_sha256: " in refusal(checkpoint, tmp_path, train_dataset=backwards)
+    with pytest.raises(CheckpointError, match=r"data\.rows_sha256: "):
+        other(tmp_path, train_dataset=backwards, max_steps=1).train(resume_from_checkpoint=str(checkpoint))
 
 
 # ---- Checkpoints without what a resume needs ------------------------------------------------------------------------
@@ -132,18 +121,11 @@ def test_a_checkpoint_that_lost_its_listing_is_broken(tmp_path, caplog):
     assert trainer.state.global_step == 3
 
 
-def as_of_another_trainer(checkpoint: Path) -> Path:
-    for path in checkpoint.glob("grpo_ext_*"):
-        path.unlink()
-    (checkpoint / "checkpoint.json").unlink()
-    return checkpoint
-
-
 def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything(tmp_path, caplog):
     folder = tmp_path / "out"
     make(folder, **SAVE, max_steps=3).train()
-    for checkpoint in folder.glob("checkpoint-*"):
-        as_of_another_trainer(checkpoint)
+    for path in [*folder.glob("checkpoint-*/grpo_ext_*"), *folder.glob("checkpoint-*/checkpoint.json")]:
+        path.unlink()
     (folder / "checkpoint-3" / "trainer_state.json").unlink()
     (folder / "checkpoint-2" / "scheduler.pt").unlink()
     trainer = make(folder, **SAVE, max_steps=3)
@@ -152,9 +134,3 @@ def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything
     assert "checkpoint-2 holds no learning-rate schedule" in caplog.text
     assert [line["step"] for line in trainer.state.log_history if "loss" in line] == [1, 2, 3]
     assert (folder / "checkpoint-2.replaced-1").is_dir()
-
-
-def test_other_end_tokens_are_another_run(checkpoint, tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = "a"
-    assert "end_tokens: [1] in the checkpoint" in refusal(checkpoint, tmp_path, processing_class=tokenizer)

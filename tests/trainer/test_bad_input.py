@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
+from collections.abc import Callable
 from typing import Any
 
 import huggingface_hub
@@ -13,15 +15,23 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig
 from torch import nn
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import ConfigError, DataError, GrpoExtError, ModelError, SplitDependentError
-from tests.support.tiny import config_kwargs, prompts, tiny_model
+from grpo_ext.errors import ConfigError, GrpoExtError, ModelError
+from tests.support.drop_in import CountingGame, conversations, tool_tokenizer
+from tests.support.tiny import (
+    config_kwargs,
+    given_rollout,
+    prompts,
+    tiny_model,
+    tiny_tokenizer,
+)
 from tests.support.trainers import make
 
-SIZES = [
+BITWISE = {"bitwise_invariant": True}
+SETTINGS = [
     ({"global_batch_size": 15}, ["global_batch_size=15", "num_generations=4", "to 12 or 16", "to 60"]),
     ({"global_batch_size": 18, "rollout_batch_size": 54}, ["rollout_batch_size=54", "whole groups", "use 36 or 72"]),
     ({"per_device_eval_batch_size": -1}, ["per_device_eval_batch_size=-1", "1 or more"]),
@@ -33,18 +43,121 @@ SIZES = [
     ({"loss_type": "grpoo"}, ["loss_type='grpoo'", "dapo"]),
     ({"reward_on_failure": "shrug"}, ["reward_on_failure='shrug'", "'error', 'none'"]),
     ({"reward_timeout": 0}, ["reward_timeout=0", "more than 0"]),
+    ({"beta": -0.1}, ["beta=-0.1", "0 or more"]),
+    ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
+    ({"top_entropy_quantile": 2.0}, ["top_entropy_quantile=2.0", "from 0 to 1"]),
     ({"tool_timeout": float("inf")}, ["tool_timeout=inf", "None for no limit"]),  # a thread cannot wait for so long
     ({"balance_by_cost": True}, ["no longer has the field 'balance_by_cost'", "leave it out"]),
     ({"reward_workers": 1.5}, ["reward_workers=1.5", "0 or more"]),
+    ({"advantage_estimator": "rloo"}, ["'rloo' is unknown; use one of group_centered"]),
+    ({"advantage_estimator": "leave_one_out", "scale_rewards": "batch"}, ["both say how rewards become advantages"]),
+    ({"dynamic_sampling": True, "dynamic_sampling_max_rounds": 0}, ["dynamic_sampling_max_rounds=0"]),
+    (
+        {"dynamic_sampling": True, "use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
+        ["as tensor parallel vLLM engines"],
+    ),
+    ({**BITWISE, "micro_batch_tokens": 100}, ["canonical_unit_size sets their size"]),
+    ({**BITWISE, "use_vllm": True}, ["use_vllm"]),
+    ({**BITWISE, "torch_compile": True}, ["torch_compile"]),
+    ({**BITWISE, "deepspeed": {"zero_optimization": {"stage": 2}}}, ["DeepSpeed"]),
+    ({**BITWISE, "canonical_unit_size": 9}, ["use 1 to 4 (num_generations)"]),
+    ({**BITWISE, "bitwise_threads": 0}, ["bitwise_threads=0"]),
 ]
 
 
-@pytest.mark.parametrize(("settings", "words"), SIZES, ids=[next(iter(s)) for s, _ in SIZES])
+@pytest.mark.parametrize(("settings", "words"), SETTINGS, ids=["+".join(s) for s, _ in SETTINGS])
 def test_settings_that_break_a_rule_are_refused(tmp_path, settings, words):
     with pytest.raises(ConfigError) as error:
         GRPOConfig(**config_kwargs(tmp_path, **settings))
     for word in words:
         assert word in str(error.value)
+
+
+def test_bitwise_mode_refuses_fsdp_from_the_launcher(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="FSDP"):
+        GRPOConfig(**config_kwargs(tmp_path, **BITWISE))
+
+
+def normalised() -> Any:
+    model = tiny_model()
+    model.model.extra = nn.BatchNorm1d(4)
+    return model
+
+
+def rows(*prompts: str) -> Dataset:
+    return Dataset.from_dict({"prompt": [*prompts]})
+
+
+def scorer() -> dict[str, Any]:
+    model = transformers.AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)
+    return {"reward": model, "reward_processing_classes": tiny_tokenizer()}
+
+
+def dropping() -> Any:
+    return tiny_model("llama", attention_dropout=0.1)
+
+
+def accumulating(**settings: Any) -> dict[str, Any]:
+    return {"accelerator_config": {"gradient_accumulation_kwargs": settings}}
+
+
+def lora(**options: Any) -> dict[str, Any]:
+    return {"peft_config": LoraConfig(r=4, task_type="CAUSAL_LM", **options)}
+
+
+# what is refused, by the error and its words
+REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
+    "DataError: row 1 of the training data set has an empty prompt": lambda: {"train_dataset": rows("a", "", "b")},
+    # absolute positions count the completion too
+    r"DataError: .*row 3 has 120 tokens.*room for 116 .*max_completion_length=12": lambda: {
+        **{"model": tiny_model("gpt2"), "train_dataset": rows("ab", "ab", "ab", "a" * 120)}
+    },
+    "DataError: .*evaluation 'b' data set": lambda: {"eval_dataset": {"a": prompts(3), "b": rows()}},
+    r"ModelError: .*is a Qwen2Model .*AutoModelForCausalLM": lambda: {
+        "model": transformers.AutoModel.from_config(tiny_model().config)
+    },
+    r"ModelError: .*'default' \(P.*\) puts virtual tokens before the prompt.*for example LoRA": lambda: {
+        "peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    },
+    "ConfigError: .*pass the tokenizer as processing_class": lambda: {"processing_class": None},
+    "SplitDependentError: .*attention_dropout=0.1.*disable_dropout=True": lambda: {"model": dropping()},
+    "SplitDependentError: .*p=0.1": lambda: {"model": tiny_model("gpt2", resid_pdrop=0.1)},
+    "SplitDependentError: .*dropout": lambda: {"model": dropping(), **BITWISE},
+    "SplitDependentError: .*lora_dropout.*p=0.05": lambda: lora(lora_dropout=0.05),
+    r"SplitDependentError: .*model.extra \(BatchNorm1d\)": lambda: {"model": normalised()},
+    "SplitDependentError: .*CpmAnt puts a prompt before the padding": lambda: {
+        "model": tiny_model("cpmant", dim_head=8, dim_ff=48, dropout_p=0.0)
+    },
+    "ConfigError: .*accelerator_config sets num_steps": lambda: accumulating(num_steps=2),
+    "ConfigError: .*sync_each_batch=True": lambda: accumulating(sync_each_batch=True),
+    "ConfigError: .*reward models": lambda: {**scorer(), **BITWISE},
+    "ConfigError: .*rollout_func": lambda: {"rollout_func": given_rollout, **BITWISE},
+    "ConfigError: .*eval_pass_reward='letters' is no reward.* did you mean 'letter_reward'": lambda: {
+        "eval_pass_reward": "letters"
+    },
+    "ConfigError: .*reward_workers=2 with environment_factory": lambda: {
+        **{"reward": None, "environment_factory": CountingGame, "reward_workers": 2},
+        **{"processing_class": tool_tokenizer(), "train_dataset": conversations()},
+    },
+    "ConfigError: .*this one is a stream": lambda: {
+        **{"dynamic_sampling": True, "train_dataset": prompts(8).to_iterable_dataset()}
+    },
+    "ConfigError: .*which has 4 and a rollout batch takes 4; use more prompts": lambda: {
+        **{"dynamic_sampling": True, "train_dataset": prompts(4)}
+    },
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_parts_that_break_a_rule_are_refused(tmp_path, words):
+    with pytest.raises(GrpoExtError) as error:
+        make(tmp_path, **REFUSED[words]())
+    assert re.match(words, f"{error.type.__name__}: {error.value}", re.DOTALL)
+
+
+def test_rotary_positions_go_on(tmp_path):
+    make(tmp_path, train_dataset=rows("ab", "ab", "ab", "a" * 120))
 
 
 @pytest.mark.parametrize("kind", ["fused", "hooks"])
@@ -59,34 +172,6 @@ def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path, kind)
             parameter.register_post_accumulate_grad_hook(lambda p: p.data.sub_(0.1 * p.grad))
     with pytest.raises(ConfigError, match="during the backward pass"):
         make(tmp_path, model=model, optimizers=(optimizer, None))
-
-
-def test_data_that_cannot_be_trained_on_is_refused(tmp_path):
-    with pytest.raises(DataError, match="row 1 of the training data set has an empty prompt"):
-        make(tmp_path, train_dataset=Dataset.from_dict({"prompt": ["a", "", "b"]}))
-
-
-def test_absolute_positions_count_the_completion_too(tmp_path):
-    rows = Dataset.from_dict({"prompt": ["ab"] * 3 + ["a" * 120]})
-    with pytest.raises(DataError, match=r"row 3 has 120 tokens.*room for 116 .*max_completion_length=12"):
-        make(tmp_path, model=tiny_model("gpt2"), train_dataset=rows)
-    make(tmp_path, model=tiny_model("qwen2"), train_dataset=rows)  # rotary positions go on
-
-
-def test_bad_evaluation_data_is_named(tmp_path):
-    with pytest.raises(DataError, match="evaluation 'b' data set"):
-        make(tmp_path, eval_dataset={"a": prompts(3), "b": Dataset.from_dict({"prompt": []})})
-
-
-def test_a_model_without_a_head_is_refused(tmp_path):
-    bare = transformers.AutoModel.from_config(tiny_model().config)
-    with pytest.raises(ModelError, match=r"is a Qwen2Model .*AutoModelForCausalLM"):
-        make(tmp_path, model=bare)
-
-
-def test_a_model_object_without_a_name_needs_its_tokenizer(tmp_path):
-    with pytest.raises(ConfigError, match="pass the tokenizer as processing_class"):
-        make(tmp_path, processing_class=None)
 
 
 @pytest.mark.parametrize("name", ["runs/nope", "/runs/nope"])
@@ -116,37 +201,14 @@ def test_settings_can_be_copied_and_changed(tmp_path):
 
 
 def test_trained_weights_in_half_precision_are_said(tmp_path, caplog):
-    adapter = {"peft_config": LoraConfig(r=4, task_type="CAUSAL_LM")}
-    for half, extra in ((False, {}), (True, adapter), (True, {})):
+    for half, extra in ((False, {}), (True, lora()), (True, {})):
         caplog.clear()
         model = tiny_model().to(torch.bfloat16) if half else tiny_model()
         make(tmp_path, model, **extra, bf16=None)
-        said = [
-            record.message for record in caplog.records if "Load the model with dtype=torch.float32" in record.message
-        ]
+        warning = "Load the model with dtype=torch.float32"
+        said = [record.message for record in caplog.records if warning in record.message]
         assert len(said) == (half and not extra), "PEFT's adapters are float32"
     assert "27 of 27 trained tensors are bfloat16" in said[0]
-
-
-def normalised() -> Any:
-    model = tiny_model()
-    model.model.extra = nn.BatchNorm1d(4)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ({"model": tiny_model("llama", attention_dropout=0.1)}, r"attention_dropout=0.1.*disable_dropout=True"),
-        ({"model": tiny_model("gpt2", resid_pdrop=0.1)}, r"p=0.1"),
-        ({"peft_config": LoraConfig(r=4, lora_dropout=0.05, task_type="CAUSAL_LM")}, r"lora_dropout.*p=0.05"),
-        ({"model": normalised()}, r"model.extra \(BatchNorm1d\)"),
-    ],
-    ids=["attention", "layers", "lora", "batch norm"],
-)
-def test_what_depends_on_the_split_is_refused(tmp_path, parts, words):
-    with pytest.raises(SplitDependentError, match=words):
-        make(tmp_path, **parts)
 
 
 def test_split_dependence_can_be_allowed_and_is_said(tmp_path, caplog):
@@ -158,15 +220,6 @@ def test_split_dependence_can_be_allowed_and_is_said(tmp_path, caplog):
 def test_every_refusal_is_a_value_error():
     # code that catches TRL's errors catches ours
     assert issubclass(GrpoExtError, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [({"num_steps": 2}, "accelerator_config sets num_steps"), ({"sync_each_batch": True}, "sync_each_batch=True")],
-)
-def test_accumulation_in_accelerates_settings_is_refused(tmp_path, setting, words):
-    with pytest.raises(ConfigError, match=words):
-        make(tmp_path, accelerator_config={"gradient_accumulation_kwargs": setting})
 
 
 def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):

@@ -179,11 +179,3 @@ def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path
     for values, loss in trained.values():
         assert torch.equal(values, trained[False, True][0])
         assert loss == trained[False, True][1]
-
-
-def test_a_rollout_that_nothing_scored_is_said(tmp_path, caplog):
-    trainer = make(tmp_path, reward=lambda completions, **kwargs: [None] * len(completions), max_steps=1)
-    before = parameters(trainer).clone()
-    trainer.train()
-    assert "No completion of this rollout was scored" in caplog.text
-    assert torch.equal(before, parameters(trainer))

@@ -1,7 +1,4 @@
-"""fp16 with the real loss scaler, on the CPU.
-
-Accelerate leaves fp16 off on a CPU device, so these tests turn it on: torch's own float16 autocast works there.
-"""
+"""fp16 with the real loss scaler, on the CPU."""
 
 from __future__ import annotations
 
@@ -11,48 +8,22 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
 from tests.support.rollouts import give_completions
 from tests.support.tiny import tiny_model
-from tests.support.trainers import SAVE, change, error, make, on, parameters
+from tests.support.trainers import SAVE, Overflow, change, error, make, native_fp16, on, parameters
 
 
 @pytest.fixture
 def fp16_on_the_cpu(monkeypatch):
-    inner = accelerate.Accelerator.__init__
-
-    def built(self: Any, *args: Any, **kwargs: Any) -> None:
-        inner(self, *args, **kwargs)
-        if self.mixed_precision == "fp16":
-            self.native_amp = True
-
-    monkeypatch.setattr(accelerate.Accelerator, "__init__", built)
+    monkeypatch.setattr(accelerate.Accelerator, "__init__", native_fp16(accelerate.Accelerator.__init__))
 
 
 def build(folder: Path, model: Any = "qwen2", **settings: Any) -> GRPOTrainer:
     return make(folder, model, **{"fp16": True, "max_steps": 2, **settings})
-
-
-class Overflow(TrainerCallback):
-    """Makes the gradients of chosen steps infinite, as a backward pass in float16 would."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        def spoil(gradient: torch.Tensor) -> torch.Tensor:
-            return torch.full_like(gradient, float("inf"))
-
-        if state.global_step in self.steps:
-            self.hook = next(model.parameters()).register_hook(spoil)
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        if hasattr(self, "hook"):
-            self.hook.remove()
 
 
 def run(

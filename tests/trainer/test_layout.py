@@ -144,7 +144,7 @@ def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog,
     assert all(share > 0 for share in log_of(trainer, "layout/padding_share"))
 
 
-def test_a_loss_computed_outside_the_window_does_not_run_packs_under_checkpointing(tmp_path):
+def test_a_loss_computed_outside_a_step_does_not_run_packs_under_checkpointing(tmp_path):
     """Its backward pass runs the layers again where packs are off."""
     trainer = make(tmp_path, gradient_checkpointing=True)
     trainer.train()

@@ -45,7 +45,7 @@ def enough(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
     return change(trainer), trainer
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 150}])
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 150}, {"auto_find_batch_size": True}], ids=str)
 def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, capsys, settings):
     expected, reference = enough(tmp_path / "a", **settings)
     trainer = limited(tmp_path / "b", **settings)
@@ -130,10 +130,3 @@ def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path):
     always = limited(tmp_path / "c", **exact)
     with pytest.raises(MemoryShortageError, match="canonical_unit_size"):
         always.train()
-
-
-def test_auto_find_batch_size_means_this(tmp_path):
-    expected, _ = update(tmp_path / "a")
-    trainer = limited(tmp_path / "b", auto_find_batch_size=True)
-    assert error(expected, change(trainer)) <= UPDATE
-    assert trainer._step_planner.limits.rows == 2

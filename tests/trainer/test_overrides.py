@@ -146,6 +146,7 @@ def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any)
         (HalfLogps, REUSED),
         (OwnTerm, {"loss_type": "dapo"}),
         (OwnTermOutside, REUSED),
+        (TrlsLoss, REUSED),
     ],
     ids=str,
 )
@@ -156,16 +157,11 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
         return change(trainer), [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
     stock, stock_losses = trained(trl.GRPOTrainer)
-    assert error(stock, trained(trl.GRPOTrainer, None)[0]) > DIFFERENT  # it does something
+    changes = error(stock, trained(trl.GRPOTrainer, None)[0]) > DIFFERENT
+    assert changes is (override is not TrlsLoss)
     ours, losses = trained(GRPOTrainer, size=5)
     assert error(stock, ours) < UPDATE
     assert losses == pytest.approx(stock_losses, rel=METRIC, abs=METRIC)
-
-
-@stock_scores
-def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(tmp_path):
-    stock = change(build(tmp_path, trl.GRPOTrainer))
-    assert error(stock, change(build(tmp_path, GRPOTrainer, TrlsLoss, 5))) < UPDATE
 
 
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
@@ -261,11 +257,6 @@ def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
 def rolling(folder: Any, rollout: Any = given_rollout, **settings: Any) -> GRPOTrainer:
     sets = {"train_dataset": prompts(22), "eval_dataset": prompts(5)}
     return make(folder, rollout_func=rollout, **{**sets, "max_steps": 2, **settings})
-
-
-def test_bitwise_mode_refuses_a_rollout_func(tmp_path):
-    with pytest.raises(ConfigError, match="rollout_func"):
-        rolling(tmp_path, bitwise_invariant=True)
 
 
 def test_a_rollout_func_may_sample_with_the_trainer_itself_and_that_is_said(tmp_path, caplog):

@@ -97,7 +97,7 @@ def test_the_update_does_not_depend_on_the_split(tmp_path, base, bfloat16):
     with bfloat16():
         assert UPDATE < error(of(16), of(5)) <= UPDATE_BFLOAT16 / 2
     assert error(whole, of(16, seed=4)) > UPDATE_BFLOAT16
-    assert error(whole, of(16, quantise=None)) > DIFFERENT  # which is to say that the weights are quantised
+    assert error(whole, of(16, quantise=None)) > DIFFERENT  # the weights are quantised
 
 
 def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
@@ -116,14 +116,14 @@ def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
 
 
 def test_an_adapter_that_was_trained_before_keeps_its_digits(tmp_path, base, bfloat16):
-    def given_and_trained() -> tuple[torch.Tensor, torch.Tensor]:
+    def before_and_after() -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(1)
         model = peft.get_peft_model(loaded(base, 4), lora(init_lora_weights=False))
         return trained(model), trained(make(tmp_path, model).model)
 
-    assert torch.equal(*given_and_trained())
+    assert torch.equal(*before_and_after())
     with bfloat16():
-        assert error(*given_and_trained()) > DIFFERENT
+        assert error(*before_and_after()) > DIFFERENT
 
 
 @EITHER
@@ -181,11 +181,9 @@ def test_a_resumed_run_is_the_same_run_and_its_adapter_is_exported(tmp_path, bas
     checkpoint = tmp_path / "out" / "checkpoint-3"
     export(checkpoint, tmp_path / "adapter")
     expected = peft.get_peft_model_state_dict(trainer.model)
-    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    export(
-        checkpoint, tmp_path / "merged", merge_adapter=True
-    )  # into the weights as they were before they were rounded
+    exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in expected.items())
+    export(checkpoint, tmp_path / "merged", merge_adapter=True)  # into the weights before they were rounded
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
     ids = torch.tensor([[3, 4, 5]])

@@ -14,7 +14,6 @@ import pytest
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
-from tests.support.drop_in import CountingGame, conversations, tool_tokenizer
 from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import log_of, make, on
 
@@ -88,9 +87,3 @@ def test_a_function_that_cannot_be_sent_is_named_before_training(tmp_path):
 
     with pytest.raises(ConfigError, match=r"'stored' cannot be sent .* reward_workers=1 .*at its first call"):
         make(tmp_path, reward=stored, reward_workers=1)
-
-
-def test_environments_stay_in_the_training_process(tmp_path):
-    parts = {"train_dataset": conversations(), "processing_class": tool_tokenizer()}
-    with pytest.raises(ConfigError, match="reward_workers=2 with environment_factory"):
-        make(tmp_path, reward=None, reward_workers=2, environment_factory=CountingGame, **parts)
