@@ -16,6 +16,7 @@ def describe_plan(
     precision: str | None = None,
     ahead: str | None = None,
     longest: int | None = None,
+    half: bool = False,
 ) -> str:
     """The resolved plan as text, for people: one line a fact.
 
@@ -25,6 +26,7 @@ def describe_plan(
         micro_batch_tokens: tokens per forward on one device, or None.
         form, precision, ahead: the form of the forward, its precision, and what sampling ahead takes; None: no line.
         longest: tokens of the longest completion; None where this package's own engine does not sample.
+        half: it samples in half precision.
     """
     g, group = geometry, geometry.num_generations
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
@@ -45,6 +47,8 @@ def describe_plan(
         rows.append(("note", "steps cut groups; advantages are over whole groups"))
     if longest is not None and chunks < g.num_processes:
         rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
+    if longest is not None and half and g.together and chunks > 1:
+        rows.append(("half precision", f"rollout_chunk_size={g.rollout_chunk_size}: same tokens on any processes"))
     if num_prompts is None:
         rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
     else:

@@ -215,6 +215,7 @@ class RunKeeper(TrainerCallback):
             precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
             ahead=described(trainer),
             longest=None if args.use_vllm or continuous else trainer.max_completion_length,
+            half=args.bf16 or args.fp16,
         )
         self.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
         return plan

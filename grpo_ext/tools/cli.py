@@ -108,8 +108,9 @@ def plan(
     ahead = f"{lag} rollout batch(es)" if lag else None
     others = settings.get("use_vllm") or settings.get("use_transformers_continuous_batching")
     longest = None if others else settings.get("max_completion_length", 512)  # TRL's default
+    half = bool(settings.get("bf16", not settings.get("fp16"))) or bool(settings.get("fp16"))  # TRL's default is bf16
     sizes = {"micro_batch_tokens": tokens, "longest": longest}
-    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, ahead=ahead, **sizes))
+    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, ahead=ahead, half=half, **sizes))
     if (model := settings.get("model_name_or_path")) is not None:
         from .plan import expected_memory
 

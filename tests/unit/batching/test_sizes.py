@@ -270,6 +270,11 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
         assert part in text, f"{part!r} is not in\n{text}"
     assert "rollout_chunk_size=" in text
     assert "sampl" not in describe_plan(odd, None, False, None)  # vLLM does
+    several = resolve(global_batch_size=512)
+    says = "half precision  "
+    assert says in describe_plan(several, None, False, None, longest=8, half=True)
+    for same in (resolve(global_batch_size=512, rollout_chunk_size=64), resolve(global_batch_size=8)):
+        assert says not in describe_plan(same, None, False, None, longest=8, half=True)
     assert "not known, for want of data" in describe_plan(odd, None, False, None)
 
 
