@@ -17,6 +17,7 @@ def describe_plan(
     ahead: str | None = None,
     longest: int | None = None,
     half: bool = False,
+    most_kept: int | None = None,
 ) -> str:
     """The resolved plan as text, for people: one line a fact.
 
@@ -27,6 +28,7 @@ def describe_plan(
         form, precision, ahead: the form of the forward, its precision, and what sampling ahead takes; None: no line.
         longest: tokens of the longest completion; None where this package's own engine does not sample.
         half: it samples in half precision.
+        most_kept: token ids of a replayed sampling mask, at most; None: no masks are replayed.
     """
     g, group = geometry, geometry.num_generations
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
@@ -41,6 +43,9 @@ def describe_plan(
     ]
     if longest is not None:
         rows.insert(2, ("sampling", _sampling(g, longest)))
+        if most_kept is not None:
+            mib = g.rollout_batch_size * longest * most_kept * 4 / 2**20
+            rows.insert(3, ("sampling masks", f"up to {most_kept} ids per token, {mib:,.0f} MiB per rollout batch"))
     more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
     rows += [(name, text) for name, text in more if text is not None]
     if g.global_batch_size % group:

@@ -100,9 +100,9 @@ def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != "temperature" and value not in (None, 0, 1.0)}
 
 
-def most_kept(values: Mapping[str, Any]) -> int | None:
-    """The most tokens that a replayed mask keeps; None where nothing is truncated."""
-    return (values["top_k"] or MOST_KEPT) if truncating(values) else None
+def most_kept(filters: Mapping[str, Any]) -> int | None:
+    """The most tokens that a replayed mask keeps under filters that leave out tokens; None without filters."""
+    return filters.get("top_k", MOST_KEPT) if filters else None
 
 
 def sampling_filters(
@@ -119,7 +119,7 @@ def sampling_filters(
     values = filter_values(model, config)
     recorder = Recorder(temperature=(values["temperature"] or 1.0) if truncating(values) else None)
     if replay:
-        values["top_k"] = recorder.bound = most_kept(values)
+        values["top_k"] = recorder.bound = most_kept(truncating(values))
         if recorder.bound is None:
             recorder.kinds = kinds_of(config)
     filters = model._get_logits_processor(GenerationConfig(do_sample=True, **values))

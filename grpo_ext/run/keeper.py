@@ -29,7 +29,9 @@ from ..batching.plan_text import describe_plan
 from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
 from ..errors import CheckpointError
+from ..rollouts.build import truncating_filters
 from ..rollouts.build_ahead import described
+from ..rollouts.keyed import most_kept
 from ..runtime.attributes import assigned
 from ..runtime.collectives import failing_together, from_main_process, shards_parameters
 from ..runtime.determinism import environment
@@ -216,6 +218,7 @@ class RunKeeper(TrainerCallback):
             ahead=described(trainer),
             longest=None if args.use_vllm or continuous else trainer.max_completion_length,
             half=args.bf16 or args.fp16,
+            most_kept=most_kept(truncating_filters(trainer)) if args.sampling_mask == "replay" else None,
         )
         self.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
         return plan

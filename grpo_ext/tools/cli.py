@@ -109,7 +109,12 @@ def plan(
     others = settings.get("use_vllm") or settings.get("use_transformers_continuous_batching")
     longest = None if others else settings.get("max_completion_length", 512)  # TRL's default
     half = bool(settings.get("bf16", not settings.get("fp16"))) or bool(settings.get("fp16"))  # TRL's default is bf16
-    sizes = {"micro_batch_tokens": tokens, "longest": longest}
+    kept = None
+    if settings.get("sampling_mask") == "replay":
+        from ..rollouts.keyed import most_kept, truncating  # loads torch
+
+        kept = most_kept(truncating({name: settings.get(name) for name in ("top_p", "top_k", "min_p")}))
+    sizes = {"micro_batch_tokens": tokens, "longest": longest, "most_kept": kept}
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, ahead=ahead, half=half, **sizes))
     if (model := settings.get("model_name_or_path")) is not None:
         from .plan import expected_memory

@@ -78,11 +78,12 @@ TOOLS = {**FEW_ROWS, "global_batch_size": 8, "rollout_batch_size": 8, "rollout_c
 TOOLS |= {"max_completion_length": 45, "max_tool_calling_iterations": 3, "max_steps": 3}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 LAST = {"save_strategy": "steps", "save_steps": 3}
+REPLAYED = {"top_p": 0.8, "sampling_mask": "replay"}
 IMAGES = {"beta": 0.1, "gradient_checkpointing": True, **SAVED}
 # what `make test` runs under FSDP2 and ZeRO-3
 FEW = [
     Job("saved", SAVED),
-    Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2, "max_steps": 2}),
+    Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2, "max_steps": 2, **REPLAYED}),
     Job("hybrid", {"gradient_checkpointing": True, "beta": 0.1, "max_steps": 2}, model="hybrid"),
     Job("few", FEW_ROWS),  # one group: others have none
     Job("images_saved", IMAGES, prompts=8, model="llava"),

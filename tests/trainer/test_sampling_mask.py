@@ -125,6 +125,18 @@ def test_without_a_filter_nothing_is_recorded_and_nothing_changes(tmp_path):
     assert torch.equal(change(make(tmp_path / "plain")), change(make(tmp_path / "replay", **REPLAY)))
 
 
+def test_a_run_without_replay_says_once_what_its_filters_leave_out(tmp_path, caplog):
+    for name, settings, count in (
+        ("plain", {"top_p": 0.6}, 1),
+        ("replay", {"top_p": 0.6, **REPLAY}, 0),
+        ("all", {}, 0),
+    ):
+        caplog.clear()
+        make(tmp_path / name, max_steps=2, **settings).train()
+        assert caplog.text.count("of the probability in the first rollout") == count
+        assert ("top_p=0.6: sampling kept 0.6" in caplog.text) == bool(count)
+
+
 def logged(folder: Any, **settings: Any) -> dict[str, Any]:
     trainer = make(folder, max_steps=1, **settings)
     trainer.train()
