@@ -114,8 +114,8 @@ def plan(
         from ..rollouts.keyed import most_kept, truncating  # loads torch
 
         kept = most_kept(truncating({name: settings.get(name) for name in ("top_p", "top_k", "min_p")}))
-    sizes = {"micro_batch_tokens": tokens, "longest": longest, "most_kept": kept}
-    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, ahead=ahead, half=half, **sizes))
+    sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "longest": longest, "half": half, "most_kept": kept}
+    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, ahead=ahead, **sizes))
     if (model := settings.get("model_name_or_path")) is not None:
         from .plan import expected_memory
 

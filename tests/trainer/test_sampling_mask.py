@@ -126,15 +126,10 @@ def test_without_a_filter_nothing_is_recorded_and_nothing_changes(tmp_path):
 
 
 def test_a_run_without_replay_says_once_what_its_filters_leave_out(tmp_path, caplog):
-    for name, settings, count in (
-        ("plain", {"top_p": 0.6}, 1),
-        ("replay", {"top_p": 0.6, **REPLAY}, 0),
-        ("all", {}, 0),
-    ):
+    for name, settings in (("plain", {"top_p": 0.6}), ("replay", {"top_p": 0.6, **REPLAY}), ("all", {})):
         caplog.clear()
         make(tmp_path / name, max_steps=2, **settings).train()
-        assert caplog.text.count("of the probability in the first rollout") == count
-        assert ("top_p=0.6: sampling kept 0.6" in caplog.text) == bool(count)
+        assert caplog.text.count("top_p=0.6: sampling kept 0.6") == (name == "plain")
 
 
 def logged(folder: Any, **settings: Any) -> dict[str, Any]:

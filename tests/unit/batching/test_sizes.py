@@ -271,6 +271,8 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
     assert "rollout_chunk_size=" in text
     assert "sampl" not in describe_plan(odd, None, False, None)  # vLLM does
     several = resolve(global_batch_size=512)
+    masks = describe_plan(several, None, False, None, longest=1024, most_kept=512)
+    assert "up to 512 ids per token, 1,024 MiB per rollout batch" in masks
     says = "half precision  "
     assert says in describe_plan(several, None, False, None, longest=8, half=True)
     for same in (resolve(global_batch_size=512, rollout_chunk_size=64), resolve(global_batch_size=8)):
