@@ -86,6 +86,9 @@ def as_loud_as_before():
     """A command that ran in this process keeps the other libraries quiet: later tests read what they log."""
     loggers = [logging.getLogger(name) for name in ("trl", "transformers", "datasets", "accelerate", "peft")]
     levels = [logger.level for logger in loggers]
+    from accelerate.logging import MultiProcessAdapter  # not before importlib.metadata is cached
+
+    MultiProcessAdapter.warning_once.cache_clear()  # what an earlier test was told once
     yield
     for logger, level in zip(loggers, levels):
         logger.setLevel(level)

@@ -13,7 +13,7 @@ from grpo_ext.batching.sizes import SETTINGS, ceil_div
 from grpo_ext.checks.model import find_model
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
-from grpo_ext.tools.options import ScriptArguments, as_dataclasses, fields_of, load_arguments, written
+from grpo_ext.tools.options import ScriptArguments, as_dataclasses, fields_of, load_arguments, output_settings
 from grpo_ext.tools.stock import refuse_ours
 
 from .shapes import Shape
@@ -29,7 +29,8 @@ _OWN = (
 
 def left_out(settings: Mapping[str, Any]) -> list[str]:
     """The settings of GRPOConfig that a bench leaves out."""
-    return sorted(written(settings) | {name for name in fields_of(settings, GRPOConfig) if name.startswith(_OWN)})
+    own = {name for name in fields_of(settings, GRPOConfig) if name.startswith(_OWN)}
+    return sorted(output_settings(settings) | own)
 
 
 def refuse_sizes(settings: Mapping[str, Any]) -> None:

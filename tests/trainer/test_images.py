@@ -199,7 +199,7 @@ def beside_text() -> Dataset:
         (lambda: {"train_dataset": beside_text()}, "row 0 of the data set has images and a prompt that is text"),
         (
             lambda: {"processing_class": image_processor("llava").tokenizer},
-            "the model is given a tokenizer",
+            "the processing class is a tokenizer",
         ),
         (lambda: {"rollout_func": longer_prompts, "family": "gemma3"}, "by which the images are placed"),
         (

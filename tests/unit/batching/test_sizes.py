@@ -275,7 +275,7 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
     assert "up to 512 ids per token, 1,024 MiB per rollout batch" in masks
     says = "half precision  "
     assert says in describe_plan(several, None, False, None, longest=8, half=True)
-    for same in (resolve(global_batch_size=512, rollout_chunk_size=64), resolve(global_batch_size=8)):
+    for same in (resolve(global_batch_size=512, rollout_chunk_size=64), resolve(global_batch_size=4)):
         assert says not in describe_plan(same, None, False, None, longest=8, half=True)
     assert "not known, for want of data" in describe_plan(odd, None, False, None)
 
