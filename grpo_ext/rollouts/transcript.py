@@ -27,7 +27,7 @@ class Sampled:
 
     ids: list[int]
     logps: list[float | None] | None = None
-    record: TokenRecord | None = None
+    record: TokenRecord | None = field(default=None, compare=False)
 
     def first(self, tokens: int) -> Sampled:
         """The first tokens."""

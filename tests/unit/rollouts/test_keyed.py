@@ -24,7 +24,7 @@ from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.rollouts import engine as engine_module
 from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, sample_chunk
 from grpo_ext.rollouts.keyed import can_sample_by_key, request_keys, sampling_filters
-from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.transcript import Sampled, Transcript
 from grpo_ext.runtime.out_of_memory import Halving
 from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
@@ -319,12 +319,12 @@ def test_forwards_that_only_join_those_of_other_processes_change_no_tokens(model
 
     def made_up(model, prompts, *rest):
         asked.append(len(prompts))
-        return [[10 * len(asked) + i] for i in range(len(prompts))]
+        return [Sampled([10 * len(asked) + i]) for i in range(len(prompts))]
 
     monkeypatch.setattr(engine_module, "sample_chunk", made_up)
     monkeypatch.setattr(engine_module, "max_over_processes", lambda own, device: max(own, 5))
     found = engine_of(model, sharded=True).generate(transcripts(range(12)), sampling(), 4)
-    assert found == [([10 + i if i < 8 else 20 + i - 8], None) for i in range(12)]
+    assert found == [Sampled([10 + i if i < 8 else 20 + i - 8]) for i in range(12)]
     assert engine_of(model, sharded=True).generate([], sampling(), 4) == []  # a process without prompts
     assert asked == [8, 4, 1, 1, 1] + [1] * 5
     assert engine_of(model).generate([], sampling(), 4) == []

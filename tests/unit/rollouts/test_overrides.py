@@ -10,7 +10,7 @@ import pytest
 from grpo_ext.rollouts.images import ImageSource
 from grpo_ext.rollouts.local import Hooks
 from grpo_ext.rollouts.overrides import OverriddenWorker
-from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.transcript import Sampled, Transcript
 
 
 @pytest.mark.parametrize(("empty", "rows"), [(False, 0), (True, 2)], ids=["nothing to go on with", "no prompts"])
@@ -28,4 +28,4 @@ def test_where_a_forward_is_a_collective_a_process_without_rows_samples_with_the
     worker.engine = SimpleNamespace(generate=generate)
     sampled = worker.sample_turn(local, [Transcript({}, 0) for _ in range(rows)])
     assert asked == [0]
-    assert sampled == [([7], None)] * rows
+    assert sampled == [Sampled([7])] * rows

@@ -36,7 +36,12 @@ def logged(rounds: list[Round], ratios: RatioRule | None = None) -> dict[str, fl
     values = defaultdict(list)
     rewards = SimpleNamespace(names=["f"])
     terms: Any = SimpleNamespace(
-        num_generations=2, rewards=rewards, weights_F=torch.ones(1), rule=AdvantageRule(), ratios=ratios
+        num_generations=2,
+        rewards=rewards,
+        weights_F=torch.ones(1),
+        rule=AdvantageRule(),
+        ratios=ratios,
+        truncating={},
     )
     for name, value in rollout_metrics(rounds, terms, with_tools=True):
         values[name].append(value)

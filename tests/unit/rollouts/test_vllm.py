@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_ext.algorithms.keyed_random import completion_keys
-from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.transcript import Sampled, Transcript
 from grpo_ext.rollouts.vllm import VllmEngine, VllmServer, seeds_of
 from grpo_ext.rollouts.vllm_weights import ColocatedEngine
 from tests.support.server import generation_settings
@@ -89,7 +89,9 @@ def transcripts() -> list[Transcript]:
 def test_a_server_is_asked_once_for_each_prompt_and_answers_in_order():
     engine, asked = server()
     sampled = engine.generate(transcripts(), None, 2)
-    assert sampled == [([seed], [-1.0]) for seed in seeds(range(3), 2)]  # what an engine of this process would sample
+    assert sampled == [
+        Sampled([seed], [-1.0]) for seed in seeds(range(3), 2)
+    ]  # what an engine of this process would sample
     assert sorted(request["prompt"] for request in asked) == [[1], [2], [3]]
     for request in asked:
         assert (request["n"], request["min_p"], request["max_tokens"], request["temperature"]) == (2, 0.0, 4, 0.5)
@@ -101,5 +103,5 @@ def test_rows_that_no_longer_share_their_tokens_are_asked_for_one_by_one():
     rows = transcripts()[1:]  # a transcript of the first group has ended
     for row in rows:
         row.ids = [7]
-    assert [ids for ids, _ in engine.generate(rows, None, 2)] == [[seed] for seed in seeds_of(rows, 2)]
+    assert [row.ids for row in engine.generate(rows, None, 2)] == [[seed] for seed in seeds_of(rows, 2)]
     assert [request["n"] for request in asked] == [1] * 5
