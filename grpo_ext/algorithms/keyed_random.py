@@ -84,9 +84,7 @@ def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Ten
         return choose_by_blocks(scores_BV, uniforms_B)
     probabilities_BV = torch.softmax(scores_BV.to(torch.float64), dim=-1)
     cdf = probabilities_BV.cumsum(dim=-1)
-    total = cdf[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(uniforms_B.to(cdf)[:, None] * total, below_total)
+    target = uniforms_B.to(cdf)[:, None] * cdf[:, -1:]  # of a total of about 1, a product with 1 - 2**-53 is below it
     return _with_probabilities(torch.searchsorted(cdf, target, right=True), probabilities_BV)
 
 
