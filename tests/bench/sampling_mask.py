@@ -29,9 +29,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def token_sum(completions: list[str], **columns: Any) -> list[float]:
+def token_sum(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """A reward."""
-    return [float(len(text)) for text in completions]
+    return [float(sum(ids)) for ids in completion_ids]
 
 
 def run(folder: Path, model: str, data: Dataset, settings: dict[str, Any]) -> tuple[dict[str, float], Any]:
@@ -46,9 +46,8 @@ def main(questions: Path, rounds: int = 3) -> None:
     """Print the table."""
     model, weights = smollm2()
     lines = questions.read_text().splitlines()[:8]
-    data = Dataset.from_dict(
-        {"prompt": [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]}
-    )
+    prompts = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
+    data = Dataset.from_dict({"prompt": prompts})
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in RUNS}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):  # the first one warms up
