@@ -164,8 +164,8 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
     pieces = sizes.pieces(rows)
     numbers = _longest_first([sizes.load(piece, cost) for piece in pieces], processes)
     assigned = [sorted(row for number in taken for row in pieces[number]) for taken in numbers]
+    loads = [sizes.load(part, cost) for part in assigned]
     for _ in range(8 * processes):
-        loads = [sizes.load(part, cost) for part in assigned]
         high, low = loads.index(max(loads)), loads.index(min(loads))
         if loads[high] <= BALANCED * sum(loads) / processes:
             break
@@ -174,6 +174,7 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
             break
         assigned[high] = [row for row in assigned[high] if row not in moved]
         assigned[low] = sorted([*assigned[low], *moved])
+        loads[high], loads[low] = sizes.load(assigned[high], cost), sizes.load(assigned[low], cost)
     return assigned
 
 

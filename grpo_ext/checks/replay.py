@@ -8,7 +8,7 @@ from accelerate.logging import get_logger
 
 from ..errors import ConfigError
 from ..rollouts.build import LOGPS, SCORE, overridden, samples_by_key, truncating_filters
-from ..rollouts.keyed import MOST_KEPT
+from ..rollouts.keyed import MOST_KEPT, setting_of
 
 logger = get_logger(__name__)
 
@@ -31,18 +31,17 @@ def check_replay(trainer: Any) -> None:
         sampling = "vLLM" if trainer.use_vllm else "this way of generating"
     if sampling is not None:
         raise ConfigError(
-            f"sampling_mask='replay' needs the tokens that were kept for each token, which {sampling} does not return "
-            "here; leave sampling_mask out, and sample without top_p, top_k and min_p, which needs no masks."
+            f"sampling_mask='replay' needs the tokens that were kept for each token, which {sampling} does not "
+            "return; leave sampling_mask out, and sample without top_p, top_k and min_p, which needs no masks."
         )
     if method := overridden(trainer, LOGPS):
         raise ConfigError(
             f"sampling_mask='replay': {method} gets padded tensors, without the tokens that were kept; leave one out."
         )
-    configs = (trainer.generation_config, trainer.accelerator.unwrap_model(trainer.model).generation_config)
+    model = trainer.accelerator.unwrap_model(trainer.model)
     for name in _NOT_REPLAYED:
-        values = [getattr(config, name, None) for config in configs]
-        value = values[1] if values[0] is None else values[0]
-        if value not in (None, 0, 1.0):
+        value = setting_of(model, trainer.generation_config, name)
+        if value and value != 1.0:
             raise ConfigError(
                 f"sampling_mask='replay' and {name}={value!r}: it changes the scores of tokens by more than leaving "
                 "some out, which a mask does not describe; leave one of the two out."

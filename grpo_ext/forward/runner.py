@@ -21,6 +21,7 @@ from .. import compat
 from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
+from ..errors import ConfigError
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
@@ -202,8 +203,16 @@ class ForwardRunner:
 
         Returns:
             Log-probabilities (B, T), entropies (B, T) or None, and the mean auxiliary loss or None.
+
+        Raises:
+            ConfigError: sampling masks are replayed, and those of these tokens are not known.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
+        if request is None and self.args.sampling_mask is not None:
+            raise ConfigError(
+                "sampling_mask='replay': _get_per_token_logps_and_entropies was called with other tensors than it was "
+                "given, and the tokens that these were sampled from are not known; leave sampling_mask out."
+            )
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
         if request is not None and request.limits is not None:
             parts = self._run_chunks(model, rows, request.limits, compute_entropy, compute_aux_loss)

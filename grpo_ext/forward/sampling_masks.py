@@ -40,13 +40,15 @@ class KeptTokens:
         part = slice(rows.start, rows.stop)
         return KeptTokens(self.counts_B[part], self.ids_B[part])
 
-    def masks(self, suppressed: Sequence[torch.Tensor]) -> SamplingMasks:
-        """As a forward takes them, still on the CPU.
+    def masks(self, suppressed: Sequence[torch.Tensor]) -> SamplingMasks | None:
+        """As a forward takes them, still on the CPU; None where every token was sampled from the whole vocabulary.
 
         Args:
             suppressed: the sets of suppressed ids that the counts refer to.
         """
         counts_S = torch.cat([*self.counts_B])
+        if not counts_S.any():
+            return None
         counts = counts_S.clamp(min=0).long()
         return SamplingMasks(
             bounds=[0, *itertools.accumulate(counts.tolist())],

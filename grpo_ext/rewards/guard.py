@@ -13,8 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,13 +64,10 @@ def result_in_time(future: Future[Any], seconds: float | None, setting: str) -> 
     Raises:
         CallTimeout: there is none. A thread keeps running, because a thread cannot be stopped.
     """
-    try:
-        return future.result(seconds)
-    except FutureTimeout:
-        if future.done():  # raised by the function
-            raise
+    if not wait([future], seconds).done:
         future.cancel()
-        raise CallTimeout(seconds, setting) from None
+        raise CallTimeout(seconds, setting)
+    return future.result()
 
 
 def in_time(function: Callable[[], Any], seconds: float | None, setting: str) -> Any:

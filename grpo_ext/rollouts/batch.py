@@ -28,7 +28,7 @@ from .ragged import Ragged, padded
 # columns of a model that takes images: the row of the data set, from which they are read again; or all images, packed,
 # where tools or environments may show some
 ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
-# columns of this trainer's sampler (`rollouts.token_record`), which are no part of TRL's dictionary
+# columns of this trainer's sampler (`rollouts.token_record`)
 KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS = "kept_counts", "kept_ids", "sampler_logps"
 # columns with one value for each token, in TRL's dictionary (B, T)
 _OF_TOKENS = (
@@ -57,7 +57,7 @@ class RolloutBatch:
               reference, and the inference engine; each only where the run needs it.
             - importance_sampling_ratio: of the policy to the engine, (B, 1) or one for each token.
             - row_number, row_images: of a model that takes images.
-            - sampler_logps, kept_counts, kept_ids: of `TokenRecord`; no part of TRL's dictionary.
+            - sampler_logps, kept_counts, kept_ids: of `TokenRecord`; the latter two are no part of TRL's dictionary.
         groups: which group of the rollout batch each completion belongs to.
         constants: what a user's override adds that is not of completions.
         widths: padded widths of prompts and completions in every micro-batch; None: those of its longest.
@@ -169,7 +169,7 @@ class RolloutBatch:
         prompt, completion = self.widths or (1, 1)
         batch: dict[str, Any] = dict(self.constants)
         for name, column in self.columns.items():
-            if name in (KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS):
+            if name in (KEPT_COUNTS, KEPT_IDS):
                 continue
             if not isinstance(column, Ragged):
                 batch[name] = column.view(-1, 1) if name == ROW_NUMBER else column  # type: ignore[union-attr]

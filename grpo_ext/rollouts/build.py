@@ -67,7 +67,10 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
         prepare = PromptProcessor(trainer.processing_class, template, compat.image_token(trainer.model))
         compat.sample_no_image_tokens(trainer)
     refused = (_REFUSED_WITH_IMAGES if with_images else {}) | (_REFUSED_WITH_LATER_IMAGES if later_images else {})
-    suppressed = [] if trainer.use_vllm else suppressed_tokens(trainer.generation_config, trainer.eos_token_ids)
+    suppressed: list[torch.Tensor] = []
+    if not trainer.use_vllm:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        suppressed = suppressed_tokens(model, trainer.generation_config, trainer.eos_token_ids)
     forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, suppressed)
     images = ImageSource(prepare, later_images or (with_images and any(map(trainer._override_of, _CHANGE_ROWS))))
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"

@@ -203,7 +203,9 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks)]
         columns["tool_mask"] = Ragged.of(loss_masks)
     if all(t.record is not None for t in transcripts):
-        columns |= _sampler_columns(transcripts, lengths, local.terms.replay)
+        columns |= _sampler_columns(transcripts, lengths, terms.replay)
+    elif terms.replay and not local.request.empty:
+        raise RolloutError("sampling_mask='replay': no tokens that were kept came with some completions.")
     for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
         if logps is not None:  # none of the tokens of a completion that is masked out
             columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in zip(logps, lengths)])

@@ -61,6 +61,7 @@ class KeyedChoice(LogitsProcessor):
 
     def tokens(self, input_ids: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
         """Token ids (B,) after `input_ids` (B, tokens so far); any token where the scores are no distribution."""
+        scores_BV = self.recorder.bounded(scores_BV)
         position = input_ids.size(1) - self.prompt_width
         if position not in self._drawn:
             self._drawn = range(position, position + _DRAW)
@@ -84,12 +85,15 @@ class KeyedChoice(LogitsProcessor):
         return bool(self._largest == self._vocabulary)
 
 
+def setting_of(model: Any, config: GenerationConfig, name: str) -> Any:
+    """A setting of sampling; like `generate`, what the configuration leaves open is the model's own."""
+    value = getattr(config, name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
+
+
 def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
-    """The settings of transformers' filters; like `generate`, what the configuration leaves open is the model's own."""
-    values = {name: getattr(config, name, None) for name in _FILTERS}
-    for name in _FILTERS:
-        if values[name] is None:
-            values[name] = getattr(model.generation_config, name, None)
+    """The settings of transformers' filters."""
+    values = {name: setting_of(model, config, name) for name in _FILTERS}
     if values["top_k"] is None:
         values["top_k"] = 50  # transformers' default, where neither says anything
     return values
@@ -121,7 +125,7 @@ def sampling_filters(
     if replay:
         values["top_k"] = recorder.bound = most_kept(truncating(values))
         if recorder.bound is None:
-            recorder.kinds = kinds_of(config)
+            recorder.kinds = kinds_of(model, config)
     filters = model._get_logits_processor(GenerationConfig(do_sample=True, **values))
     if torch.are_deterministic_algorithms_enabled():
         filters = [_OnCpu(filter) if isinstance(filter, _ADD_UP) else filter for filter in filters]
@@ -131,19 +135,19 @@ def sampling_filters(
 # ---- Suppressed tokens ----------------------------------------------------------------------------------------------
 
 
-def suppressed_tokens(config: GenerationConfig, eos_token_ids: Sequence[int]) -> list[torch.Tensor]:
+def suppressed_tokens(model: Any, config: GenerationConfig, eos_token_ids: Sequence[int]) -> list[torch.Tensor]:
     """The sets of ids that sampling suppresses: always, and until `min_new_tokens` are there."""
-    always = set(config.suppress_tokens or ())
+    always = set(setting_of(model, config, "suppress_tokens") or ())
     sets = [always] if always else []
-    if config.min_new_tokens:
+    if setting_of(model, config, "min_new_tokens"):
         sets.append(always | set(eos_token_ids))
     return [torch.tensor(sorted(ids)) for ids in sets]
 
 
-def kinds_of(config: GenerationConfig) -> list[int]:
+def kinds_of(model: Any, config: GenerationConfig) -> list[int]:
     """The set of `suppressed_tokens` for each of the first positions, and for all that follow, as in `KeptTokens`."""
-    always = 1 if config.suppress_tokens else 0
-    return [*[-always - 1] * (config.min_new_tokens or 0), -always]
+    always = 1 if setting_of(model, config, "suppress_tokens") else 0
+    return [*[-always - 1] * (setting_of(model, config, "min_new_tokens") or 0), -always]
 
 
 class _OnCpu(LogitsProcessor):

@@ -61,8 +61,8 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, repla
     return rollout
 
 
-def _check_kept(rollout: Mapping[str, Any]) -> None:
-    """Refuse `kept_ids` that do not say which ids each token was sampled from.
+def _check_kept(rollout: dict[str, Any]) -> None:
+    """Make `kept_ids` lists of plain numbers; refuse those that do not say which ids each token was sampled from.
 
     Raises:
         RolloutError: they are missing, of another length, or do not contain the sampled token.
@@ -71,17 +71,23 @@ def _check_kept(rollout: Mapping[str, Any]) -> None:
         "With sampling_mask='replay' a rollout_func returns kept_ids: for each completion one list of ids for each "
         "token, those that it was sampled from, empty for the whole vocabulary and for tokens of tools."
     )
-    if "kept_ids" not in rollout:
-        raise RolloutError(f"rollout_func returned no kept_ids. {remedy}")
-    for row, (ids, kept) in enumerate(zip(rollout["completion_ids"], rollout["kept_ids"])):
+    completions = rollout["completion_ids"]
+    try:
+        rollout["kept_ids"] = [[[int(i) for i in among] for among in row] for row in rollout["kept_ids"]]
+    except (KeyError, TypeError, ValueError):
+        raise RolloutError(f"rollout_func returned no kept_ids. {remedy}") from None
+    if (count := len(rollout["kept_ids"])) != len(completions):
+        raise RolloutError(f"rollout_func returned {count} kept_ids for {len(completions)} completions. {remedy}")
+    for row, (ids, kept) in enumerate(zip(completions, rollout["kept_ids"])):
         if len(kept) != len(ids):
             raise RolloutError(
                 f"rollout_func returned {len(kept)} kept_ids for the {len(ids)} tokens of completion {row}. {remedy}"
             )
         for place, (token, among) in enumerate(zip(ids, kept)):
-            if among and token not in among:
+            if among and (token not in among or min(among) < 0):
                 raise RolloutError(
-                    f"kept_ids of rollout_func do not contain token {token}, at place {place} of completion {row}. "
+                    f"kept_ids of rollout_func do not contain token {token}, or contain ids below 0, at place {place} "
+                    f"of completion {row}. "
                     f"{remedy}"
                 )
 

@@ -74,7 +74,7 @@ class Rollouts:
     rewards_BF: torch.Tensor | None = field(default=None, init=False)
     scored_by: Terms | None = field(default=None, init=False)
     ahead: RolloutsAhead | None = field(default=None, init=False)
-    _said_kept_mass: bool = field(default=False, init=False)
+    _warned_of_truncation: bool = field(default=False, init=False)
     sampled_at: int = field(default=0, init=False)
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
     threads: int | None = field(default=None, init=False)
@@ -266,17 +266,16 @@ class Rollouts:
             entries = [entry for part in rounds for entry in part.entries]
             state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
         terms.metrics["num_tokens"] = [state.num_input_tokens_seen]
-        values = rollout_metrics(rounds, terms, with_tools=bool(self.worker.chat.tools))
-        for name, value in values:
+        for name, value in rollout_metrics(rounds, terms, with_tools=bool(self.worker.chat.tools)):
             terms.metrics[name].append(value)
-        if terms.training and not terms.replay and "sampling/kept_mass" in (known := dict(values)):
-            self._say_what_is_left_out(known["sampling/kept_mass"], terms)
+            if name == "sampling/kept_mass" and terms.training and not terms.replay:
+                self._warn_of_truncation(value, terms)
         for part in rounds:
             add_to_table(part, terms)
 
-    def _say_what_is_left_out(self, kept_mass: float, terms: Terms) -> None:
-        if not self._said_kept_mass:
-            self._said_kept_mass = True
+    def _warn_of_truncation(self, kept_mass: float, terms: Terms) -> None:
+        if not self._warned_of_truncation:
+            self._warned_of_truncation = True
             filters = ", ".join(f"{name}={value}" for name, value in terms.truncating.items())
             logger.warning(
                 f"{filters}: sampling kept {kept_mass:.3f} of the probability in the first rollout, and training takes "

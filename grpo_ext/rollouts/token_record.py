@@ -72,14 +72,24 @@ class Recorder(LogitsProcessor):
     bound: int | None = None
     kinds: Sequence[int] = (0,)
     _before_B: torch.Tensor | None = None
+    _kept: tuple[torch.Tensor, torch.Tensor] | None = None  # of `bounded`: counts and ids
     _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    _blocks: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    _recorded: int = 0  # steps on the host
+    _parts: dict[int, list[TokenRecord]] = field(default_factory=dict)  # of each row
     _numbers_B: torch.Tensor | None = None  # of the rows that are left, among all
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.temperature is not None:
             self._before_B = (scores / self.temperature).logsumexp(1)
         return scores
+
+    def bounded(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """The scores with at most `bound` tokens left, which filters exceed where scores are equal."""
+        if self.bound is None:
+            return scores_BV
+        values_BN, ids_BN = scores_BV.topk(min(self.bound, scores_BV.size(1)), dim=1)
+        self._kept = (values_BN > -torch.inf).sum(1, dtype=torch.int32), ids_BN.int()
+        return torch.full_like(scores_BV, -torch.inf).scatter_(1, ids_BN, values_BN)
 
     def add(self, scores_BV: torch.Tensor, tokens_B: torch.Tensor, probabilities_B: torch.Tensor) -> None:
         """Record the tokens that were drawn from `scores_BV`."""
@@ -89,11 +99,11 @@ class Recorder(LogitsProcessor):
             mass_B = (scores_BV.gather(1, tokens_B[:, None]).squeeze(1).float() - self._before_B - logps_B).exp()
         ids_BN = tokens_B.new_zeros(len(tokens_B), 0, dtype=torch.int32)
         if self.bound is None:
-            position = len(self._steps) + sum(block[1].size(1) for block in self._blocks)
+            position = self._recorded + len(self._steps)
             counts_B = torch.full_like(tokens_B, self.kinds[min(position, len(self.kinds) - 1)], dtype=torch.int32)
         else:
-            values_BN, ids_BN = scores_BV.topk(min(self.bound, scores_BV.size(1)), dim=1)
-            counts_B, ids_BN = (values_BN > -torch.inf).sum(1, dtype=torch.int32), ids_BN.int()
+            assert self._kept is not None
+            counts_B, ids_BN = self._kept
         self._steps.append((logps_B, mass_B, counts_B, ids_BN))
         if self._numbers_B is None:
             self._numbers_B = torch.arange(len(tokens_B), device=tokens_B.device)
@@ -107,20 +117,18 @@ class Recorder(LogitsProcessor):
         self._numbers_B = self._numbers_B[index]
 
     def _flush(self) -> None:
-        """Bring the latest steps to the host."""
-        if self._steps and self._numbers_B is not None:
-            columns = (torch.stack(column, dim=1).cpu() for column in zip(*self._steps))
-            self._blocks.append((self._numbers_B.cpu(), *columns))
-            self._steps.clear()
+        """Bring the latest steps to the host, without room for ids that were not kept."""
+        if not self._steps or self._numbers_B is None:
+            return
+        logps_BT, mass_BT, counts_BT, ids_BTN = (torch.stack(column, dim=1).cpu() for column in zip(*self._steps))
+        self._steps.clear()
+        self._recorded += logps_BT.size(1)
+        kept_BTN = torch.arange(ids_BTN.size(2)) < counts_BT[:, :, None]
+        rows = zip(self._numbers_B.tolist(), logps_BT, mass_BT, counts_BT, ids_BTN, kept_BTN)
+        for number, logps_T, mass_T, counts_T, ids_TN, kept_TN in rows:
+            self._parts.setdefault(number, []).append(TokenRecord(logps_T, mass_T, counts_T, ids_TN[kept_TN]))
 
     def records(self, lengths: Sequence[int]) -> list[TokenRecord]:
         """The records of all rows, the first tokens of each."""
         self._flush()
-        parts: list[list[TokenRecord]] = [[] for _ in lengths]
-        for numbers_B, logps_BT, mass_BT, counts_BT, ids_BTN in self._blocks:
-            kept_BTN = torch.arange(ids_BTN.size(2)) < counts_BT[:, :, None]
-            for row, *columns, ids_TN, kept_TN in zip(
-                numbers_B.tolist(), logps_BT, mass_BT, counts_BT, ids_BTN, kept_BTN
-            ):
-                parts[row].append(TokenRecord(columns[0], columns[1], columns[2], ids_TN[kept_TN]))
-        return [TokenRecord.joined(row).first(length) for row, length in zip(parts, lengths)]
+        return [TokenRecord.joined(self._parts[row]).first(length) for row, length in enumerate(lengths)]

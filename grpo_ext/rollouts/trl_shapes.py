@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from ..errors import RolloutError
-from .batch import RolloutBatch
+from .batch import SAMPLER_LOGPS, RolloutBatch
 from .engine import EngineSettings
 from .images import ImageSource
 from .join import Round, trl_columns
@@ -33,6 +33,7 @@ def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, sett
     columns["advantages"] = advantages if len(advantages) else torch.zeros(len(transcripts))
     batch = RolloutBatch.of_columns(columns, local.request.num_generations)
     dictionary = batch.collate(settings.pad, settings.multiple)
+    dictionary.pop(SAMPLER_LOGPS, None)
     if "tool_mask" in dictionary:  # as in TRL, on the padding too
         dictionary["tool_mask"][torch.tensor(local.terms.masked(transcripts))] = 0
     dictionary["num_items_in_batch"] = joined.batch.loss_masks.values.sum()

@@ -192,7 +192,7 @@ class RolloutWorker:
         same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
         same, kept = same_prompts(same, images), None
         if local.terms.replay:
-            records = [(t.record or TokenRecord.neutral(0)).first(len(t.ids)) for t in shown]
+            records = [(t.record or TokenRecord.neutral(len(t.ids))).first(len(t.ids)) for t in shown]
             kept = KeptTokens([record.counts_T for record in records], [record.ids_K for record in records])
         lengths = [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown]
         return TokenRows(ids, *lengths, same, images, kept=kept)

@@ -168,7 +168,7 @@ def out_of_memory_on_all(accelerator: Accelerator, discard: Callable[[], None] |
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        reason = str(error).splitlines()[0]  # the error itself would keep the tensors of its frames
+        reason = str(error).partition("\n")[0]  # the error itself would keep the tensors of its frames
     if max_over_processes(int(reason is not None), accelerator.device):
         discard()
         raise StepOutOfMemory(reason or "another process ran out of memory")

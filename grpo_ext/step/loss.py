@@ -74,7 +74,7 @@ def assemble_loss(
         loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, context)
     metrics.add_tokens("entropy", entropies, mask, weight)
     _add_policy_metrics(cfg, tokens, batch.advantages, mask, context)
-    if context.sampler_logps_BT is not None and context.sampler_logps_BT.shape == mask.shape:
+    if context.sampler_logps_BT is not None:
         policy = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT  # as it was while sampling
         known = mask * ~context.sampler_logps_BT.isnan()
         difference = (policy - context.sampler_logps_BT.nan_to_num()).abs()

@@ -22,12 +22,11 @@ from ..algorithms.losses import router_statistics
 from ..batching.micro_batches import Form, MicroBatch, MicroBatchLayout, StepSizes, TokenCost, plan_step
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
-from ..errors import MemoryShortageError
+from ..errors import ConfigError, MemoryShortageError
 from ..forward.rows import TokenRows, padded_ids_and_mask
 from ..forward.runner import ForwardRunner
 from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
 from ..rollouts.images import ImageSource
-from ..rollouts.ragged import padded
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
@@ -121,8 +120,6 @@ class Attempt:
         steps = planner.args.geometry.steps_per_rollout if training else None
         items = self.context.items_in_batch(len(part.rows), planner.accelerator.num_processes, steps)
         constants = {"num_items_in_batch": torch.tensor(items)}
-        if SAMPLER_LOGPS in self.rollout.columns:
-            constants[SAMPLER_LOGPS] = padded(list(self.rollout.select(part.rows)[SAMPLER_LOGPS]), 0, "right")
         inputs, rows = planner.collate(self.rollout, part.rows, training, constants)
         if self.settings.custom_loss and rows.images is not None:
             ids, _ = padded_ids_and_mask(inputs)
@@ -256,9 +253,19 @@ class StepPlanner:
         return rollout.token_rows(self.images.of_batch(rollout.columns, training))
 
     def tokens_of(self, inputs: Inputs, training: bool) -> TokenRows:
-        """The tokens of a padded batch without padding; read from its tensors where a user built or changed it."""
+        """The tokens of a padded batch without padding; read from its tensors where a user built or changed it.
+
+        Raises:
+            ConfigError: a user built or changed it, and sampling masks are replayed.
+        """
         rows = inputs[CONTEXT_KEY].rows_of(inputs) if CONTEXT_KEY in inputs else None
         if rows is None:
+            if self.args.sampling_mask is not None:
+                raise ConfigError(
+                    "sampling_mask='replay': an override of compute_loss or _compute_loss passes on other tokens or "
+                    "masks than it was given, and the tokens that these were sampled from are not known; pass on the "
+                    "same tensors, or leave sampling_mask out."
+                )
             images = self.images.of_batch(inputs, training)
             rows = TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
         return rows

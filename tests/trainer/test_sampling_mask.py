@@ -216,3 +216,42 @@ def test_tools_answer_between_replayed_tokens(tmp_path):
         logs.append(trainer.state.log_history[0])
     assert logs[0]["tools/call_frequency"] > 0
     assert logs[0]["sampling/logp_difference"] < METRIC < logs[1]["sampling/logp_difference"]
+
+
+def test_of_tokens_with_equal_scores_those_are_sampled_that_are_recorded(tmp_path):
+    model = tiny_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[1::2] = model.lm_head.weight[::2][: len(model.lm_head.weight[1::2])]
+    log = logged(tmp_path, model=model, top_k=5, **REPLAY)  # of three pairs: transformers keeps six
+    assert log["sampling/logp_difference"] < METRIC
+
+
+def test_padding_to_a_multiple_leaves_the_difference_where_it_belongs(tmp_path):
+    log = logged(tmp_path, top_p=0.6, pad_to_multiple_of=8, **REPLAY)
+    assert log["sampling/logp_difference"] < METRIC
+
+
+def test_suppression_in_the_models_own_configuration_is_replayed(tmp_path):
+    model = tiny_model()
+    model.generation_config.suppress_tokens, model.generation_config.min_new_tokens = [5, 9], 4
+    assert logged(tmp_path / "replay", model=model, **REPLAY)["sampling/logp_difference"] < METRIC
+
+
+class OtherMask(GRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, {**inputs, "completion_mask": inputs["completion_mask"].clone()})
+
+
+class OwnCat(GRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        ids, mask = (torch.cat([inputs[f"{p}_{n}"] for p in ("prompt", "completion")], dim=1) for n in ("ids", "mask"))
+        logps, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].size(1))
+        return -logps.mean()
+
+
+@pytest.mark.parametrize("cls", [OtherMask, OwnCat])
+def test_tokens_whose_masks_are_not_known_end_the_run(tmp_path, cls):
+    trainer = make(tmp_path / "replay", cls=cls, top_p=0.6, **REPLAY)
+    with pytest.raises(ConfigError, match=r"sampling_mask='replay': .* not known"):
+        trainer.train()
+    make(tmp_path / "plain", cls=cls, top_p=0.6, max_steps=1).train()

@@ -83,7 +83,10 @@ def test_processes_with_different_numbers_of_prompts_are_refused_with_the_reason
     [
         (None, "returned no kept_ids"),
         ([[[5, 7], []], [[6]]], "returned 1 kept_ids for the 2 tokens of completion 1"),
-        ([[[5, 7], []], [[6], [2, 3]]], "do not contain token 1, at place 1 of completion 1"),
+        ([[[5, 7], []], [[6], [2, 3]]], "do not contain token 1, or contain ids below 0, at place 1 of completion 1"),
+        ([[[5, -7], []], [[6], [1]]], "do not contain token 5, or contain ids below 0, at place 0 of completion 0"),
+        ([[[5, 7], None], [[6], [1]]], "returned no kept_ids"),
+        ((), "returned 0 kept_ids for 2 completions"),
     ],
 )
 def test_the_ids_that_tokens_were_sampled_from_are_checked(kept, says):
@@ -91,4 +94,6 @@ def test_the_ids_that_tokens_were_sampled_from_are_checked(kept, says):
     with pytest.raises(RolloutError, match=f"{says}.*for each completion one list of ids"):
         checked_rollout(output, 2, None, replay=True)
     right = {**GOOD, "kept_ids": [[[5, 7], []], [[6], [1, 3]]]}
-    assert checked_rollout(right, 2, None, replay=True) == right
+    arrays = [[np.array([5, 7]), torch.tensor([])], [[6.0], [1, 3]]]
+    for kept in (right["kept_ids"], arrays):
+        assert checked_rollout({**right, "kept_ids": kept}, 2, None, replay=True) == right

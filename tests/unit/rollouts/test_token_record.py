@@ -27,6 +27,7 @@ def test_records_are_those_of_each_row_wherever_rows_leave(monkeypatch):
         scores, left = filtered(step)
         recorder(None, scores[rows])
         tokens = left[rows].argmax(1)
+        assert torch.equal(recorder.bounded(left[rows]), left[rows])
         recorder.add(left[rows], tokens, left[rows].softmax(1).gather(1, tokens[:, None]).squeeze(1))
         if step == 3:  # row 1 has ended, and the last row takes its place
             rows = torch.tensor([0, 2])
