@@ -53,7 +53,7 @@ def describe_plan(
     if longest is not None and chunks < g.num_processes:
         rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
     if longest is not None and half and g.together and chunks > 1:
-        rows.append(("half precision", f"rollout_chunk_size={g.rollout_chunk_size}: same tokens on any processes"))
+        rows.append(("half precision", f"tokens depend on processes (rollout_chunk_size={g.rollout_chunk_size}: not)"))
     if num_prompts is None:
         rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
     else:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.logging import get_logger
-
 from ..errors import ConfigError
-from ..rollouts.build import LOGPS, SCORE, overridden, samples_by_key, truncating_filters
-from ..rollouts.keyed import MOST_KEPT, setting_of
-
-logger = get_logger(__name__)
+from ..rollouts.build import LOGPS, SCORE, overridden, samples_by_key
+from ..rollouts.keyed import setting_of
 
 # settings of transformers' sampling that change scores by what was written before, or at single positions
 _NOT_REPLAYED = (
@@ -21,7 +17,7 @@ _NOT_REPLAYED = (
 
 
 def check_replay(trainer: Any) -> None:
-    """Refuse sampling that cannot be replayed; say what bounds the masks where nothing else does.
+    """Refuse sampling that cannot be replayed.
 
     Raises:
         ConfigError: names the setting or the override.
@@ -46,6 +42,3 @@ def check_replay(trainer: Any) -> None:
                 f"sampling_mask='replay' and {name}={value!r}: it changes the scores of tokens by more than leaving "
                 "some out, which a mask does not describe; leave one of the two out."
             )
-    filters = truncating_filters(trainer)
-    if filters and "top_k" not in filters:
-        logger.info(f"sampling_mask='replay' keeps at most {MOST_KEPT} tokens; top_k sets another number.")

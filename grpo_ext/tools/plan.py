@@ -296,12 +296,12 @@ def expected_memory(
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
     tokens = largest_micro_batch(geometry, longest_prompt, longest, sizes.form, settings.get("micro_batch_tokens"))
-    lag = settings.get("rollout_lag")
+    lag, vllm = settings.get("rollout_lag"), bool(settings.get("use_vllm"))  # whose memory is not counted
     layout = MemoryLayout(
         engine,
         geometry.num_processes,
         tokens,
-        sampled_tokens=geometry.generate_size * (longest_prompt + longest),
+        sampled_tokens=0 if vllm else geometry.generate_size * (longest_prompt + longest),
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
         reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
         bitwise=bool(settings.get("bitwise_invariant", False)),
@@ -310,7 +310,7 @@ def expected_memory(
     table = Table("part", Column("memory", justify="right"))
     for name, size in memory_of(sizes, layout).items():
         total = name in ("training", "rollout")
-        if size or total:
+        if (size or total) and not (vllm and name == "rollout"):
             table.add_row(f"[bold]{name}[/bold]" if total else name, in_units(size))
     return (
         f"Model: {sizes.parameters / 1e6:,.1f}M parameters, {sizes.trained / 1e6:,.1f}M trained; saved activations "

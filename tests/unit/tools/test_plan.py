@@ -276,6 +276,15 @@ def test_the_command_shows_it(tmp_path):
         load_config(str(tmp_path))
 
 
+def test_vllms_sampling_is_not_counted(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    rows = []
+    for settings in ({}, {"use_vllm": True}):
+        _, table = expected_memory(str(tmp_path / "config.json"), geometry_of(settings, 1), settings)
+        rows.append([str(cell) for cell in table.columns[0].cells])
+    assert set(rows[0]) - set(rows[1]) == {"key-value cache", "[bold]rollout[/bold]"}
+
+
 def test_the_longest_prompt_decides_the_memory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     settings = {"num_generations": 8, "max_completion_length": 16}
