@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 
 from grpo_ext.forward.runner import ForwardRunner
 from grpo_ext.rollouts import engine
+from grpo_ext.rollouts.transcript import Sampled
 from tests.support.tiny import letter_reward, prompts, tiny_model
 from tests.support.trainers import make
 
@@ -63,9 +64,9 @@ def medians(cases: dict[str, Callable[[], float]], rounds: int) -> dict[str, flo
 def waiting_sampler(seconds: Iterator[float]) -> Any:
     tokens = random.Random(1)
 
-    def sample(model: Any, rows: Any, *args: Any) -> list[list[int]]:
+    def sample(model: Any, rows: Any, *args: Any) -> list[Sampled]:
         time.sleep(next(seconds))
-        return [[tokens.randrange(3, 30) for _ in range(LENGTH)] for _ in rows]
+        return [Sampled([tokens.randrange(3, 30) for _ in range(LENGTH)]) for _ in rows]
 
     return sample
 

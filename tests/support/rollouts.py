@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from grpo_ext.rollouts.engine import EngineSettings, sample_chunk
-from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.transcript import Sampled, Transcript
 
 
 def sampled_chunk(
@@ -32,7 +32,7 @@ def give_completions(trainer: Any, rows: Sequence[list[int]]) -> None:
     """Let every rollout batch have these completions, by the place of the transcript."""
 
     def generate(transcripts: Sequence[Any], config: Any, num_generations: int) -> list[Any]:
-        return [(list(rows[transcript.place]), None) for transcript in transcripts]
+        return [Sampled(list(rows[transcript.place])) for transcript in transcripts]
 
     trainer._rollouts.worker.engine.generate = generate
 

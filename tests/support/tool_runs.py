@@ -274,9 +274,9 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         share_forwards(trainer)
     sample = engine.sample_chunk
 
-    def recorded(model: Any, rows: Any, *rest: Any) -> list[list[int]]:
+    def recorded(model: Any, rows: Any, *rest: Any) -> list[Any]:
         new = sample(model, rows, *rest)
-        turns.extend((row.key, len(row.ids), row.prompt_ids + row.ids, ids) for row, ids in zip(rows, new))
+        turns.extend((row.key, len(row.ids), row.prompt_ids + row.ids, turn.ids) for row, turn in zip(rows, new))
         return new
 
     engine.sample_chunk = recorded
