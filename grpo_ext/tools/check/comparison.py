@@ -74,8 +74,8 @@ def _relative_gap(a: Any, b: Any) -> float:
         return 0.0
     if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
         return math.inf
-    if math.isnan(a) and math.isnan(b):
-        return 0.0
+    if math.isnan(a) or math.isnan(b):
+        return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
     return abs(a - b) / max(1.0, abs(a))
 
 

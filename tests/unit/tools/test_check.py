@@ -62,6 +62,13 @@ def test_the_gradient_error_is_that_of_the_first_gradient_and_of_its_norm():
     assert gradient_error(reference, RunResult("b", log=[{"grad_norm": 1.0}])) == math.inf
 
 
+def test_a_value_that_is_no_number_in_one_log_alone_is_a_difference():
+    nan = float("nan")
+    assert metric_difference([{"kl": nan}], [{"kl": nan}]) == (0.0, "")
+    for a, b in ((nan, 1.0), (1.0, nan)):
+        assert metric_difference([{"kl": a}], [{"kl": b}]) == (float("inf"), "kl")
+
+
 def test_metric_difference_finds_the_worst_value_and_leaves_timings_out():
     a = [{"loss": 1.0, "step_time": 1.0, "rewards/time_bonus/mean": 0.5, "train_runtime": 3.0}]
     b = [{"loss": 1.0, "step_time": 9.0, "rewards/time_bonus/mean": 0.7, "train_runtime": 4.0}]
