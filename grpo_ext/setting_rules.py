@@ -6,6 +6,7 @@ checks.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from threading import TIMEOUT_MAX
@@ -36,11 +37,11 @@ def check_values(settings: Mapping[str, Any]) -> None:
         if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_MAX):
             raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
     for name, takes, allowed in (
-        ("beta", "0 or more", settings["beta"] >= 0),
-        ("temperature", "a number above 0", settings["temperature"] > 0),
-        ("top_entropy_quantile", "a number from 0 to 1", 0 <= settings["top_entropy_quantile"] <= 1),
+        ("beta", "0 or more", lambda value: 0 <= value < math.inf),
+        ("temperature", "a number above 0", lambda value: 0 < value < math.inf),
+        ("top_entropy_quantile", "a number from 0 to 1", lambda value: 0 <= value <= 1),
     ):
-        if not allowed:
+        if not isinstance(settings[name], (int, float)) or not allowed(settings[name]):
             raise ConfigError(f"{name}={settings[name]!r}: use {takes}.")
     optim = str(getattr(settings["optim"], "value", settings["optim"]))
     if "lomo" in optim or optim.endswith("layerwise"):

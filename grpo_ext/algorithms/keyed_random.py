@@ -74,23 +74,18 @@ def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Ten
         uniforms_B: float64 in [0, 1).
 
     Returns:
-        int64 token ids, shape (B,), and their probabilities, float32 or float64; V, which is no token, and any number
-        where the scores are no distribution (not finite).
+        int64 token ids, shape (B,), and the probabilities of all tokens, (B, V or more), float32 or float64. The id is
+        V, which is no token, where the scores are no distribution (not finite).
     """
     if scores_BV.device.type == "mps":  # which has no float64
-        tokens_B, probabilities_B = choose(scores_BV.cpu(), uniforms_B.cpu())
-        return tokens_B.to(scores_BV.device), probabilities_B.float().to(scores_BV.device)
+        tokens_B, probabilities_BV = choose(scores_BV.cpu(), uniforms_B.cpu())
+        return tokens_B.to(scores_BV.device), probabilities_BV.float().to(scores_BV.device)
     if scores_BV.is_cuda:
         return choose_by_blocks(scores_BV, uniforms_B)
     probabilities_BV = torch.softmax(scores_BV.to(torch.float64), dim=-1)
     cdf = probabilities_BV.cumsum(dim=-1)
     target = uniforms_B.to(cdf)[:, None] * cdf[:, -1:]  # of a total of about 1, a product with 1 - 2**-53 is below it
-    return _with_probabilities(torch.searchsorted(cdf, target, right=True), probabilities_BV)
-
-
-def _with_probabilities(tokens_B1: torch.Tensor, probabilities_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    inside = tokens_B1.clamp(max=probabilities_BV.size(1) - 1)
-    return tokens_B1.squeeze(1), probabilities_BV.gather(1, inside).squeeze(1)
+    return torch.searchsorted(cdf, target, right=True).squeeze(1), probabilities_BV
 
 
 def choose_by_blocks(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,5 +112,5 @@ def choose_by_blocks(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple
     cdf_BK = (block_BK * 2.0**60).long().cumsum(dim=-1)
     inside_B1 = (target_B1 - (cdf_BN - shares_BN).gather(1, block_B1)) * 2**8
     token_B1 = torch.searchsorted(cdf_BK, torch.minimum(inside_B1, cdf_BK[:, -1:] - 1), right=True)
-    tokens_B1 = torch.add(token_B1, block_B1, alpha=_BLOCK).masked_fill(total_B[:, None] == 0, vocabulary)
-    return _with_probabilities(tokens_B1, probabilities_BV)
+    tokens_B = torch.add(token_B1, block_B1, alpha=_BLOCK).squeeze(1).masked_fill(total_B == 0, vocabulary)
+    return tokens_B, probabilities_BV

@@ -8,12 +8,14 @@ from ..errors import ConfigError
 from ..rollouts.build import LOGPS, SCORE, overridden, samples_by_key
 from ..rollouts.keyed import setting_of
 
-# settings of transformers' sampling that change scores by what was written before, or at single positions
-_NOT_REPLAYED = (
-    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-    *("sequence_bias", "bad_words_ids", "exponential_decay_length_penalty", "begin_suppress_tokens"),
-    *("forced_bos_token_id", "forced_eos_token_id", "min_length"),
-)
+# settings of transformers' sampling that change scores by what was written before, or at single positions, and values
+# without effect
+_NOT_REPLAYED: dict[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **{name: [] for name in ("sequence_bias", "bad_words_ids", "begin_suppress_tokens")},
+}
 
 
 def check_replay(trainer: Any) -> None:
@@ -35,10 +37,17 @@ def check_replay(trainer: Any) -> None:
             f"sampling_mask='replay': {method} gets padded tensors, without the tokens that were kept; leave one out."
         )
     model = trainer.accelerator.unwrap_model(trainer.model)
-    for name in _NOT_REPLAYED:
+    if trainer.rollout_func is not None:
+        return
+    for name, neutral in _NOT_REPLAYED.items():
         value = setting_of(model, trainer.generation_config, name)
-        if value and value != 1.0:
+        if value is not None and value != neutral:
             raise ConfigError(
                 f"sampling_mask='replay' and {name}={value!r}: it changes the scores of tokens by more than leaving "
                 "some out, which a mask does not describe; leave one of the two out."
             )
+    if (value := setting_of(model, trainer.generation_config, "temperature")) not in (None, trainer.temperature):
+        raise ConfigError(
+            f"sampling_mask='replay': generation_kwargs samples with temperature={value!r}, and training divides by "
+            f"temperature={trainer.temperature!r}; set the latter alone."
+        )

@@ -292,6 +292,8 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
     refuse_overrides(trainer)
     if trainer.args.bitwise_invariant:
         check_bitwise(trainer)
+    if trainer.args.sampling_mask is not None:
+        check_replay(trainer)
     sampling = _uncovered_sampling(trainer)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")

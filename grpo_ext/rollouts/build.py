@@ -67,11 +67,7 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
         prepare = PromptProcessor(trainer.processing_class, template, compat.image_token(trainer.model))
         compat.sample_no_image_tokens(trainer)
     refused = (_REFUSED_WITH_IMAGES if with_images else {}) | (_REFUSED_WITH_LATER_IMAGES if later_images else {})
-    suppressed: list[torch.Tensor] = []
-    if not trainer.use_vllm:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        suppressed = suppressed_tokens(model, trainer.generation_config, trainer.eos_token_ids)
-    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, suppressed)
+    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, _suppressed(trainer))
     images = ImageSource(prepare, later_images or (with_images and any(map(trainer._override_of, _CHANGE_ROWS))))
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or trainer.args.bitwise_invariant))
@@ -228,6 +224,7 @@ def terms_of(trainer: Any) -> Terms:
     args, training, rollouts = trainer.args, trainer.model.training, trainer._rollouts
     if training:
         _refuse_changed_plan(trainer)
+        _refuse_changed_masks(trainer)
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     bounds = (trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max) if corrects else ()
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
@@ -281,6 +278,24 @@ def _refuse_changed_plan(trainer: Any) -> None:
                 f"{name} was changed to {value} after the trainer was built, and steps and rollout batches are planned "
                 f"with {planned}; set it in GRPOConfig."
             )
+
+
+def _suppressed(trainer: Any) -> list[torch.Tensor]:
+    """The sets of tokens that this trainer's sampling suppresses."""
+    if trainer.use_vllm or trainer.args.sampling_mask is None:
+        return []
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return suppressed_tokens(model, trainer.generation_config, trainer.eos_token_ids)
+
+
+def _refuse_changed_masks(trainer: Any) -> None:
+    replay, engine = trainer.args.sampling_mask is not None, trainer._rollouts.worker.settings
+    sets = [[ids.tolist() for ids in group] for group in (_suppressed(trainer), trainer._forwards.suppressed)]
+    if replay != engine.replay or sets[0] != sets[1]:
+        raise ConfigError(
+            "sampling_mask, suppress_tokens or min_new_tokens was changed after the trainer was built, and completions "
+            "refer to the masks of that time; set it in GRPOConfig (generation_kwargs)."
+        )
 
 
 def hooks_of(trainer: Any) -> Hooks:

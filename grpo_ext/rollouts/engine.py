@@ -124,7 +124,7 @@ class TransformersEngine:
 
     def samples_by_key(self, config: GenerationConfig) -> bool:
         """Whether the random number of every token follows from its key."""
-        return can_sample_by_key(config) and own_generate(self.model()) is None
+        return can_sample_by_key(self.model(), config) and own_generate(self.model()) is None
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int

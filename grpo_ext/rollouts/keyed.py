@@ -67,11 +67,11 @@ class KeyedChoice(LogitsProcessor):
             self._drawn = range(position, position + _DRAW)
             steps_T = torch.arange(position, position + _DRAW, device=self.keys_B.device)
             self._uniforms_BT = uniform(self.keys_B[:, None], self.offsets_B[:, None] + steps_T)
-        tokens_B, probabilities_B = choose(scores_BV, self._uniforms_BT[:, position - self._drawn.start])
+        tokens_B, probabilities_BV = choose(scores_BV, self._uniforms_BT[:, position - self._drawn.start])
         self._vocabulary = scores_BV.size(1)
         self._largest = torch.maximum(self._largest, tokens_B.max())
         tokens_B = tokens_B.clamp(max=self._vocabulary - 1)
-        self.recorder.add(scores_BV, tokens_B, probabilities_B)
+        self.recorder.add(scores_BV, tokens_B, probabilities_BV)
         return tokens_B
 
     def keep(self, index: torch.Tensor) -> None:
@@ -100,8 +100,16 @@ def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
 
 
 def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `filter_values` that leave out tokens."""
-    return {name: value for name, value in values.items() if name != "temperature" and value not in (None, 0, 1.0)}
+    """Those of `filter_values` that leave out tokens, as transformers reads them."""
+    return {name: value for name, value in values.items() if value is not None and _truncates(name, value)}
+
+
+def _truncates(name: str, value: float) -> bool:
+    if name in ("top_p", "typical_p"):
+        return value < 1
+    if name in ("epsilon_cutoff", "eta_cutoff"):
+        return 0 < value < 1
+    return name == "top_h" or (name in ("top_k", "min_p") and value != 0)
 
 
 def most_kept(filters: Mapping[str, Any]) -> int | None:
@@ -165,14 +173,15 @@ def greedy_config(config: GenerationConfig) -> GenerationConfig:
     greedy = copy.deepcopy(config)
     for name in _FILTERS:
         setattr(greedy, name, None)
-    greedy.do_sample = False
+    greedy.do_sample, greedy.renormalize_logits = False, False  # which runs after the filters, and changes no chance
     return greedy
 
 
-def can_sample_by_key(config: GenerationConfig) -> bool:
+def can_sample_by_key(model: Any, config: GenerationConfig) -> bool:
     """Whether this configuration is plain sampling, the only kind that keys support."""
-    plain = bool(config.do_sample) and config.num_beams in (None, 1) and config.num_return_sequences in (None, 1)
-    return plain and all(getattr(config, name, None) in (None, 1.0, False) for name in _NOT_PLAIN)
+    single = all(setting_of(model, config, name) in (None, 1) for name in ("num_beams", "num_return_sequences"))
+    plain = all(setting_of(model, config, name) in (None, 1.0, False) for name in _NOT_PLAIN)
+    return bool(config.do_sample) and single and plain
 
 
 def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, repeat: int = 0) -> list[int]:

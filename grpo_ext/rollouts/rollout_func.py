@@ -84,11 +84,10 @@ def _check_kept(rollout: dict[str, Any]) -> None:
                 f"rollout_func returned {len(kept)} kept_ids for the {len(ids)} tokens of completion {row}. {remedy}"
             )
         for place, (token, among) in enumerate(zip(ids, kept)):
-            if among and (token not in among or min(among) < 0):
+            if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
                 raise RolloutError(
-                    f"kept_ids of rollout_func do not contain token {token}, or contain ids below 0, at place {place} "
-                    f"of completion {row}. "
-                    f"{remedy}"
+                    f"kept_ids of rollout_func do not contain token {token}, or contain what is no id, at place "
+                    f"{place} of completion {row}. {remedy}"
                 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import LogitsProcessor
@@ -58,6 +58,10 @@ class TokenRecord:
         return TokenRecord(self.logps_T[:tokens], self.mass_T[:tokens], counts_T, self.ids_K[:ids])
 
 
+def _no_ids(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(tokens, dtype=torch.int32), torch.zeros(tokens, 0, dtype=torch.int32)
+
+
 @dataclass
 class Recorder(LogitsProcessor):
     """Records the tokens of a `generate` call; as the first of the filters it sees the scores before them.
@@ -65,18 +69,17 @@ class Recorder(LogitsProcessor):
     Attributes:
         temperature: what the filters divide the scores by; None: nothing is truncated, so the kept mass is 1.
         bound: the most ids that a token keeps; None: no ids are recorded.
-        kinds: without ids, the `counts_T` of the tokens at the first positions, and of all that follow.
+        kinds: without ids, the `counts_T` of the tokens at the first positions; the last also counts for what follows.
     """
 
     temperature: float | None = None
     bound: int | None = None
     kinds: Sequence[int] = (0,)
-    _before_B: torch.Tensor | None = None
-    _kept: tuple[torch.Tensor, torch.Tensor] | None = None  # of `bounded`: counts and ids
-    _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    _recorded: int = 0  # steps on the host
-    _parts: dict[int, list[TokenRecord]] = field(default_factory=dict)  # of each row
+    _before_B: torch.Tensor | None = None  # log-sum of the scores before the filters
+    _bounded: tuple[torch.Tensor, ...] = ()  # counts and ids of the scores that are drawn from
     _numbers_B: torch.Tensor | None = None  # of the rows that are left, among all
+    _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # numbers, probabilities, mass, counts and ids
+    _parts: dict[int, list[TokenRecord]] = field(default_factory=dict)  # of each row, on the host
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.temperature is not None:
@@ -88,47 +91,55 @@ class Recorder(LogitsProcessor):
         if self.bound is None:
             return scores_BV
         values_BN, ids_BN = scores_BV.topk(min(self.bound, scores_BV.size(1)), dim=1)
-        self._kept = (values_BN > -torch.inf).sum(1, dtype=torch.int32), ids_BN.int()
+        self._bounded = (values_BN > -torch.inf).sum(1, dtype=torch.int32), ids_BN.int()
         return torch.full_like(scores_BV, -torch.inf).scatter_(1, ids_BN, values_BN)
 
-    def add(self, scores_BV: torch.Tensor, tokens_B: torch.Tensor, probabilities_B: torch.Tensor) -> None:
-        """Record the tokens that were drawn from `scores_BV`."""
-        logps_B = probabilities_B.log().float()
-        mass_B = torch.ones_like(logps_B)
+    def add(self, scores_BV: torch.Tensor, tokens_B: torch.Tensor, probabilities_BV: torch.Tensor) -> None:
+        """Record the tokens that were drawn from `scores_BV`, whose softmax are the probabilities."""
+        tokens_B1 = tokens_B[:, None]
+        probabilities_B = probabilities_BV.gather(1, tokens_B1).squeeze(1)
+        mass: tuple[torch.Tensor, ...] = ()
         if self._before_B is not None:
-            mass_B = (scores_BV.gather(1, tokens_B[:, None]).squeeze(1).float() - self._before_B - logps_B).exp()
-        ids_BN = tokens_B.new_zeros(len(tokens_B), 0, dtype=torch.int32)
-        if self.bound is None:
-            position = self._recorded + len(self._steps)
-            counts_B = torch.full_like(tokens_B, self.kinds[min(position, len(self.kinds) - 1)], dtype=torch.int32)
-        else:
-            assert self._kept is not None
-            counts_B, ids_BN = self._kept
-        self._steps.append((logps_B, mass_B, counts_B, ids_BN))
+            mass = ((scores_BV.gather(1, tokens_B1).squeeze(1) - self._before_B).exp() / probabilities_B,)
         if self._numbers_B is None:
             self._numbers_B = torch.arange(len(tokens_B), device=tokens_B.device)
+        self._steps.append((self._numbers_B, probabilities_B, *mass, *self._bounded))
         if len(self._steps) == _AT_ONCE:
             self._flush()
 
     def keep(self, index: torch.Tensor) -> None:
         """Go on with these rows only."""
-        self._flush()
         assert self._numbers_B is not None
         self._numbers_B = self._numbers_B[index]
 
     def _flush(self) -> None:
         """Bring the latest steps to the host, without room for ids that were not kept."""
-        if not self._steps or self._numbers_B is None:
+        if not self._steps:
             return
-        logps_BT, mass_BT, counts_BT, ids_BTN = (torch.stack(column, dim=1).cpu() for column in zip(*self._steps))
+        numbers_N, probabilities_N, *others = (torch.cat(column).cpu() for column in zip(*self._steps))
         self._steps.clear()
-        self._recorded += logps_BT.size(1)
-        kept_BTN = torch.arange(ids_BTN.size(2)) < counts_BT[:, :, None]
-        rows = zip(self._numbers_B.tolist(), logps_BT, mass_BT, counts_BT, ids_BTN, kept_BTN)
-        for number, logps_T, mass_T, counts_T, ids_TN, kept_TN in rows:
-            self._parts.setdefault(number, []).append(TokenRecord(logps_T, mass_T, counts_T, ids_TN[kept_TN]))
+        order_N = numbers_N.argsort(stable=True)
+        logps_N = probabilities_N.log().float()[order_N]
+        mass_N = torch.ones_like(logps_N) if self.temperature is None else others.pop(0).float()[order_N]
+        counts_N, ids_NK = (part[order_N] for part in others) if others else _no_ids(len(order_N))
+        lengths = numbers_N.bincount()
+        ids_lengths = torch.zeros_like(lengths).index_add_(0, numbers_N[order_N], counts_N.long())
+        ids_K = ids_NK[torch.arange(ids_NK.size(1)) < counts_N[:, None]]
+        columns = (column.split(lengths.tolist()) for column in (logps_N, mass_N, counts_N))
+        for row, parts in enumerate(zip(*columns, ids_K.split(ids_lengths.tolist()))):
+            self._parts.setdefault(row, []).append(TokenRecord(*parts))
 
     def records(self, lengths: Sequence[int]) -> list[TokenRecord]:
-        """The records of all rows, the first tokens of each."""
+        """The records of the first tokens of each row.
+
+        Tokens after the last one that was drawn are neutral: padding after an end token that `generate` knows alone.
+        """
         self._flush()
-        return [TokenRecord.joined(self._parts[row]).first(length) for row, length in enumerate(lengths)]
+        records = []
+        for row, length in enumerate(lengths):
+            record = TokenRecord.joined([*self._parts[row], TokenRecord.neutral(length)]).first(length)
+            if self.bound is None:
+                kinds = [self.kinds[min(position, len(self.kinds) - 1)] for position in range(length)]
+                record = replace(record, counts_T=torch.tensor(kinds, dtype=torch.int32))
+            records.append(record)
+        return records

@@ -66,7 +66,12 @@ def main() -> None:
     torch.set_num_threads(1)
     if case["planted"]:
         filters_of = engine.sampling_filters
-        engine.sampling_filters = lambda *args: LogitsProcessorList([Planted(), *filters_of(*args)])
+
+        def planted(*args: Any) -> tuple[LogitsProcessorList, Any]:
+            filters, recorder = filters_of(*args)
+            return LogitsProcessorList([Planted(), *filters]), recorder
+
+        engine.sampling_filters = planted
     sizes = {"tie_word_embeddings": False, "max_position_embeddings": 512, "eos_token_id": None}
     models = [tiny_model("llama", num_hidden_layers=layers, **sizes).eval() for layers in (2, 4)]
     with simulated_gpu(), reference_kernels():

@@ -195,10 +195,26 @@ def test_a_changed_rollout_is_sampled_anew(tmp_path, caplog, changes, dropped):
     checkpoint = str(tmp_path / "checkpoint-1")  # in the middle of a rollout batch
     with pytest.raises(CheckpointError, match=re.escape(f"allow_changed_on_resume={allowed}")):
         other(tmp_path, **changes).train(checkpoint)
-    trainer = other(tmp_path, **changes, allow_changed_on_resume=allowed)
+    calls: list[int] = []
+
+    def counted(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        return letter_reward(prompts, completions)
+
+    counted.__name__ = letter_reward.__name__
+    trainer = other(tmp_path, **changes, reward=counted, allow_changed_on_resume=allowed)
     trainer.train(checkpoint)
     assert trainer.state.global_step == 2
+    assert bool(calls) is dropped
     assert ("changed, so the rollout batch of the checkpoint is not used" in caplog.text) is dropped
+
+
+def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
+    losses = []
+    for resume in (None, str(tmp_path / "checkpoint-1")):
+        trainer = other(tmp_path, max_steps=2)
+        losses.append(trainer.train(resume).training_loss)
+    assert losses[0] == losses[1] != 0
 
 
 @pytest.mark.parametrize("change", [{"learning_rate": 3e-3}, {"optim": "adafactor"}])

@@ -163,7 +163,9 @@ class OwnLogps(GRPOTrainer):
         (OwnTurn, {}, "_generate_single_turn"),
         (OwnLogps, {}, "_get_per_token_logps_and_entropies"),
         (GRPOTrainer, {"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
-        (GRPOTrainer, {"generation_kwargs": {"no_repeat_ngram_size": 2}}, "no_repeat_ngram_size=2"),
+        (GRPOTrainer, {"generation_kwargs": {"no_repeat_ngram_size": 1}}, "no_repeat_ngram_size=1"),
+        (GRPOTrainer, {"generation_kwargs": {"forced_eos_token_id": 1}}, "forced_eos_token_id=1"),
+        (GRPOTrainer, {"generation_kwargs": {"temperature": 0.5}}, "temperature=0.5"),
         (GRPOTrainer, {"generation_kwargs": {"num_beams": 2}}, "this way of generating"),
     ],
 )
@@ -255,3 +257,23 @@ def test_tokens_whose_masks_are_not_known_end_the_run(tmp_path, cls):
     with pytest.raises(ConfigError, match=r"sampling_mask='replay': .* not known"):
         trainer.train()
     make(tmp_path / "plain", cls=cls, top_p=0.6, max_steps=1).train()
+
+
+def test_one_token_that_is_kept_is_a_filter_too(tmp_path):
+    log = logged(tmp_path, top_k=1, skip_zero_contribution=False, **REPLAY)
+    assert log["sampling/logp_difference"] < METRIC
+    assert log["entropy"] == 0.0
+    assert log["frac_reward_zero_std"] == 1.0  # the completions of a prompt are alike
+
+
+def test_settings_that_no_mask_knows_are_refused_when_training_begins_too(tmp_path):
+    for setting, value in (("repetition_penalty", 1.5), ("suppress_tokens", [5, 9]), ("num_beams", 2)):
+        trainer = make(tmp_path / setting, top_p=0.6, **REPLAY)
+        setattr(trainer.generation_config, setting, value)
+        with pytest.raises(ConfigError, match="sampling_mask"):
+            trainer.train()
+
+
+def test_an_end_token_that_generate_knows_alone_ends_the_record(tmp_path):
+    log = logged(tmp_path, generation_kwargs={"eos_token_id": [1, 20]})
+    assert log["completions/mean_length"] > 1

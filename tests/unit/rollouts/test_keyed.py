@@ -102,8 +102,8 @@ def test_the_filters_leave_the_scores_that_generate_samples_from(model, name):
         ({"guidance_scale": 1.5}, False),
     ],
 )
-def test_only_plain_sampling_is_keyed(options, plain):
-    assert can_sample_by_key(sampling(**options)) is plain
+def test_only_plain_sampling_is_keyed(model, options, plain):
+    assert can_sample_by_key(model, sampling(**options)) is plain
 
 
 # ---- A row alone, in a batch, in any order --------------------------------------------------------------------------

@@ -83,8 +83,8 @@ def test_processes_with_different_numbers_of_prompts_are_refused_with_the_reason
     [
         (None, "returned no kept_ids"),
         ([[[5, 7], []], [[6]]], "returned 1 kept_ids for the 2 tokens of completion 1"),
-        ([[[5, 7], []], [[6], [2, 3]]], "do not contain token 1, or contain ids below 0, at place 1 of completion 1"),
-        ([[[5, -7], []], [[6], [1]]], "do not contain token 5, or contain ids below 0, at place 0 of completion 0"),
+        ([[[5, 7], []], [[6], [2, 3]]], "do not contain token 1, or contain what is no id, at place 1 of completion 1"),
+        ([[[5, -7], []], [[6], [1]]], "do not contain token 5, or contain what is no id, at place 0 of completion 0"),
         ([[[5, 7], None], [[6], [1]]], "returned no kept_ids"),
         ((), "returned 0 kept_ids for 2 completions"),
     ],

@@ -28,7 +28,7 @@ def test_records_are_those_of_each_row_wherever_rows_leave(monkeypatch):
         recorder(None, scores[rows])
         tokens = left[rows].argmax(1)
         assert torch.equal(recorder.bounded(left[rows]), left[rows])
-        recorder.add(left[rows], tokens, left[rows].softmax(1).gather(1, tokens[:, None]).squeeze(1))
+        recorder.add(left[rows], tokens, left[rows].softmax(1))
         if step == 3:  # row 1 has ended, and the last row takes its place
             rows = torch.tensor([0, 2])
             recorder.keep(rows)
@@ -46,7 +46,9 @@ def test_records_are_those_of_each_row_wherever_rows_leave(monkeypatch):
 def test_without_filters_the_record_names_what_was_suppressed_at_each_position():
     recorder = Recorder(kinds=[-2, -2, -1])
     for _ in range(4):
-        recorder.add(torch.zeros(2, VOCABULARY), torch.zeros(2, dtype=torch.long), torch.full((2,), 1 / VOCABULARY))
+        recorder.add(
+            torch.zeros(2, VOCABULARY), torch.zeros(2, dtype=torch.long), torch.full((2, VOCABULARY), 1 / VOCABULARY)
+        )
     record, _ = recorder.records([4, 1])
     assert record.counts_T.tolist() == [-2, -2, -1, -1]
     assert record.ids_K.tolist() == []

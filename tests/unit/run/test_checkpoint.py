@@ -101,6 +101,13 @@ def test_rotation_keeps_the_best_and_the_one_just_written(tmp_path):
         assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
 
 
+def test_rotation_deletes_the_oldest_and_no_more_than_there_are_too_many(tmp_path):
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    rotate(tmp_path, 3)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
 def test_a_checkpoint_of_transformers_is_taken_unverified(tmp_path):
     folder = tmp_path / "checkpoint-5"
     folder.mkdir()
