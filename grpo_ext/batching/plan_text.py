@@ -42,10 +42,7 @@ def describe_plan(
         ("micro-batches per step", f"{g.accumulation_steps} per process ({'or more' if budget else 'derived'})"),
     ]
     if longest is not None:
-        rows.insert(2, ("sampling", _sampling(g, longest)))
-        if most_kept is not None:
-            mib = g.rollout_batch_size * longest * most_kept * 4 / 2**20
-            rows.insert(3, ("sampling masks", f"up to {most_kept} ids per token, {mib:,.0f} MiB per rollout batch"))
+        rows[2:2] = _sampling(g, longest, most_kept)
     more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
     rows += [(name, text) for name, text in more if text is not None]
     if g.global_batch_size % group:
@@ -62,11 +59,14 @@ def describe_plan(
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def _sampling(geometry: BatchGeometry, longest: int) -> str:
-    g = geometry
+def _sampling(g: BatchGeometry, longest: int, most_kept: int | None) -> list[tuple[str, str]]:
     idle = f", {g.idle_share:.0%} idle" if g.num_processes > 1 else ""
     steps = g.generate_calls * longest
-    return f"{g.generate_calls} call(s) of up to {g.generate_size}, up to {steps} decode steps{idle}"
+    rows = [("sampling", f"{g.generate_calls} call(s) of up to {g.generate_size}, up to {steps} decode steps{idle}")]
+    if most_kept is not None:
+        mib = g.rollout_batch_size * longest * most_kept * 4 / 2**20
+        rows.append(("sampling masks", f"up to {most_kept} ids per token, {mib:,.0f} MiB per rollout batch"))
+    return rows
 
 
 def _smaller_chunk(geometry: BatchGeometry) -> str:

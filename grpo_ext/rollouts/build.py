@@ -225,8 +225,7 @@ def terms_of(trainer: Any) -> Terms:
     if training:
         _refuse_changed_plan(trainer)
         _refuse_changed_masks(trainer)
-    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-    bounds = (trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max) if corrects else ()
+    ratios = _ratio_rule(trainer)
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
     with_images = rollouts.images.prepare is not None
     context = context_length(trainer.model.config, with_images, trainer.vllm_generation if trainer.use_vllm else None)
@@ -249,7 +248,7 @@ def terms_of(trainer: Any) -> Terms:
         pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         state=trainer.state,
         generation_config=None if trainer.use_vllm else trainer.generation_config,
-        old_logps=steps > 1 or corrects or (training and bool(args.rollout_lag)),
+        old_logps=steps > 1 or ratios is not None or (training and bool(args.rollout_lag)),
         reference=trainer.beta != 0.0,
         unchecked=rollouts.check is not None and not rollouts.check.done,
         batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
@@ -265,9 +264,17 @@ def terms_of(trainer: Any) -> Terms:
         ),
         replay=args.sampling_mask == "replay",
         truncating=truncating_filters(trainer),
-        ratios=RatioRule(trainer.vllm_importance_sampling_mode, *bounds) if corrects else None,
+        ratios=ratios,
         hooks=hooks_of(trainer),
     )
+
+
+def _ratio_rule(trainer: Any) -> RatioRule | None:
+    """How vLLM's log-probabilities correct the loss; None where they do not."""
+    if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
+        return None
+    bounds = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+    return RatioRule(trainer.vllm_importance_sampling_mode, *bounds)
 
 
 def _refuse_changed_plan(trainer: Any) -> None:

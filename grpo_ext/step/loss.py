@@ -75,13 +75,18 @@ def assemble_loss(
     metrics.add_tokens("entropy", entropies, mask, weight)
     _add_policy_metrics(cfg, tokens, batch.advantages, mask, context)
     if context.sampler_logps_BT is not None:
-        policy = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT  # as it was while sampling
-        known = mask * ~context.sampler_logps_BT.isnan()
-        difference = (policy - context.sampler_logps_BT.nan_to_num()).abs()
-        metrics.add_tokens("sampling/logp_difference", difference, known, weight)
+        _add_sampler_difference(batch, context.sampler_logps_BT, context)
     if cfg.log_ratios and batch.old_logps_BT is not None:
         _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, context)
     return loss * weight
+
+
+def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, context: MicroBatchContext) -> None:
+    """Log how far the log-probabilities of the policy that sampled lie from what the sampler took them to be."""
+    policy_BT = batch.logps_BT.detach() if batch.old_logps_BT is None else batch.old_logps_BT
+    known_BT = batch.mask_BT * ~sampler_logps_BT.isnan()
+    difference_BT = (policy_BT - sampler_logps_BT.nan_to_num()).abs()
+    context.step.metrics.add_tokens("sampling/logp_difference", difference_BT, known_BT, context.weight)
 
 
 def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, context: MicroBatchContext) -> None:
