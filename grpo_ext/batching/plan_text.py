@@ -45,12 +45,7 @@ def describe_plan(
         rows[2:2] = _sampling(g, longest, most_kept)
     more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
     rows += [(name, text) for name, text in more if text is not None]
-    if g.global_batch_size % group:
-        rows.append(("note", "steps cut groups; advantages are over whole groups"))
-    if longest is not None and chunks < g.num_processes:
-        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
-    if longest is not None and half and g.together and chunks > 1:
-        rows.append(("half precision", f"tokens depend on processes (rollout_chunk_size={g.rollout_chunk_size}: not)"))
+    rows += _notes(g, longest, half)
     if num_prompts is None:
         rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
     else:
@@ -66,6 +61,17 @@ def _sampling(g: BatchGeometry, longest: int, most_kept: int | None) -> list[tup
     if most_kept is not None:
         mib = g.rollout_batch_size * longest * most_kept * 4 / 2**20
         rows.append(("sampling masks", f"up to {most_kept} ids per token, {mib:,.0f} MiB per rollout batch"))
+    return rows
+
+
+def _notes(g: BatchGeometry, longest: int | None, half: bool) -> list[tuple[str, str]]:
+    rows, chunks = [], ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
+    if g.global_batch_size % g.num_generations:
+        rows.append(("note", "steps cut groups; advantages are over whole groups"))
+    if longest is not None and chunks < g.num_processes:
+        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
+    if longest is not None and half and g.together and chunks > 1:
+        rows.append(("half precision", f"tokens depend on processes (rollout_chunk_size={g.rollout_chunk_size}: not)"))
     return rows
 
 

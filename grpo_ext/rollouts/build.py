@@ -223,13 +223,11 @@ def terms_of(trainer: Any) -> Terms:
     """
     args, training, rollouts = trainer.args, trainer.model.training, trainer._rollouts
     if training:
-        _refuse_changed_plan(trainer)
-        _refuse_changed_masks(trainer)
+        _refuse_changes(trainer)
     ratios = _ratio_rule(trainer)
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
     with_images = rollouts.images.prepare is not None
     context = context_length(trainer.model.config, with_images, trainer.vllm_generation if trainer.use_vllm else None)
-    recorders = {name: trainer._override_of(method) for name, method in _RECORDERS.items()}
     return Terms(
         training=training,
         num_generations=trainer._group_size,
@@ -242,7 +240,7 @@ def terms_of(trainer: Any) -> Terms:
         ),
         weights_F=trainer.reward_weights.cpu().clone(),
         rule=AdvantageRule(args.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation),
-        recorders={name: method for name, method in recorders.items() if method is not None},
+        recorders={n: hook for n, name in _RECORDERS.items() if (hook := trainer._override_of(name)) is not None},
         metrics=trainer._metrics["train" if training else "eval"],
         table=trainer._logs,
         pending=(trainer._pending_metrics, trainer._pending_extra_logs),
@@ -277,7 +275,8 @@ def _ratio_rule(trainer: Any) -> RatioRule | None:
     return RatioRule(trainer.vllm_importance_sampling_mode, *bounds)
 
 
-def _refuse_changed_plan(trainer: Any) -> None:
+def _refuse_changes(trainer: Any) -> None:
+    _refuse_changed_masks(trainer)
     for name in ("num_generations", "num_iterations"):
         value, planned = getattr(trainer, name), getattr(trainer.geometry, name)
         if value != planned:
