@@ -44,7 +44,11 @@ SMALL: dict[str, Any] = {
 
 
 # Qwen2.5, from their configurations: hidden, intermediate, layers, heads, key-value heads, vocabulary
-QWEN = {"0.5B": (896, 4864, 24, 14, 2, 151936), "7B": (3584, 18944, 28, 28, 4, 152064)}
+QWEN = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936),
+    "7B": (3584, 18944, 28, 28, 4, 152064),
+}
 SAVED_TOLERANCE = 0.15  # attention on fake tensors keeps a copy of its output that the CPU's kernel does not
 
 
@@ -139,7 +143,7 @@ def saved_by(model: Any, tokens: int) -> tuple[int, int]:
     return activations, casts
 
 
-@pytest.mark.parametrize("size", ["0.5B", pytest.param("7B", marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", ["0.5B", *(pytest.param(size, marks=pytest.mark.full) for size in ("1.5B", "7B"))])
 def test_the_arithmetic_is_what_a_whole_model_holds(size):
     """A step of all layers on fake tensors, which have sizes and no memory."""
     tokens, config = 1024, AutoConfig.for_model(**qwen(size))
