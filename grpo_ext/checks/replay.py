@@ -36,9 +36,9 @@ def check_replay(trainer: Any) -> None:
         raise ConfigError(
             f"sampling_mask='replay': {method} gets padded tensors, without the tokens that were kept; leave one out."
         )
-    model = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.rollout_func is not None:
         return
+    model = trainer.accelerator.unwrap_model(trainer.model)
     for name, neutral in _NOT_REPLAYED.items():
         value = setting_of(model, trainer.generation_config, name)
         if value is not None and value != neutral:

@@ -33,13 +33,13 @@ class TokenRecord:
 
     @classmethod
     def neutral(cls, tokens: int) -> TokenRecord:
-        """Of tokens that were not sampled."""
+        """Records of tokens that were not sampled."""
         counts, ids = torch.zeros(tokens, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         return cls(torch.zeros(tokens), torch.ones(tokens), counts, ids)
 
     @classmethod
     def of_kept(cls, kept_ids: Sequence[Sequence[int]], logps: Sequence[float | None] | None) -> TokenRecord:
-        """Of a `rollout_func`, from the ids that each token was sampled from; NaN for what it does not say."""
+        """Records from the `kept_ids` and log-probabilities of a `rollout_func`; NaN where it gives none."""
         tokens = len(kept_ids)
         known = [math.nan if value is None else value for value in logps or [None] * tokens]
         counts = torch.tensor([len(ids) for ids in kept_ids], dtype=torch.int32)
@@ -48,11 +48,11 @@ class TokenRecord:
 
     @classmethod
     def joined(cls, parts: Sequence[TokenRecord]) -> TokenRecord:
-        """The records of tokens that follow each other."""
+        """The records of several turns, one after the other."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
 
     def first(self, tokens: int) -> TokenRecord:
-        """The first tokens."""
+        """The records of the first tokens."""
         counts_T = self.counts_T[:tokens]
         ids = int(counts_T.clamp(min=0).sum())
         return TokenRecord(self.logps_T[:tokens], self.mass_T[:tokens], counts_T, self.ids_K[:ids])
