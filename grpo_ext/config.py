@@ -285,6 +285,11 @@ class GRPOConfig(trl.GRPOConfig):
             self.tf32 = False
 
     @property
+    def replays_masks(self) -> bool:
+        """Whether log-probabilities are taken over the tokens that sampling chose from (`sampling_mask="replay"`)."""
+        return self.sampling_mask == "replay"
+
+    @property
     def forms(self) -> tuple[Form, ...]:
         """The forms of the forward that may be run: see `forms_of`."""
         return forms_of(self.forward)

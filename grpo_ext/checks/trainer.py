@@ -222,7 +222,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
         check_half_weights(policy, config.fp16)
     if config.rollout_lag:
         check_ahead(trainer, config)
-    if config.sampling_mask is not None:
+    if config.replays_masks:
         check_replay(trainer)
     return uncovered + _check_lengths(trainer, config)
 
@@ -292,7 +292,7 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
     refuse_overrides(trainer)
     if trainer.args.bitwise_invariant:
         check_bitwise(trainer)
-    if trainer.args.sampling_mask is not None:
+    if trainer.args.replays_masks:
         check_replay(trainer)
     sampling = _uncovered_sampling(trainer)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:

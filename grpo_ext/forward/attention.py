@@ -102,10 +102,10 @@ def _mask_of(
     """`seen_mask` of a group as terms of the scores: (1, 1, n, n), 0 or -inf."""
 
     def make() -> torch.Tensor:
-        seen = seen_mask(group, window, device)
+        mask = seen_mask(group, window, device)
         # kernels of CUDA copy a mask in every call unless its rows begin at multiples of 8 elements
-        terms = torch.zeros(len(seen), len(seen) + -len(seen) % 8, dtype=dtype, device=device)[:, : len(seen)]
-        return terms.masked_fill_(~seen, -torch.inf)[None, None]
+        terms = torch.zeros(len(mask), len(mask) + -len(mask) % 8, dtype=dtype, device=device)[:, : len(mask)]
+        return terms.masked_fill_(~mask, -torch.inf)[None, None]
 
     return _once_per_pack(layout, (group, window, device, dtype), make)
 

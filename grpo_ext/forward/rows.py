@@ -88,8 +88,8 @@ class TokenRows:
         attended = None if self.attended_N is None else self.attended_N[tokens]
         if attended is not None and bool(attended.all()):
             attended = None
-        kept = None if self.kept is None else self.kept.of(range(first, last))
-        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept)
+        kept_tokens = None if self.kept is None else self.kept.of(range(first, last))
+        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_tokens)
 
     def image_inputs(
         self, rows: Sequence[int], ids_BL: torch.Tensor, prompt_columns: int, pixels: bool = True

@@ -208,7 +208,7 @@ class ForwardRunner:
             ConfigError: sampling masks are replayed, and those of these tokens are not known.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
-        if request is None and self.args.sampling_mask is not None:
+        if request is None and self.args.replays_masks:
             raise ConfigError(
                 "sampling_mask='replay': _get_per_token_logps_and_entropies was called with other tensors than it was "
                 "given, and the tokens that these were sampled from are not known; leave sampling_mask out."

@@ -16,6 +16,12 @@ import torch
 from accelerate.utils import send_to_device
 
 
+def first_tokens(counts_T: torch.Tensor, ids_K: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The counts and ids of the first tokens of a row of `KeptTokens`."""
+    counts_T = counts_T[:tokens]
+    return counts_T, ids_K[: int(counts_T.clamp(min=0).sum())]
+
+
 @dataclass(frozen=True)
 class KeptTokens:
     """Which tokens each completion token of some rows was sampled from; on the CPU.
@@ -32,8 +38,8 @@ class KeptTokens:
     @classmethod
     def cut(cls, counts_B: Sequence[torch.Tensor], ids_B: Sequence[torch.Tensor], lengths: Sequence[int]) -> KeptTokens:
         """The first tokens of each row, as many as `lengths` says."""
-        counts = [row[:length] for row, length in zip(counts_B, lengths)]
-        return cls(counts, [ids[: int(row.clamp(min=0).sum())] for row, ids in zip(counts, ids_B)])
+        rows = [first_tokens(*row) for row in zip(counts_B, ids_B, lengths)]
+        return cls([counts_T for counts_T, _ in rows], [ids_K for _, ids_K in rows])
 
     def of(self, rows: range) -> KeptTokens:
         """Consecutive rows."""

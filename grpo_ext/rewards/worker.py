@@ -6,7 +6,6 @@ The process imports neither the training script nor, by itself, torch. rewards.w
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import pickle
 import random
@@ -109,17 +108,17 @@ def begin() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-_unpacked: Callable[[bytes], Callable[..., Any]] = functools.cache(unpack)  # loads once
+_loaded: dict[int, Callable[..., Any]] = {}  # the functions of this process, by the key that they were sent with
 
 
-def load(packed: bytes, name: str) -> None:
-    """Load a function, which imports the modules that it names.
+def load(key: int, packed: bytes, name: str) -> None:
+    """Load a function, which imports the modules that it names, to be called by its key.
 
     Raises:
         ConfigError: the function of this name cannot be loaded.
     """
     try:
-        _unpacked(packed)
+        _loaded[key] = unpack(packed)
     except BaseException as error:
         raise ConfigError(
             f"reward function '{name}' cannot be loaded in a process of reward_workers ({type(error).__name__}: "
@@ -127,13 +126,13 @@ def load(packed: bytes, name: str) -> None:
         ) from error
 
 
-def call_packed(packed: bytes, seed: int, keywords: dict[str, Any], record: RewardCall) -> Attempt:
+def call_loaded(key: int, seed: int, keywords: dict[str, Any], record: RewardCall) -> Attempt:
     """`call_function` for a function that this process has loaded.
 
     Raises:
         RemoteError: the function raised.
     """
-    function = _unpacked(packed)
+    function = _loaded[key]
     _seed(seed)
     try:
         return call_function(function, keywords, record)

@@ -22,7 +22,7 @@ from loky.process_executor import BrokenProcessPool, ShutdownExecutorError
 
 from ..errors import ConfigError
 from .guard import CallCancelled, CallTimeout, ChunkRewards, GuardedCall
-from .worker import Attempt, RewardCall, begin, call_packed, load, pack
+from .worker import Attempt, RewardCall, begin, call_loaded, load, pack
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -58,7 +58,7 @@ class RewardWorkers:
         # by `id`, which is not reused while the function is referenced
         self._packed: dict[int, tuple[Callable[..., Any], bytes]] = {}
         # by thread: a process, and the functions that it has loaded
-        self._processes: dict[int, tuple[ProcessPoolExecutor, set[bytes]]] = {}
+        self._processes: dict[int, tuple[ProcessPoolExecutor, set[int]]] = {}
         # a process ends with the thread that started it (rewards.worker.begin), so these live as long as this object
         self._threads = ThreadPoolExecutor(number, "reward worker")
 
@@ -103,7 +103,7 @@ class RewardWorkers:
             keywords["trainer_state"] = SimpleNamespace(**{**vars(state), "log_history": []})
         # random numbers of a call do not depend on the worker, the split or an attempt that failed
         seed = zlib.crc32(f"{self.seed} {step} {record.number} {record.first}".encode())
-        request = (self._packed[id(guarded.function)][1], seed, keywords, record, guarded.faults.timeout)
+        request = (id(guarded.function), seed, keywords, record, guarded.faults.timeout)
         for again in (True, False):
             if ended.is_set():
                 break
@@ -116,9 +116,9 @@ class RewardWorkers:
         raise CallCancelled("the processes of reward_workers were ended")
 
     def _call(
-        self, packed: bytes, seed: int, keywords: dict[str, Any], record: RewardCall, seconds: float | None
+        self, key: int, seed: int, keywords: dict[str, Any], record: RewardCall, seconds: float | None
     ) -> Attempt:
-        """Run `rewards.worker.call_packed` in this thread's process within `seconds`; None: no limit.
+        """Run `rewards.worker.call_loaded` in this thread's process within `seconds`; None: no limit.
 
         Loading the function has no limit.
 
@@ -135,10 +135,10 @@ class RewardWorkers:
             self._processes[thread] = process
         executor, loaded = process
         try:
-            if packed not in loaded:
-                executor.submit(load, packed, record.function).result()
-                loaded.add(packed)
-            return executor.submit(call_packed, packed, seed, keywords, record).result(seconds)
+            if key not in loaded:
+                executor.submit(load, key, self._packed[key][1], record.function).result()
+                loaded.add(key)
+            return executor.submit(call_loaded, key, seed, keywords, record).result(seconds)
         except (BrokenProcessPool, ShutdownExecutorError) as error:
             self._kill(thread)
             exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]

@@ -155,10 +155,10 @@ class RolloutBatch:
         attended = None
         if any(self.gaps):
             attended = torch.cat(tokens(self["prompt_mask"], self["completion_mask"])).bool()
-        kept = None
+        kept_tokens = None
         if KEPT_COUNTS in self.columns:
-            kept = KeptTokens.cut(list(self[KEPT_COUNTS]), list(self[KEPT_IDS]), completions)
-        return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept)
+            kept_tokens = KeptTokens.cut(list(self[KEPT_COUNTS]), list(self[KEPT_IDS]), completions)
+        return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept_tokens)
 
     def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
         """TRL's dictionary: padded, prompts on the left and completions on the right.

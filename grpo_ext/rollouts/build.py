@@ -124,7 +124,7 @@ def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
         multiple=trainer.pad_to_multiple_of,
         compact=trainer.args.compact_rollouts,
         sharded=shards_parameters(trainer.accelerator),
-        replay=trainer.args.sampling_mask == "replay",
+        replay=trainer.args.replays_masks,
         fp16=trainer.args.fp16,
     )
     if not trainer.use_vllm:
@@ -260,7 +260,7 @@ def terms_of(trainer: Any) -> Terms:
             trainer.max_tool_calling_iterations,
             args.tool_timeout,
         ),
-        replay=args.sampling_mask == "replay",
+        replay=args.replays_masks,
         truncating=truncating_filters(trainer),
         ratios=ratios,
         hooks=hooks_of(trainer),
@@ -288,16 +288,15 @@ def _refuse_changes(trainer: Any) -> None:
 
 def _suppressed(trainer: Any) -> list[torch.Tensor]:
     """The sets of tokens that this trainer's sampling suppresses."""
-    if trainer.use_vllm or trainer.args.sampling_mask is None:
+    if trainer.use_vllm or not trainer.args.replays_masks:
         return []
     model = trainer.accelerator.unwrap_model(trainer.model)
     return suppressed_tokens(model, trainer.generation_config, trainer.eos_token_ids)
 
 
 def _refuse_changed_masks(trainer: Any) -> None:
-    replay, engine = trainer.args.sampling_mask is not None, trainer._rollouts.worker.settings
     sets = [[ids.tolist() for ids in group] for group in (_suppressed(trainer), trainer._forwards.suppressed)]
-    if replay != engine.replay or sets[0] != sets[1]:
+    if trainer.args.replays_masks != trainer._rollouts.worker.settings.replay or sets[0] != sets[1]:
         raise ConfigError(
             "sampling_mask, suppress_tokens or min_new_tokens was changed after the trainer was built, and completions "
             "refer to the masks of that time; set it in GRPOConfig (generation_kwargs)."
@@ -322,7 +321,7 @@ def hooks_of(trainer: Any) -> Hooks:
         if reason is not None:
             refuse_unequal_shares("rollout_func", len(prompts), reason)
         output = trainer.rollout_func(copy.deepcopy(prompts), trainer)  # whose loop of turns may append to its prompts
-        return checked_rollout(output, len(prompts), needs_logps, args.sampling_mask == "replay")
+        return checked_rollout(output, len(prompts), needs_logps, args.replays_masks)
 
     return Hooks(
         tokenize=None if trainer._override_of("_tokenize_prompts") is None else tokenize,

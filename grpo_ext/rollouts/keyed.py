@@ -129,11 +129,11 @@ def sampling_filters(
         The filters, and what records the tokens that are drawn after them.
     """
     values = filter_values(model, config)
-    recorder = Recorder(temperature=(values["temperature"] or 1.0) if truncating(values) else None)
+    leaving_out = truncating(values)
+    recorder = Recorder(temperature=(values["temperature"] or 1.0) if leaving_out else None)
     if replay:
-        values["top_k"] = recorder.bound = most_kept(truncating(values))
-        if recorder.bound is None:
-            recorder.kinds = kinds_of(model, config)
+        values["top_k"] = recorder.bound = most_kept(leaving_out)
+        recorder.kinds = kinds_of(model, config)
     filters = model._get_logits_processor(GenerationConfig(do_sample=True, **values))
     if torch.are_deterministic_algorithms_enabled():
         filters = [_OnCpu(filter) if isinstance(filter, _ADD_UP) else filter for filter in filters]

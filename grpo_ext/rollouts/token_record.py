@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import LogitsProcessor
 
+from ..forward.sampling_masks import first_tokens
+
 _AT_ONCE = 64  # tokens whose records are brought to the host together
 
 
@@ -53,13 +55,8 @@ class TokenRecord:
 
     def first(self, tokens: int) -> TokenRecord:
         """The records of the first tokens."""
-        counts_T = self.counts_T[:tokens]
-        ids = int(counts_T.clamp(min=0).sum())
-        return TokenRecord(self.logps_T[:tokens], self.mass_T[:tokens], counts_T, self.ids_K[:ids])
-
-
-def _no_ids(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(tokens, dtype=torch.int32), torch.zeros(tokens, 0, dtype=torch.int32)
+        ids = first_tokens(self.counts_T, self.ids_K, tokens)
+        return TokenRecord(self.logps_T[:tokens], self.mass_T[:tokens], *ids)
 
 
 @dataclass
@@ -121,7 +118,8 @@ class Recorder(LogitsProcessor):
         order_N = numbers_N.argsort(stable=True)
         logps_N = probabilities_N.log().float()[order_N]
         mass_N = torch.ones_like(logps_N) if self.temperature is None else others.pop(0).float()[order_N]
-        counts_N, ids_NK = (part[order_N] for part in others) if others else _no_ids(len(order_N))
+        nothing_N1 = torch.zeros(len(order_N), 1, dtype=torch.int32)
+        counts_N, ids_NK = (part[order_N] for part in others or (nothing_N1[:, 0], nothing_N1[:, 1:]))
         lengths = numbers_N.bincount()
         ids_lengths = torch.zeros_like(lengths).index_add_(0, numbers_N[order_N], counts_N.long())
         ids_K = ids_NK[torch.arange(ids_NK.size(1)) < counts_N[:, None]]
@@ -139,7 +137,7 @@ class Recorder(LogitsProcessor):
         for row, length in enumerate(lengths):
             record = TokenRecord.joined([*self._parts[row], TokenRecord.neutral(length)]).first(length)
             if self.bound is None:
-                kinds = [self.kinds[min(position, len(self.kinds) - 1)] for position in range(length)]
-                record = replace(record, counts_T=torch.tensor(kinds, dtype=torch.int32))
+                kinds = torch.tensor(self.kinds, dtype=torch.int32)
+                record = replace(record, counts_T=kinds[torch.arange(length).clamp(max=len(kinds) - 1)])
             records.append(record)
         return records

@@ -190,12 +190,11 @@ class RolloutWorker:
         ids = torch.tensor(tokens, dtype=torch.long)
         images = self.images.of_transcripts(shown) if shown else None
         same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
-        same, kept = same_prompts(same, images), None
+        same, lengths, kept_tokens = same_prompts(same, images), [len(t.ids) for t in shown], None
         if local.terms.replay:
-            records = [(t.record or TokenRecord.neutral(len(t.ids))).first(len(t.ids)) for t in shown]
-            kept = KeptTokens([record.counts_T for record in records], [record.ids_K for record in records])
-        lengths = [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown]
-        return TokenRows(ids, *lengths, same, images, kept=kept)
+            records = [t.record or TokenRecord.neutral(len(t.ids)) for t in shown]
+            kept_tokens = KeptTokens.cut([r.counts_T for r in records], [r.ids_K for r in records], lengths)
+        return TokenRows(ids, [len(t.prompt_ids) for t in shown], lengths, same, images, kept=kept_tokens)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Rewards of each function; none where the user's `_calculate_rewards` makes them, after `exchange`."""

@@ -260,7 +260,7 @@ class StepPlanner:
         """
         rows = inputs[CONTEXT_KEY].rows_of(inputs) if CONTEXT_KEY in inputs else None
         if rows is None:
-            if self.args.sampling_mask is not None:
+            if self.args.replays_masks:
                 raise ConfigError(
                     "sampling_mask='replay': an override of compute_loss or _compute_loss passes on other tokens or "
                     "masks than it was given, and the tokens that these were sampled from are not known; pass on the "

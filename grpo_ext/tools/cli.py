@@ -109,12 +109,12 @@ def plan(
     others = settings.get("use_vllm") or settings.get("use_transformers_continuous_batching")
     longest = None if others else settings.get("max_completion_length", 512)  # TRL's default
     half = bool(settings.get("bf16", not settings.get("fp16"))) or bool(settings.get("fp16"))  # TRL's default is bf16
-    kept = None
+    bound = None
     if settings.get("sampling_mask") == "replay":
         from ..rollouts.keyed import most_kept, truncating  # loads torch
 
-        kept = most_kept(truncating({name: settings.get(name) for name in ("top_p", "top_k", "min_p")}))
-    sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "longest": longest, "half": half, "most_kept": kept}
+        bound = most_kept(truncating({name: settings.get(name) for name in ("top_p", "top_k", "min_p")}))
+    sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "longest": longest, "half": half, "most_kept": bound}
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, ahead=ahead, **sizes))
     if (model := settings.get("model_name_or_path")) is not None:
         from .plan import expected_memory
