@@ -297,9 +297,9 @@ class GRPOConfig(trl.GRPOConfig):
     @property
     def replays(self) -> str | None:
         """The setting that replays what sampling recorded, with its value; None where nothing is replayed."""
-        return (
-            "sampling_mask='replay'" if self.replays_masks else "routing_replay=True" if self.routing_replay else None
-        )
+        if self.replays_masks:
+            return "sampling_mask='replay'"
+        return "routing_replay=True" if self.routing_replay else None
 
     @property
     def forms(self) -> tuple[Form, ...]:

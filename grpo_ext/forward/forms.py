@@ -139,11 +139,14 @@ def lay_out(
         layout = _prefix(policy, rows, with_router, multiple)
     else:
         layout = _padded(policy, rows, multiple)
-    masks, (*layout_, source_N) = None if rows.kept is None else rows.kept.masks(suppressed), layout
+    masks = None if rows.kept is None else rows.kept.masks(suppressed)
+    *on_device, source_N = layout
     experts = [] if rows.experts_NC is None else [_replayed(rows.experts_NC, source_N)]
-    tensors = layout_, rows.targets(), rows.places(), parts, {} if masks is None else masks.tensors, experts
+    tensors = on_device, rows.targets(), rows.places(), parts, {} if masks is None else masks.tensors, experts
     (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, moved, experts = to_device(tensors, device)
-    routing = Routing(*experts, counts_N=counts_BL.flatten()) if experts or record_experts else None
+    routing = None
+    if experts or record_experts:
+        routing = Routing(experts[0] if experts else None, counts_BL.flatten())
     for window, calls in parts.items():
         inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":

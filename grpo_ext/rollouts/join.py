@@ -207,11 +207,10 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
     elif terms.replay and not local.request.empty:
         raise RolloutError("sampling_mask='replay': no tokens that were kept came with some completions.")
     if terms.replays_experts:
-        experts = [t.experts for t in transcripts]
-        if any(rows_NC is None for rows_NC in experts):
+        experts = [t.experts[: len(t.prompt_ids) + n] for t, n in zip(transcripts, lengths) if t.experts is not None]
+        if len(experts) != len(transcripts):
             raise RolloutError("routing_replay=True: no experts came with some completions.")
-        rows = zip(transcripts, experts, lengths)
-        columns[EXPERTS] = Ragged.of([experts_NC[: len(t.prompt_ids) + n] for t, experts_NC, n in rows])
+        columns[EXPERTS] = Ragged.of(experts)
     for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
         if logps is not None:  # none of the tokens of a completion that is masked out
             columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in zip(logps, lengths)])

@@ -6,7 +6,7 @@ sampled tokens and by tools, read by `join`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,6 +125,16 @@ class Transcript:
             return None
         missing = len(self.prompt_ids) + len(self.ids) - len(self.experts_NC)
         return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=LIVE)
+
+
+def share_prompt_experts(transcripts: Sequence[Transcript]) -> None:
+    """Give all completions of a prompt the experts that were recorded first for it; a pack runs the prompt once."""
+    firsts: dict[tuple[int, ...], torch.Tensor] = {}
+    for transcript in transcripts:
+        if (experts_NC := transcript.experts_NC) is not None:
+            length = len(transcript.prompt_ids)
+            first = firsts.setdefault(tuple(transcript.prompt_ids), experts_NC[:length])
+            transcript.experts_NC = torch.cat([first, experts_NC[length:]])
 
 
 def _continued(before_NC: torch.Tensor | None, turn_NC: torch.Tensor | None) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ from .keyed import request_keys
 from .local import LocalRollout, Terms
 from .token_record import TokenRecord
 from .tools import Toolbox, continue_with
-from .transcript import Sampled, Transcript
+from .transcript import Sampled, Transcript, share_prompt_experts
 from .trl_shapes import take_rollout
 
 
@@ -85,6 +85,7 @@ class RolloutWorker:
                 with contextlib.suppress(Exception):
                     self.add_logprobs(LocalRollout(rows.request, terms))
             raise
+        share_prompt_experts(local.transcripts)
         self.add_logprobs(local)
         self.add_rewards(local)
         return local
@@ -175,14 +176,14 @@ class RolloutWorker:
             rows = TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
 
         def score(by_reference: bool) -> list[torch.Tensor]:
-            of_model = (
-                dataclasses.replace(rows, experts_NC=None) if by_reference else rows
-            )  # it has a router of its own
+            # the reference has routers of its own
+            of_model = dataclasses.replace(rows, experts_NC=None) if by_reference else rows
             logps_S, experts_NC = self.logps(of_model, terms, by_reference)
             if counted and experts_NC is not None:
                 lengths = [prompt + tokens for prompt, tokens in zip(rows.prompts_B, rows.completions_B)]
                 for transcript, part_NC in zip(local.transcripts, experts_NC.split(lengths)):
                     transcript.experts_NC = part_NC
+                share_prompt_experts(local.transcripts)
             return list(logps_S.cpu().split(list(rows.completions_B))) if counted else []
 
         with self.clock.phase("logps"):
@@ -203,10 +204,10 @@ class RolloutWorker:
         if local.terms.replay:
             records = [t.record or TokenRecord.neutral(len(t.ids)) for t in shown]
             kept_tokens = KeptTokens.cut([r.counts_T for r in records], [r.ids_K for r in records], lengths)
-        prompts, experts = [len(t.prompt_ids) for t in shown], None
-        if local.terms.replays_experts and not local.terms.record_experts and shown:
-            experts = torch.cat([t.experts[: n + m] for t, n, m in zip(shown, prompts, lengths)])
-        return TokenRows(ids, prompts, lengths, same, images, kept=kept_tokens, experts_NC=experts)
+        recorded = [t.experts for t in shown if t.experts is not None]  # none yet, where this forward records them
+        experts_NC = torch.cat(recorded) if recorded else None
+        prompts = [len(t.prompt_ids) for t in shown]
+        return TokenRows(ids, prompts, lengths, same, images, kept=kept_tokens, experts_NC=experts_NC)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Rewards of each function; none where the user's `_calculate_rewards` makes them, after `exchange`."""

@@ -14,13 +14,9 @@ from ..errors import GrpoExtError
 
 OURS, STOCK = "grpo_ext", "trl"
 # settings of this package that change what is learned; off where they are None, False or 0
-ALGORITHM = {"advantage_estimator", "loss_aggregation", "dynamic_sampling", "rollout_lag"} | {"sampling_mask"} | {"routing_replay"}
-    "advantage_estimator",
-    "loss_aggregation",
-    "dynamic_sampling",
-    "rollout_lag",
-    "sampling_mask",
-    "routing_replay",
+ALGORITHM = {
+    *("advantage_estimator", "loss_aggregation", "dynamic_sampling", "rollout_lag"),
+    *("sampling_mask", "routing_replay"),
 }
 
 
