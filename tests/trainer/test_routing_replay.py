@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError, ModelError
+from grpo_ext.errors import CheckpointError, ConfigError, ModelError
 from grpo_ext.forward.routing import LIVE
 from grpo_ext.rollouts.batch import EXPERTS
 from tests.support.drop_in import conversations
 from tests.support.float64 import float64_throughout
 from tests.support.tiny import given_rollout, prompts, tiny_model
 from tests.support.tool_runs import count, sampled, transcript_reward
-from tests.support.trainers import change, make
+from tests.support.trainers import change, make, other, parameters
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 REPLAY = {"routing_replay": True}
@@ -136,10 +136,23 @@ def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path):
 @pytest.mark.parametrize("settings", [{"forward": "padded"}, {"forward": "prefix", "beta": 0.1}, {}])
 def test_the_split_and_the_form_change_nothing(tmp_path, settings):
     one = change(make(tmp_path / "one", moe(), **{**settings, "forward": "packed"}, **REUSED, **REPLAY))
-    other = change(make(tmp_path / "other", moe(), per_device_train_batch_size=3, **settings, **REUSED, **REPLAY))
-    assert (other - one).norm() / one.norm() < UPDATE
+    split = change(make(tmp_path / "split", moe(), per_device_train_batch_size=3, **settings, **REUSED, **REPLAY))
+    assert (split - one).norm() / one.norm() < UPDATE
     live = change(make(tmp_path / "live", moe(), **settings, **REUSED))
     assert (live - one).norm() / one.norm() > DIFFERENT
+
+
+def test_a_run_that_resumes_inside_a_rollout_batch_replays_its_experts(tmp_path):
+    whole = other(tmp_path / "whole", model=moe(), **REUSED, **REPLAY)
+    whole.train()
+    resumed = other(tmp_path / "resumed", model=moe(), **REUSED, **REPLAY)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert torch.equal(parameters(whole), parameters(resumed))
+    shares = [log["routing/changed_share"] for log in resumed.state.log_history[:-1]]
+    assert shares == [log["routing/changed_share"] for log in whole.state.log_history[:-1]]
+    assert shares[1] > 0
+    with pytest.raises(CheckpointError, match="routing_replay"):
+        other(tmp_path / "live", model=moe(), **REUSED).train(str(tmp_path / "whole" / "checkpoint-1"))
 
 
 def test_an_evaluation_replays_too(tmp_path):
