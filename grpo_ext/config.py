@@ -116,6 +116,11 @@ class GRPOConfig(trl.GRPOConfig):
         "is not set. Default: over the whole vocabulary, as in TRL.",
         choices=[None, "replay"],
     )
+    routing_replay: bool = _setting(
+        False,
+        "For mixture-of-experts models: record the experts that each token was sent to while sampling, and send it to "
+        "the same ones in every later forward of the policy. Their weights come from the router as it is then.",
+    )
 
     # How it is laid out: changes nothing that is learned.
     micro_batch_tokens: int | None = _setting(
@@ -288,6 +293,13 @@ class GRPOConfig(trl.GRPOConfig):
     def replays_masks(self) -> bool:
         """Whether log-probabilities are taken over the tokens that sampling chose from (`sampling_mask="replay"`)."""
         return self.sampling_mask == "replay"
+
+    @property
+    def replays(self) -> str | None:
+        """The setting that replays what sampling recorded, with its value; None where nothing is replayed."""
+        if self.replays_masks:
+            return "sampling_mask='replay'"
+        return "routing_replay=True" if self.routing_replay else None
 
     @property
     def forms(self) -> tuple[Form, ...]:

@@ -34,6 +34,7 @@ from .forward.architecture import token_cost
 from .forward.lm_head import install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import base_model_of, reference_loader, use_reference
+from .forward.routing import install_routers
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
 from .precision.non_finite import explaining
 from .rollouts.batch import RolloutBatch
@@ -151,6 +152,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
+        if self.args.routing_replay:
+            install_routers(base_model_of(self.model))
         self._forwards, self._rollouts = build_rollouts(self, self._clock)
         sampling = self._rollouts.worker.settings
         self._step_planner = StepPlanner(
@@ -344,8 +347,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs = self._step_planner.as_step(self.model, inputs, self._group_size, self._step_settings())
         rows, with_router = self._step_planner.tokens_of(inputs, self.model.training), self.aux_loss_enabled
         scores = self._forwards.micro_batch_log_probs(model, inputs, rows, with_router, self._override_of(LOGPS))
-        logps, entropies, router = scores
-        return assemble_loss(loss_config_of(self), inputs, logps, entropies, router)
+        return assemble_loss(loss_config_of(self), inputs, scores)
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""

@@ -1,10 +1,10 @@
-"""What `sampling_mask="replay"` refuses: sampling whose distribution no mask of the vocabulary describes."""
+"""What `sampling_mask="replay"` and `routing_replay` refuse: what they cannot record, or cannot replay."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, refuse_combination
 from ..rollouts.build import LOGPS, SCORE, overridden, samples_by_key
 from ..rollouts.keyed import setting_of
 
@@ -51,3 +51,23 @@ def check_replay(trainer: Any) -> None:
             f"sampling_mask='replay': generation_kwargs samples with temperature={value!r}, and training divides by "
             f"temperature={trainer.temperature!r}; set the latter alone."
         )
+
+
+def check_routing(trainer: Any) -> None:
+    """Refuse forwards whose experts cannot be recorded or replayed.
+
+    Raises:
+        ConfigError: names the setting or the override.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    override = overridden(trainer, SCORE, LOGPS)
+    others = {
+        f"{override} (it gets padded tensors, without the experts)": override is not None,
+        "a model that takes images": trainer._rollouts.images.prepare is not None,
+        "torch_compile=True": trainer.args.torch_compile,
+        "FSDP's activation_checkpointing (set gradient_checkpointing=True)": getattr(
+            plugin, "activation_checkpointing", False
+        ),
+        "prefill_chunk_size": getattr(trainer.generation_config, "prefill_chunk_size", None) is not None,
+    }
+    refuse_combination("routing_replay=True", others, "Leave one of the two out.")

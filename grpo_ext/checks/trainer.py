@@ -51,7 +51,7 @@ from .model import (
     refuse_prompt_learning,
     split_dependence,
 )
-from .replay import check_replay
+from .replay import check_replay, check_routing
 
 logger = get_logger(__name__)
 
@@ -224,6 +224,8 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
         check_ahead(trainer, config)
     if config.replays_masks:
         check_replay(trainer)
+    if config.routing_replay:
+        check_routing(trainer)
     return uncovered + _check_lengths(trainer, config)
 
 
@@ -294,6 +296,8 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
         check_bitwise(trainer)
     if trainer.args.replays_masks:
         check_replay(trainer)
+    if trainer.args.routing_replay:
+        check_routing(trainer)
     sampling = _uncovered_sampling(trainer)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")

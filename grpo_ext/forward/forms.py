@@ -34,12 +34,14 @@ from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
 from .reference import base_model_of
+from .routing import LIVE, Routing
 from .rows import TokenRows
 from .shared_prefix import Part
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-# arguments of a model, positions that predict the completion tokens (S,), and how often each token counts; on the CPU
-_Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
+# arguments of a model, positions that predict the completion tokens (S,), how often each token counts, and its place
+# among the tokens of all rows (N,), -1 for padding; on the CPU
+_Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 # ---- Which models run them ------------------------------------------------------------------------------------------
@@ -95,6 +97,8 @@ class FormBatch:
             that is the batch of the prompts, and after it that of the completions.
         counts_BL: how often the padded batch would have computed each token.
         places_2S: of `TokenRows.places`.
+        source_N: for each token of the flattened batch its place among the tokens of all rows, -1 for padding; on the
+            CPU.
     """
 
     form: Form
@@ -102,6 +106,7 @@ class FormBatch:
     targets: Targets
     counts_BL: torch.Tensor
     places_2S: torch.Tensor
+    source_N: torch.Tensor
 
 
 def lay_out(
@@ -113,6 +118,7 @@ def lay_out(
     with_entropy: bool = True,
     multiple: int = 1,
     suppressed: Sequence[torch.Tensor] = (),
+    record_experts: bool = False,
 ) -> FormBatch:
     """Lay completions out in a form, and move them to `device` in one copy.
 
@@ -122,6 +128,7 @@ def lay_out(
         with_entropy: ask for entropies.
         multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
         suppressed: sets of token ids that sampling suppressed, which `rows.kept` refers to.
+        record_experts: record the experts of each token, where `rows` have none to replay.
     """
     parts: dict[int | None, list[Part]] = {}
     if form == "packed":
@@ -133,15 +140,42 @@ def lay_out(
     else:
         layout = _padded(policy, rows, multiple)
     masks = None if rows.kept is None else rows.kept.masks(suppressed)
-    tensors = layout, rows.targets(), rows.places(), parts, {} if masks is None else masks.tensors
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, moved = to_device(tensors, device)
+    *on_device, source_N = layout
+    experts = [] if rows.experts_NC is None else [_replayed(rows.experts_NC, source_N)]
+    tensors = on_device, rows.targets(), rows.places(), parts, {} if masks is None else masks.tensors, experts
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, moved, experts = to_device(tensors, device)
+    routing = None
+    if experts or record_experts:
+        routing = Routing(experts[0] if experts else None, counts_BL.flatten())
     for window, calls in parts.items():
         inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
     masks = None if masks is None else replace(masks, **moved)
-    targets = Targets(predictor_S, tokens_S, with_entropy, with_router, masks)
-    return FormBatch(form, inputs, targets, counts_BL, places_2S)
+    targets = Targets(predictor_S, tokens_S, with_entropy, with_router, masks, routing)
+    return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N)
+
+
+def _replayed(experts_NC: torch.Tensor, source_N: torch.Tensor) -> torch.Tensor:
+    """The experts of the tokens of a batch; padding is routed as it comes."""
+    return torch.cat([experts_NC, experts_NC.new_full((1, experts_NC.size(1)), LIVE)])[source_N]
+
+
+def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
+    """The experts that a forward recorded for each token of `rows`, as in `TokenRows.experts_NC`.
+
+    A prompt that ran once has them for each of its completions; tokens that did not run have none (`LIVE`).
+    """
+    assert batch.targets.routing is not None
+    recorded_NC, real_N = batch.targets.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
+    experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
+    experts_NC[batch.source_N[real_N]] = recorded_NC[real_N]
+    starts = rows.starts_B
+    for row, same in enumerate(rows.same_prompt, start=1):
+        if same:
+            before, here, length = starts[row - 1], starts[row], rows.prompts_B[row]
+            experts_NC[here : here + length] = experts_NC[before : before + length]
+    return experts_NC
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
@@ -158,14 +192,17 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
         logps_S, entropies_S, routers = model(**batch.inputs, **{TARGETS: batch.targets})
     if batch.form == "packed" and not batch.inputs[LAYOUT].readers:
         raise TakesNoPacks(f"{type(policy).__name__} does not attend through transformers' attention interface")
-    return LogProbs(logps_S, entropies_S, RouterOutput(routers, batch.counts_BL) if routers else None, batch.places_2S)
+    router = RouterOutput(routers, batch.counts_BL) if routers else None
+    return LogProbs(logps_S, entropies_S, router, batch.places_2S, batch.targets.routing)
 
 
 def run_rows(
     form: Form, model: Callable[..., Any], rows: TokenRows, device: torch.device | str = "cpu", **options: Any
 ) -> LogProbs:
     """Run a model on completions in a form; `options` as of `lay_out`."""
-    return run_batch(model, lay_out(form, base_model_of(model), rows, device, **options))
+    batch = lay_out(form, base_model_of(model), rows, device, **options)
+    output = run_batch(model, batch)
+    return replace(output, experts_NC=_recorded(batch, rows)) if options.get("record_experts") else output
 
 
 def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
@@ -186,7 +223,7 @@ def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
         "position_ids": pack.positions_N.unsqueeze(0),
         LAYOUT: pack.layout,
     }
-    return inputs, pack.predictor_S, pack.counts_N.unsqueeze(0)
+    return inputs, pack.predictor_S, pack.counts_N.unsqueeze(0), pack.source_N
 
 
 def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
@@ -225,7 +262,10 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
     # a prompt counts once for each of its completions
     times_G1 = torch.bincount(prompt_B, minlength=len(runs))[:, None]
     counts = [inputs["attention_mask"] * times_G1, mask[:, prompt : prompt + columns]]
-    return inputs, before_BT[targets], torch.cat([part.flatten() for part in counts])[None]
+    source_BL = torch.nn.functional.pad(rows.in_padded(multiple), (0, max(columns - width, 0)), value=-1)
+    source = [source_BL[first_G, :prompt], source_BL[:, prompt : prompt + columns]]
+    flat_counts, source_N = (torch.cat([part.flatten() for part in parts]) for parts in (counts, source))
+    return inputs, before_BT[targets], flat_counts[None], source_N
 
 
 def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
@@ -237,7 +277,8 @@ def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
         inputs["position_ids"] = positions
     targets = torch.zeros_like(attended, dtype=torch.bool)
     targets[:, -width:] = attended[:, -width:].bool()
-    return inputs, targets.reshape(-1).nonzero().squeeze(1) - 1, attended
+    source_N = rows.in_padded(multiple).flatten()
+    return inputs, targets.reshape(-1).nonzero().squeeze(1) - 1, attended, source_N
 
 
 # ---- Positions ------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from ..algorithms.losses import load_balancing_loss, router_statistics
 from ..compat import triton_head
 from ..errors import ModelError
 from .prefix_cache import Continuation, run_after_prompts
+from .routing import Routing, routed
 from .sampling_masks import SamplingMasks
 from .tiled_log_probs import LogitTransform, tiled_log_probs
 
@@ -108,12 +109,16 @@ class LogProbs:
         logps_S, entropies_S: of the completion tokens, row by row, in nats; entropies only where requested.
         router: of a MoE model, where requested.
         places_2S: of `TokenRows.places`, on the device.
+        routing: of the forward's tokens; None where nothing is recorded or replayed.
+        experts_NC: the experts that were recorded for each token of the rows, as in `TokenRows`.
     """
 
     logps_S: torch.Tensor
     entropies_S: torch.Tensor | None
     router: RouterOutput | None
     places_2S: torch.Tensor
+    routing: Routing | None = None
+    experts_NC: torch.Tensor | None = None
 
 
 class Targets:
@@ -124,6 +129,7 @@ class Targets:
         tokens_S: ids of the tokens.
         entropy, router: also return entropies, and the router logits of a MoE model.
         masks: the tokens that each was sampled from; None: the whole vocabulary.
+        routing: records or replays the experts of the input's tokens; None: neither.
     """
 
     def __init__(
@@ -133,9 +139,10 @@ class Targets:
         entropy: bool = True,
         router: bool = False,
         masks: SamplingMasks | None = None,
+        routing: Routing | None = None,
     ) -> None:
         self.predictor_S, self.tokens_S, self.entropy, self.router = predictor_S, tokens_S, entropy, router
-        self.masks = masks
+        self.masks, self.routing = masks, routing
 
 
 def _backbone(model: Any) -> Any:
@@ -210,10 +217,12 @@ def _run(
         kwargs["output_router_logits"] = True
     completions: Continuation | None = kwargs.pop(PREFIX, None)
     if completions is None:
-        output = _backbone(model)(*args, **{**kwargs, "use_cache": False, "return_dict": True})
+        backbone = _backbone(model)
+        with routed(backbone, targets.routing):
+            output = backbone(*args, **{**kwargs, "use_cache": False, "return_dict": True})
         hidden, routers = output.last_hidden_state.flatten(0, 1), getattr(output, "router_logits", None)
     else:
-        hidden, routers = run_after_prompts(_backbone(model), kwargs, completions)
+        hidden, routers = run_after_prompts(_backbone(model), kwargs, completions, targets.routing)
     head = model.get_output_embeddings()  # PEFT and FSDP replace the head later
     hidden_SH = hidden[targets.predictor_S.to(hidden.device)]
     if isinstance(head, FSDPModule):

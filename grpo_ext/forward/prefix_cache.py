@@ -27,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import DummyLayer
 from ..runtime.attributes import assigned
+from .routing import Routing, routed
 
 _KNOWN = (
     DynamicLayer,
@@ -165,12 +166,13 @@ def cached_under_checkpointing(model: torch.nn.Module) -> Iterator[None]:
 
 
 def run_after_prompts(
-    backbone: Any, prompts: dict[str, Any], completions: Continuation
+    backbone: Any, prompts: dict[str, Any], completions: Continuation, routing: Routing | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Run prompts, and completions after them, through the layers of a model.
 
     Args:
         prompts: the backbone's arguments, (P, width), padded on the left.
+        routing: of the tokens of both passes, the prompts' first.
 
     Returns:
         Hidden states (tokens of both passes, H), the prompts' first; router logits of each layer alike, where asked
@@ -179,12 +181,14 @@ def run_after_prompts(
     config = backbone.config.get_text_config(decoder=True)
     recorded = Cache(layers=_layers(config, _Recorded))
     passed = {**prompts, "use_cache": False, "return_dict": True}  # or the model would create a cache
-    first = backbone(**passed, past_key_values=recorded)
+    with routed(backbone, routing):
+        first = backbone(**passed, past_key_values=recorded)
     passed |= {"input_ids": completions.input_ids, "attention_mask": completions.attention_mask, **completions.instead}
     if completions.position_ids is not None:
         passed["position_ids"] = completions.position_ids
     cache = _continued(recorded, config, completions.prompt_B, prompts["input_ids"].size(1))
-    second = backbone(**passed, past_key_values=cache)
+    with routed(backbone, routing, prompts["input_ids"].numel()):
+        second = backbone(**passed, past_key_values=cache)
     outputs = (first, second)
     hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])
     routers = zip(*(getattr(output, "router_logits", None) or () for output in outputs))

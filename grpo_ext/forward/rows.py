@@ -36,6 +36,7 @@ class TokenRows:
         attended_N: whether attention sees each token; None where it sees all. As in TRL, a token that is masked out
             keeps its position and gets no log-probability, and the next token is predicted from it.
         kept: the tokens that each completion token was sampled from; None: the whole vocabulary.
+        experts_NC: the experts of each token to replay (forward.routing); None: the routers choose.
     """
 
     ids_N: torch.Tensor
@@ -45,6 +46,7 @@ class TokenRows:
     images: RowImages | None = None
     attended_N: torch.Tensor | None = None
     kept: KeptTokens | None = None
+    experts_NC: torch.Tensor | None = None
 
     @classmethod
     def of_padded(
@@ -89,7 +91,8 @@ class TokenRows:
         if attended is not None and bool(attended.all()):
             attended = None
         kept_tokens = None if self.kept is None else self.kept.of(range(first, last))
-        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_tokens)
+        experts = None if self.experts_NC is None else self.experts_NC[tokens]
+        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_tokens, experts)
 
     def image_inputs(
         self, rows: Sequence[int], ids_BL: torch.Tensor, prompt_columns: int, pixels: bool = True
@@ -132,6 +135,11 @@ class TokenRows:
         mask = (column_L >= begins) & (column_L < ends)
         ids = self.ids_N.new_zeros(mask.shape).masked_scatter(mask, self.ids_N)
         return ids, mask.long(), width
+
+    def in_padded(self, multiple: int = 1) -> torch.Tensor:
+        """For each token of `padded` its place in `ids_N`, -1 for padding; (B, L)."""
+        _, mask, _ = self.padded(multiple)
+        return torch.full(mask.shape, -1).masked_scatter(mask.bool(), torch.arange(len(self.ids_N)))
 
     def attention_mask(self, tokens_BL: torch.Tensor) -> torch.Tensor:
         """1 on the tokens of a padded batch that attention sees; `tokens_BL` as of `padded`."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +30,7 @@ from .choice import ForwardChoice
 from .forms import in_form, run_rows
 from .lm_head import LogProbs, RouterOutput
 from .reference import base_model_of
+from .routing import Routing
 from .rows import TokenRows, Unchanged, in_columns, padded_ids_and_mask
 
 LogProbsOverride = Callable[..., Any]  # a user's `_get_per_token_logps_and_entropies`
@@ -52,6 +53,20 @@ class Request:
     tensors: Unchanged
     limits: tuple[Any, ...] | None = None
     router: RouterOutput | None = None
+
+
+class MicroBatchScores(NamedTuple):
+    """Log-probabilities and entropies (B, T) of a micro-batch, in nats.
+
+    Attributes:
+        router: the router output of a MoE model, where requested.
+        routing: the experts that were replayed; None where none were.
+    """
+
+    logps: torch.Tensor
+    entropies: torch.Tensor
+    router: RouterOutput | None
+    routing: Routing | None = None
 
 
 _request: ContextVar[Request | None] = ContextVar("request", default=None)  # of this thread
@@ -143,16 +158,25 @@ class ForwardRunner:
         return request is not None and request.tensors.are(input_ids, attention_mask)
 
     def rollout_log_probs(
-        self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
-    ) -> torch.Tensor:
+        self,
+        model: Any,
+        rows: TokenRows,
+        limits: tuple[int | None, int | None, int],
+        record_experts: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities (S,) of this process's part of a rollout batch, without gradients; all processes together.
 
         Args:
-            batch_size, max_tokens: completions and tokens of a forward, at most.
-            group_size: completions per group, which canonical units are cut within.
+            limits: completions and tokens of a forward, at most, and completions per group, which canonical units are
+                cut within.
+            record_experts: record the experts of each token.
+
+        Returns:
+            The log-probabilities, and the recorded experts, as in `TokenRows.experts_NC`.
         """
-        parts = self._run_chunks(model, rows, (batch_size, max_tokens, group_size))
-        return torch.cat([part.logps_S for part in parts])
+        parts = self._run_chunks(model, rows, limits, record_experts=record_experts)
+        experts = [part.experts_NC for part in parts if part.experts_NC is not None]
+        return torch.cat([part.logps_S for part in parts]), torch.cat(experts) if experts else None
 
     def micro_batch_log_probs(
         self,
@@ -161,15 +185,12 @@ class ForwardRunner:
         rows: TokenRows,
         with_router: bool,
         override: LogProbsOverride | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
+    ) -> MicroBatchScores:
         """Log-probabilities of a micro-batch that TRL's loss takes.
 
         Args:
             inputs: TRL's padded dictionary; rows: its tokens.
             override: the user's `_get_per_token_logps_and_entropies`, which is called as TRL calls it.
-
-        Returns:
-            Log-probabilities and entropies (B, T), and the router output of a MoE model.
         """
         width = inputs["completion_ids"].size(1)
         if override is None:
@@ -177,7 +198,7 @@ class ForwardRunner:
             assert output.entropies_S is not None
             shape = (output.places_2S, len(rows), width)
             logps, entropies = (in_columns(v, *shape).to(device) for v in (output.logps_S, output.entropies_S))
-            return logps, entropies, output.router
+            return MicroBatchScores(logps, entropies, output.router, output.routing)
         ids, mask = padded_ids_and_mask(inputs)
         images = compat.images_among(inputs)
         if not images and rows.images is not None:
@@ -185,7 +206,7 @@ class ForwardRunner:
         options: Any = {"compute_entropy": True, "compute_aux_loss": with_router, **images}
         with self.requested(ids, mask, rows) as request:
             logps, entropies, _ = override(model, ids, mask, width, **options)
-        return logps, entropies, request.router
+        return MicroBatchScores(logps, entropies, request.router)
 
     def padded_log_probs(
         self,
@@ -205,13 +226,13 @@ class ForwardRunner:
             Log-probabilities (B, T), entropies (B, T) or None, and the mean auxiliary loss or None.
 
         Raises:
-            ConfigError: sampling masks are replayed, and those of these tokens are not known.
+            ConfigError: sampling masks or experts are replayed, and those of these tokens are not known.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
-        if request is None and self.args.replays_masks:
+        if request is None and self.args.replays:
             raise ConfigError(
-                "sampling_mask='replay': _get_per_token_logps_and_entropies was called with other tensors than it was "
-                "given, and the tokens that these were sampled from are not known; leave sampling_mask out."
+                f"{self.args.replays}: _get_per_token_logps_and_entropies was called with other tensors than it was "
+                "given, and what was recorded of these is not known; leave it out."
             )
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
         if request is not None and request.limits is not None:
@@ -249,6 +270,7 @@ class ForwardRunner:
         limits: tuple[int | None, int | None, int],
         with_entropy: bool = False,
         with_router: bool = False,
+        record_experts: bool = False,
     ) -> list[LogProbs]:
         """Run a rollout in chunks that fit into memory, canonical units in bitwise mode; see `rollout_log_probs`."""
         with self.accelerator.autocast():
@@ -261,7 +283,8 @@ class ForwardRunner:
             chunks = [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(len(rows)), unit)]
 
         def work(piece: Sequence[int]) -> LogProbs:
-            return self._forward(model, rows.part(slice(piece[0], piece[-1] + 1)), with_entropy, with_router)
+            part = rows.part(slice(piece[0], piece[-1] + 1))
+            return self._forward(model, part, with_entropy, with_router, record_experts)
 
         # where a forward is a collective, every process runs as many; a process with fewer chunks repeats its last one
         forwards = max_over_processes(len(chunks), self.accelerator.device) if self.sharded else len(chunks)
@@ -272,13 +295,16 @@ class ForwardRunner:
             outputs += parts if number < len(chunks) else []
         return outputs
 
-    def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> LogProbs:
+    def _forward(
+        self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool, record_experts: bool = False
+    ) -> LogProbs:
         """Run rows in one forward, with gradients where they are on."""
         form, policy = self.choice.form(model), base_model_of(model)
         # outside `in_form_of`, a backward pass under gradient checkpointing would run the layers again in another form
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy
         if again or rows.attended_N is not None:
             form = "padded"
-        options = {"with_router": with_router, "with_entropy": with_entropy, "multiple": self.multiple}
+        options: dict[str, Any] = {"with_router": with_router, "with_entropy": with_entropy, "multiple": self.multiple}
+        options |= {"suppressed": self.suppressed, "record_experts": record_experts}
         with self.accelerator.autocast():
-            return run_rows(form, model, rows, self.accelerator.device, suppressed=self.suppressed, **options)
+            return run_rows(form, model, rows, self.accelerator.device, **options)

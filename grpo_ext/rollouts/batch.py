@@ -30,6 +30,8 @@ from .ragged import Ragged, padded
 ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
 # columns of this trainer's sampler (`rollouts.token_record`)
 KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS = "kept_counts", "kept_ids", "sampler_logps"
+EXPERTS = "experts"
+_NOT_OF_TRL = (KEPT_COUNTS, KEPT_IDS, EXPERTS)
 # columns with one value for each token, in TRL's dictionary (B, T)
 _OF_TOKENS = (
     *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
@@ -58,6 +60,7 @@ class RolloutBatch:
             - importance_sampling_ratio: of the policy to the engine, (B, 1) or one for each token.
             - row_number, row_images: of a model that takes images.
             - sampler_logps, kept_counts, kept_ids: of `TokenRecord`; the latter two are no part of TRL's dictionary.
+            - experts: of the tokens of prompt and completion, (N, C); no part of TRL's dictionary either.
         groups: which group of the rollout batch each completion belongs to.
         constants: what a user's override adds that is not of completions.
         widths: padded widths of prompts and completions in every micro-batch; None: those of its longest.
@@ -158,7 +161,10 @@ class RolloutBatch:
         kept_tokens = None
         if KEPT_COUNTS in self.columns:
             kept_tokens = KeptTokens.cut(list(self[KEPT_COUNTS]), list(self[KEPT_IDS]), completions)
-        return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept_tokens)
+        experts = None
+        if EXPERTS in self.columns:
+            experts = torch.cat([row_NC[: n + m] for row_NC, n, m in zip(self[EXPERTS], prompts, completions)])
+        return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept_tokens, experts)
 
     def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
         """TRL's dictionary: padded, prompts on the left and completions on the right.
@@ -169,7 +175,7 @@ class RolloutBatch:
         prompt, completion = self.widths or (1, 1)
         batch: dict[str, Any] = dict(self.constants)
         for name, column in self.columns.items():
-            if name in (KEPT_COUNTS, KEPT_IDS):
+            if name in _NOT_OF_TRL:
                 continue
             if not isinstance(column, Ragged):
                 batch[name] = column.view(-1, 1) if name == ROW_NUMBER else column  # type: ignore[union-attr]

@@ -125,6 +125,7 @@ def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
         compact=trainer.args.compact_rollouts,
         sharded=shards_parameters(trainer.accelerator),
         replay=trainer.args.replays_masks,
+        record_experts=trainer.args.routing_replay,
         fp16=trainer.args.fp16,
     )
     if not trainer.use_vllm:
@@ -171,14 +172,16 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
 
 def log_probabilities(
     trainer: Any, forwards: ForwardRunner, models: Callable[[], tuple[Any, Any | None]]
-) -> Callable[[TokenRows, Terms, bool], torch.Tensor]:
+) -> Callable[[TokenRows, Terms, bool], tuple[torch.Tensor, torch.Tensor | None]]:
     """A function that computes log-probabilities (S,) of a rollout's rows, by the user's override if there is one.
+
+    It also returns the experts of their tokens, where the policy records them.
 
     Args:
         models: returns the policy and the reference model; None where that is the policy without its adapter.
     """
 
-    def score(rows: TokenRows, terms: Terms, by_reference: bool) -> torch.Tensor:
+    def score(rows: TokenRows, terms: Terms, by_reference: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         limits = (terms.batch_size, terms.max_tokens, terms.num_generations)
         policy, reference = models()
         model = reference if by_reference and reference is not None else policy
@@ -186,13 +189,13 @@ def log_probabilities(
         inner = trainer.accelerator.unwrap_model(policy)
         with compat.as_reference(inner) if adapter_off else nullcontext(), forwards.without_gradients(model):
             if (override := trainer._override_of(LOGPS)) is None:
-                return forwards.rollout_log_probs(model, rows, *limits)
+                return forwards.rollout_log_probs(model, rows, limits, terms.record_experts and not by_reference)
             ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
             images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
             ids, mask, images = to_device((ids, mask, images), trainer.accelerator.device)
             with forwards.requested(ids, mask, rows, limits):
                 logps_BT, _, _ = override(model, ids, mask, width, batch_size=terms.batch_size, **images)
-        return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)])
+        return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)]), None
 
     return score
 
@@ -261,6 +264,8 @@ def terms_of(trainer: Any) -> Terms:
             args.tool_timeout,
         ),
         replay=args.replays_masks,
+        replays_experts=args.routing_replay,
+        record_experts=args.routing_replay and (own_sampling(trainer) is not None or not samples_by_key(trainer)),
         truncating=truncating_filters(trainer),
         ratios=ratios,
         hooks=hooks_of(trainer),

@@ -22,10 +22,12 @@ from ..errors import PrecisionError
 from ..forward.architecture import cached_numbers
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.reference import base_model_of
+from ..forward.routing import routed
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
 from .decoding import RolloutCache, compact_decode, decodes_compactly, own_generate, unique, without_router_logits
+from .expert_record import ExpertRecorder
 from .keyed import KeyedChoice, can_sample_by_key, greedy_config, sampling_filters
 from .ragged import padded
 from .transcript import Sampled, Transcript
@@ -64,6 +66,7 @@ class EngineSettings:
         compact: each different prompt runs once, and finished rows leave the batch.
         sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
         replay: the tokens that filters keep are recorded (`sampling_mask="replay"`).
+        record_experts: the experts of each token are recorded (`routing_replay`).
         fp16: for the explanation of scores that are not finite.
     """
 
@@ -77,6 +80,7 @@ class EngineSettings:
     compact: bool = True
     sharded: bool = False
     replay: bool = False
+    record_experts: bool = False
     fp16: bool = False
 
     def resize_chunks(self, geometry: BatchGeometry) -> None:
@@ -197,7 +201,7 @@ def sample_chunk(
         PrecisionError: the model's scores are no distribution.
     """
     prompts, device = [row.prompt_ids + row.ids for row in rows], settings.device
-    firsts: Sequence[int] = range(len(rows))
+    firsts = numbers = list(range(len(rows)))
     if compact:
         pictures = [None] * len(rows) if images is None else images.numbers_B
         firsts, numbers = unique(list(zip(map(tuple, prompts), pictures)))
@@ -209,6 +213,7 @@ def sample_chunk(
     if keyed:
         keys_B, offsets_B = torch.tensor([row.key for row in rows]), torch.tensor([len(row.ids) for row in rows])
         filters, recorder = sampling_filters(model, config, settings.replay)
+        recorder.experts = ExpertRecorder() if settings.record_experts else None
         choice = KeyedChoice(keys_B.to(device), offsets_B.to(device), width, recorder)
         inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, choice])
         config = greedy_config(config)
@@ -217,13 +222,19 @@ def sample_chunk(
         rows_B = torch.tensor(numbers, device=device)
         decode = functools.partial(compact_decode, rows_B=rows_B, choice=choice, of_prompts=tuple(of_prompts))
         inputs |= {"custom_generate": decode, "past_key_values": RolloutCache(model, device)}
-    output = model.generate(**inputs, generation_config=config)
+    experts = None if choice is None else choice.recorder.experts
+    with routed(model, None if experts is None else experts.routing):
+        output = model.generate(**inputs, generation_config=config)
     if choice is not None and choice.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")
     ends = frozenset(settings.eos_token_ids)
     ids_B = [_until_eos(row, ends) for row in output[:, width:].tolist()]
-    records = [None] * len(rows) if choice is None else choice.recorder.records([len(ids) for ids in ids_B])
-    return [Sampled(ids, record=record) for ids, record in zip(ids_B, records)]
+    lengths = [len(ids) for ids in ids_B]
+    records = [None] * len(rows) if choice is None else choice.recorder.records(lengths)
+    experts_B: Sequence[torch.Tensor | None] = [None] * len(rows)
+    if experts is not None:
+        experts_B = experts.experts([len(prompts[row]) for row in firsts], numbers, lengths)
+    return [Sampled(ids, record=record, experts_NC=e) for ids, record, e in zip(ids_B, records, experts_B)]
 
 
 def _model_inputs(

@@ -18,7 +18,7 @@ import torch
 from ..errors import ConfigError, PrecisionError, ProcessError, RolloutError
 from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_lists
-from .batch import KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, RolloutBatch, concatenated
+from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, RolloutBatch, concatenated
 from .images import ImageSource
 from .local import LocalRollout, Terms
 from .ragged import Ragged
@@ -206,6 +206,11 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         columns |= _sampler_columns(transcripts, lengths, terms.replay)
     elif terms.replay and not local.request.empty:
         raise RolloutError("sampling_mask='replay': no tokens that were kept came with some completions.")
+    if terms.replays_experts:
+        experts = [t.experts[: len(t.prompt_ids) + n] for t, n in zip(transcripts, lengths) if t.experts is not None]
+        if len(experts) != len(transcripts):
+            raise RolloutError("routing_replay=True: no experts came with some completions.")
+        columns[EXPERTS] = Ragged.of(experts)
     for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
         if logps is not None:  # none of the tokens of a completion that is masked out
             columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in zip(logps, lengths)])

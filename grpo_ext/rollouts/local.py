@@ -73,6 +73,8 @@ class Terms:
         logs_images: the table of completions shows images (`log_multimodal`).
         limits: of the turns.
         replay: log-probabilities are taken over the tokens that sampling chose from (`sampling_mask="replay"`).
+        replays_experts: the experts of each token are replayed (`routing_replay`).
+        record_experts: they are recorded with the log-probabilities of the policy, because the sampler does not.
         truncating: transformers' filters that leave out tokens, with their settings; empty for other engines.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
         hooks: methods and functions of the user.
@@ -100,6 +102,8 @@ class Terms:
     logs_images: bool
     limits: TurnLimits
     replay: bool
+    replays_experts: bool
+    record_experts: bool
     truncating: Mapping[str, Any]
     ratios: RatioRule | None
     hooks: Hooks
@@ -107,7 +111,7 @@ class Terms:
     @property
     def scores_policy(self) -> bool:
         """Whether the log-probabilities of the policy are computed."""
-        return self.old_logps or (self.unchecked and not self.hooks.sampling)
+        return self.old_logps or self.record_experts or (self.unchecked and not self.hooks.sampling)
 
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
         """Which completions are masked out."""

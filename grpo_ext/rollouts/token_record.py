@@ -14,6 +14,7 @@ import torch
 from transformers import LogitsProcessor
 
 from ..forward.sampling_masks import first_tokens
+from .expert_record import ExpertRecorder
 
 _AT_ONCE = 64  # tokens whose records are brought to the host together
 
@@ -67,11 +68,13 @@ class Recorder(LogitsProcessor):
         temperature: what the filters divide the scores by; None: nothing is truncated, so the kept mass is 1.
         bound: the most ids that a token keeps; None: no ids are recorded.
         kinds: without ids, the `counts_T` of the tokens at the first positions; the last also counts for what follows.
+        experts: records the experts of each token; None where they are not replayed.
     """
 
     temperature: float | None = None
     bound: int | None = None
     kinds: Sequence[int] = (0,)
+    experts: ExpertRecorder | None = None
     _before_B: torch.Tensor | None = None  # log-sum of the scores before the filters
     _bounded: tuple[torch.Tensor, ...] = ()  # counts and ids of the scores that are drawn from
     _numbers_B: torch.Tensor | None = None  # of the rows that are left, among all
@@ -100,6 +103,8 @@ class Recorder(LogitsProcessor):
             mass = ((scores_BV.gather(1, tokens_B1).squeeze(1) - self._before_B).exp() / probabilities_B,)
         if self._numbers_B is None:
             self._numbers_B = torch.arange(len(tokens_B), device=tokens_B.device)
+        if self.experts is not None:
+            self.experts.add(self._numbers_B)
         self._steps.append((self._numbers_B, probabilities_B, *mass, *self._bounded))
         if len(self._steps) == _AT_ONCE:
             self._flush()

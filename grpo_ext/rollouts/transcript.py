@@ -6,10 +6,13 @@ sampled tokens and by tools, read by `join`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from ..forward.routing import LIVE
 from .token_record import TokenRecord
 
 Messages = list[dict[str, Any]]
@@ -23,16 +26,22 @@ class Sampled:
         ids: new token ids.
         logps: the log-probability of each, of an engine that returns them.
         record: of this trainer's own sampler.
+        experts_NC: the experts of the tokens before, and of these, that this sampler recorded (`routing_replay`).
     """
 
     ids: list[int]
     logps: list[float | None] | None = None
     record: TokenRecord | None = field(default=None, compare=False)
+    experts_NC: torch.Tensor | None = field(default=None, compare=False)
 
     def first(self, tokens: int) -> Sampled:
         """The first tokens."""
         logps = None if self.logps is None else self.logps[:tokens]
-        return Sampled(self.ids[:tokens], logps, None if self.record is None else self.record.first(tokens))
+        record = None if self.record is None else self.record.first(tokens)
+        experts = self.experts_NC
+        if experts is not None:
+            experts = experts[: len(experts) - max(len(self.ids) - tokens, 0)]
+        return Sampled(self.ids[:tokens], logps, record, experts)
 
 
 @dataclass
@@ -51,6 +60,8 @@ class Transcript:
         logps: log-probability of each token by the engine that sampled (None: unknown), 0.0 for tokens of tools; None
             where the engine returns none.
         record: of each token, by this trainer's sampler; None where another one has sampled.
+        experts_NC: the experts of prompt and completion up to the last token that was sampled; None where they are not
+            replayed, or recorded with the log-probabilities.
         completion: text, or messages.
         images: of the prompt, then those shown by tools; empty for text.
         prompt_images: how many of `images` are the prompt's.
@@ -71,6 +82,7 @@ class Transcript:
     mask: list[int] = field(default_factory=list)
     logps: list[float | None] | None = None
     record: TokenRecord | None = None
+    experts_NC: torch.Tensor | None = None
     completion: Any = ""
     images: list[Any] = field(default_factory=list)
     prompt_images: int = 0
@@ -87,6 +99,7 @@ class Transcript:
             self.record = turn.record
         elif self.record is not None:
             self.record = None if turn.record is None else TokenRecord.joined([self.record, turn.record])
+        self.experts_NC = _continued(self.experts_NC, turn.experts_NC)
         self.ids = [*self.ids, *turn.ids]
         self.mask = [*self.mask, *[1] * len(turn.ids)]
         if turn.logps is not None:
@@ -104,3 +117,29 @@ class Transcript:
     def prompt_alone(self) -> Transcript:
         """A copy without tokens of the completion, and so without images of tools."""
         return replace(self, ids=[], images=self.images[: self.prompt_images])
+
+    @property
+    def experts(self) -> torch.Tensor | None:
+        """The experts of prompt and completion; `LIVE` for what followed the last token that was sampled."""
+        if self.experts_NC is None:
+            return None
+        missing = len(self.prompt_ids) + len(self.ids) - len(self.experts_NC)
+        return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=LIVE)
+
+
+def share_prompt_experts(transcripts: Sequence[Transcript]) -> None:
+    """Give all completions of a prompt the experts that were recorded first for it; a pack runs the prompt once."""
+    firsts: dict[tuple[int, ...], torch.Tensor] = {}
+    for transcript in transcripts:
+        if (experts_NC := transcript.experts_NC) is not None:
+            length = len(transcript.prompt_ids)
+            first = firsts.setdefault(tuple(transcript.prompt_ids), experts_NC[:length])
+            transcript.experts_NC = torch.cat([first, experts_NC[length:]])
+
+
+def _continued(before_NC: torch.Tensor | None, turn_NC: torch.Tensor | None) -> torch.Tensor | None:
+    """The experts after a turn, which ran all tokens before it: those recorded first stay."""
+    if before_NC is None or turn_NC is None:
+        return turn_NC
+    again_NC = turn_NC[: len(before_NC)]
+    return torch.cat([torch.where(before_NC == LIVE, again_NC, before_NC), turn_NC[len(before_NC) :]])

@@ -103,7 +103,7 @@ def _fill(local: LocalRollout, prompt_ids: Any, ids: Any, masks: Any, logps: Any
         transcript.prompt_ids, transcript.ids = list(prompt_ids[place]), list(ids[place])
         transcript.mask = [1] * len(transcript.ids) if masks is None else list(masks[place])
         transcript.logps = None if logps is None else list(logps[place])
-        transcript.record = None
+        transcript.record = transcript.experts_NC = None
         for name, values in fields.items():
             if not isinstance(values, list):
                 transcript.row[name] = values

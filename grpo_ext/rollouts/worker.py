@@ -10,6 +10,7 @@ things that processes exchange meanwhile.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Hashable, Sequence
@@ -35,7 +36,7 @@ from .keyed import request_keys
 from .local import LocalRollout, Terms
 from .token_record import TokenRecord
 from .tools import Toolbox, continue_with
-from .transcript import Sampled, Transcript
+from .transcript import Sampled, Transcript, share_prompt_experts
 from .trl_shapes import take_rollout
 
 
@@ -44,13 +45,14 @@ class RolloutWorker:
     """Makes one process's part of rollout batches.
 
     Attributes:
-        logps: returns the log-probabilities (S,) of the completion tokens of rows, under the policy or the reference.
+        logps: returns the log-probabilities (S,) of the completion tokens of rows, under the policy or the reference,
+            and the experts (N, C) of all tokens where the policy records them.
         engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
         clock: adds up the seconds of the phases.
         show_environments: called with the transcripts once their environments are reset.
     """
 
-    logps: Callable[[TokenRows, Terms, bool], torch.Tensor]
+    logps: Callable[[TokenRows, Terms, bool], tuple[torch.Tensor, torch.Tensor | None]]
     engine: Engine
     chat: Chat
     environments: Environments
@@ -83,6 +85,7 @@ class RolloutWorker:
                 with contextlib.suppress(Exception):
                     self.add_logprobs(LocalRollout(rows.request, terms))
             raise
+        share_prompt_experts(local.transcripts)
         self.add_logprobs(local)
         self.add_rewards(local)
         return local
@@ -173,8 +176,15 @@ class RolloutWorker:
             rows = TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
 
         def score(by_reference: bool) -> list[torch.Tensor]:
-            logps_S = self.logps(rows, terms, by_reference).cpu()
-            return list(logps_S.split(list(rows.completions_B))) if counted else []
+            # the reference has routers of its own
+            of_model = dataclasses.replace(rows, experts_NC=None) if by_reference else rows
+            logps_S, experts_NC = self.logps(of_model, terms, by_reference)
+            if counted and experts_NC is not None:
+                lengths = [prompt + tokens for prompt, tokens in zip(rows.prompts_B, rows.completions_B)]
+                for transcript, part_NC in zip(local.transcripts, experts_NC.split(lengths)):
+                    transcript.experts_NC = part_NC
+                share_prompt_experts(local.transcripts)
+            return list(logps_S.cpu().split(list(rows.completions_B))) if counted else []
 
         with self.clock.phase("logps"):
             if terms.scores_policy:
@@ -194,7 +204,10 @@ class RolloutWorker:
         if local.terms.replay:
             records = [t.record or TokenRecord.neutral(len(t.ids)) for t in shown]
             kept_tokens = KeptTokens.cut([r.counts_T for r in records], [r.ids_K for r in records], lengths)
-        return TokenRows(ids, [len(t.prompt_ids) for t in shown], lengths, same, images, kept=kept_tokens)
+        recorded = [t.experts for t in shown if t.experts is not None]  # none yet, where this forward records them
+        experts_NC = torch.cat(recorded) if recorded else None
+        prompts = [len(t.prompt_ids) for t in shown]
+        return TokenRows(ids, prompts, lengths, same, images, kept=kept_tokens, experts_NC=experts_NC)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Rewards of each function; none where the user's `_calculate_rewards` makes them, after `exchange`."""

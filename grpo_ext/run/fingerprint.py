@@ -62,7 +62,7 @@ _BITWISE = (
 # fields of this package's GRPOConfig that decide what is learned; its sizes are compared as they were resolved
 _EXTENSIONS = (
     *("advantage_estimator", "loss_aggregation", "dynamic_sampling", "dynamic_sampling_max_rounds", "rollout_lag"),
-    "sampling_mask",
+    *("sampling_mask", "routing_replay"),
     *("bitwise_invariant", *_BITWISE),
 )
 # settings that may change within a rollout batch: they affect neither its completions nor their advantages

@@ -21,6 +21,7 @@ from ..algorithms.losses import (
 )
 from ..errors import ConfigError, ModelError
 from ..forward.lm_head import RouterOutput
+from ..forward.runner import MicroBatchScores
 from .statistics import CONTEXT_KEY, MicroBatchContext
 
 
@@ -33,16 +34,13 @@ def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
 def assemble_loss(
     cfg: LossConfig,
     inputs: dict[str, Any],
-    logps: torch.Tensor,
-    entropies: torch.Tensor,
-    router: RouterOutput | None,
+    scores: MicroBatchScores,
 ) -> torch.Tensor:
     """The part of the loss that the completions of `inputs` add to the step, times the micro-batch's weight.
 
     Args:
         inputs: the collated micro-batch, with its `MicroBatchContext`.
-        logps, entropies: (B, T), from the policy, with gradient.
-        router: router output of a MoE model.
+        scores: from the policy, with gradient.
 
     Raises:
         ConfigError, ModelError: a term needs reference log-probabilities or router logits, and there are none.
@@ -52,6 +50,7 @@ def assemble_loss(
             f"beta={cfg.beta:g} asks for the KL term, and these completions have no reference log-probabilities, "
             "because beta was 0 when they were sampled; start with the beta that the run ends with, or any above 0."
         )
+    logps, entropies, router, routing = scores
     context: MicroBatchContext = inputs[CONTEXT_KEY]
     metrics, weight, keep, mask = context.step.metrics, context.weight, context.entropy_keep_BT, loss_mask(inputs)
     batch = TokenBatch(
@@ -76,6 +75,8 @@ def assemble_loss(
     _add_policy_metrics(cfg, tokens, batch.advantages, mask, context)
     if context.sampler_logps_BT is not None:
         _add_sampler_difference(batch, context.sampler_logps_BT, context)
+    if routing is not None:
+        metrics.add("routing/changed_share", routing.changed, routing.replayed, weight)
     if cfg.log_ratios and batch.old_logps_BT is not None:
         _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, context)
     return loss * weight

@@ -103,7 +103,7 @@ class Attempt:
         with out_of_memory_on_all(accelerator, discard), without_gradients:
             for part in self.plan:
                 batch, rows = planner.collate(self.rollout, part.rows, settings.training)
-                _, entropies_BT, router = planner.forwards.micro_batch_log_probs(
+                _, entropies_BT, router, _ = planner.forwards.micro_batch_log_probs(
                     model, batch, rows, settings.router, settings.log_probs_override
                 )
                 experts = None if router is None else router_statistics(router.logits, router.counts_BL, top_k)
@@ -256,15 +256,15 @@ class StepPlanner:
         """The tokens of a padded batch without padding; read from its tensors where a user built or changed it.
 
         Raises:
-            ConfigError: a user built or changed it, and sampling masks are replayed.
+            ConfigError: a user built or changed it, and sampling masks or experts are replayed.
         """
         rows = inputs[CONTEXT_KEY].rows_of(inputs) if CONTEXT_KEY in inputs else None
         if rows is None:
-            if self.args.replays_masks:
+            if self.args.replays:
                 raise ConfigError(
-                    "sampling_mask='replay': an override of compute_loss or _compute_loss passes on other tokens or "
-                    "masks than it was given, and the tokens that these were sampled from are not known; pass on the "
-                    "same tensors, or leave sampling_mask out."
+                    f"{self.args.replays}: an override of compute_loss or _compute_loss passes on other tokens or "
+                    "masks than it was given, and what was recorded of these is not known; pass on the same tensors, "
+                    "or leave it out."
                 )
             images = self.images.of_batch(inputs, training)
             rows = TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
@@ -284,7 +284,7 @@ class StepPlanner:
                 scores = self.forwards.micro_batch_log_probs(
                     model, inputs, rows, settings.router, settings.log_probs_override
                 )
-            set_statistics(step, [MicroBatchStatistics(whole, scores[1], mask)], settings.top_entropy_quantile)
+            set_statistics(step, [MicroBatchStatistics(whole, scores.entropies, mask)], settings.top_entropy_quantile)
         return {**inputs, CONTEXT_KEY: MicroBatchContext.of(step, whole, groups, rows, inputs)}
 
     # ---- Memory ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,10 @@ from ..errors import GrpoExtError
 
 OURS, STOCK = "grpo_ext", "trl"
 # settings of this package that change what is learned; off where they are None, False or 0
-ALGORITHM = {"advantage_estimator", "loss_aggregation", "dynamic_sampling", "rollout_lag", "sampling_mask"}
+ALGORITHM = {
+    *("advantage_estimator", "loss_aggregation", "dynamic_sampling", "rollout_lag"),
+    *("sampling_mask", "routing_replay"),
+}
 
 
 def refuse_ours(settings: Mapping[str, Any]) -> None:

@@ -71,6 +71,7 @@ SHARDS = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_DEEPSPEED_ZE
 FEW_ROWS = {"global_batch_size": 4, "rollout_batch_size": 4, "max_steps": 2}
 MODELS = {
     "model": tiny_model,
+    "moe": functools.partial(tiny_model, "moe"),
     "hybrid": functools.partial(architecture, "lfm2"),  # convolutions beside attention
     **{family: functools.partial(image_model, family) for family in ("llava", "idefics3")},
 }
@@ -79,12 +80,14 @@ TOOLS |= {"max_completion_length": 45, "max_tool_calling_iterations": 3, "max_st
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 LAST = {"save_strategy": "steps", "save_steps": 3}
 REPLAYED = {"top_p": 0.8, "sampling_mask": "replay"}
+ROUTED = {"routing_replay": True, "gradient_checkpointing": True, "num_iterations": 2, "max_steps": 2}
 IMAGES = {"beta": 0.1, "gradient_checkpointing": True, **SAVED}
 # what `make test` runs under FSDP2 and ZeRO-3
 FEW = [
     Job("saved", SAVED),
     Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2, "max_steps": 2, **REPLAYED}),
     Job("hybrid", {"gradient_checkpointing": True, "beta": 0.1, "max_steps": 2}, model="hybrid"),
+    Job("routed", ROUTED, model="moe"),
     Job("few", FEW_ROWS),  # one group: others have none
     Job("images_saved", IMAGES, prompts=8, model="llava"),
     Job("images_resumed", IMAGES, prompts=8, model="llava", resume="images_saved/checkpoint-1"),

@@ -14,7 +14,7 @@ NAMES = [  # what bitwise mode takes
     name for name, case in CASES.items() if "micro_batch_tokens" not in case.config and case.rollout_func is None
 ]
 ALWAYS = (
-    *("grpo", "dapo", "kl_lora", "quantile_bonus", "moe", "few_groups", "cut", "hybrid", "replayed"),
+    *("grpo", "dapo", "kl_lora", "quantile_bonus", "moe", "few_groups", "cut", "hybrid", "replayed", "routed"),
     "truncated",  # units of a single row, where kernels round by alignment
     *list(QUANTISED)[:1],
 )

@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "soft caps": {"model": "gemma2"},
     "learned positions": PACKED | {"model": "gpt2"},
     "half precision": PACKED | {"shape": {"dtype": "bfloat16"}},
-    "experts": {"model": "moe", "settings": {"router_aux_loss_coef": 0.1}},
+    "experts": {"model": "moe", "settings": {"router_aux_loss_coef": 0.1, "routing_replay": True}},
     "prefix": {"settings": {"forward": "prefix", "beta": 0.1, "num_iterations": 2}},
     "hybrid": {"model": "qwen3_next", "settings": {"gradient_checkpointing": True}},
     "images": {"model": "llava", "settings": {"beta": 0.1}},

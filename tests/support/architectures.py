@@ -37,6 +37,14 @@ _MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "mistral": {"sliding_window": 6},
     "gemma2": {"sliding_window": 6},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": _EXPERTS,
+    "glm4_moe": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    },
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     "deepseek_v3": {
         **_LATENT,

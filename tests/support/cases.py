@@ -85,6 +85,7 @@ AHEAD = {
         {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "rollout_lag": 1, "max_steps": 5}
     ),
     "ahead_kl_lora": Case({"beta": 0.1, "rollout_lag": 2, "max_steps": 5}, peft=LORA),
+    "ahead_moe": Case({"routing_replay": True, "rollout_lag": 2, **TWO_STEPS}, model="moe"),
     "ahead_epochs": Case({"num_train_epochs": 2, "rollout_lag": 2, "max_steps": -1}, prompts=10),
     "ahead_dynamic": Case({"dynamic_sampling": True, "rollout_lag": 1, "max_steps": 5}, rewards=(sparse_reward,)),
     "ahead_hybrid": Case({"loss_type": "grpo", "rollout_lag": 1, "max_steps": 5}, model="lfm2"),
@@ -144,6 +145,7 @@ CASES = {
     "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4}),
     "sampling": Case({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1}),
     "replayed": Case({"top_p": 0.8, "temperature": 0.8, "sampling_mask": "replay", "beta": 0.1, **REUSED}),
+    "routed": Case({"routing_replay": True, "gradient_checkpointing": True, **REUSED}, model="moe"),
     "rollout_func_few": Case(
         {"global_batch_size": 8, "rollout_chunk_size": 4, "beta": 0.1}, rollout_func=gathering_rollout
     ),

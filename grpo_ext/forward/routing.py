@@ -1,0 +1,288 @@
+"""Replays which experts each token of a mixture-of-experts model was sent to.
+
+Two forwards of the same tokens choose other experts where scores lie close, above all in half precision (Ma et al.,
+arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. Weights are those of the
+live router's scores, so gradients reach it; the load-balancing loss is of the live router too, because it moves the
+router's choice of tomorrow, not the one that is replayed.
+
+transformers' routers differ in how they make weights of scores; in all of them `torch.topk` over the scores of the
+experts is the choice. Around a router's forward that call is recorded, or returns the recorded experts with their live
+scores. Shapes: N tokens of a forward, X experts, K of them chosen by a router, C choices of all routers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import ModelError
+from ..runtime.attributes import assigned
+
+LIVE = -1  # instead of an expert: the router chooses
+_CHOICES = (torch.topk, torch.Tensor.topk)
+
+
+@dataclass(frozen=True)
+class Router:
+    """The router of one layer.
+
+    Attributes:
+        columns: of its choices among those of all routers; choices: the number of these.
+        experts: how many it chooses from.
+    """
+
+    columns: slice
+    choices: int
+    experts: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of recorded experts."""
+        return torch.int8 if self.experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
+
+    def is_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> bool:
+        """Whether a `topk` is the choice of experts; some routers choose groups of experts before."""
+        width = self.columns.stop - self.columns.start
+        return scores.dim() == 2 and scores.size(1) == self.experts and chosen.size(1) == width
+
+
+class Routing:
+    """The experts of a forward's tokens, to record or to replay; no dataclass, because FSDP copies dataclass arguments.
+
+    Attributes:
+        experts_NC: the experts to replay, `LIVE` where the router chooses; None: record.
+        counts_N: how often the padded batch would have computed each token.
+        changed, replayed: choices of routers that were replayed, and those among them that the live router would have
+            made otherwise; each weighted with `counts_N`.
+    """
+
+    def __init__(self, experts_NC: torch.Tensor | None = None, counts_N: torch.Tensor | None = None) -> None:
+        self.experts_NC, self.counts_N = experts_NC, counts_N
+        self.changed: torch.Tensor | int = 0
+        self.replayed: torch.Tensor | int = 0
+        self._recorded: dict[tuple[int, int], torch.Tensor] = {}  # by first token and first column
+        self._choices = 0  # of all routers
+
+    def choose(self, router: Router, first: int, counting: bool, scores_NX: torch.Tensor, live: Any) -> Any:
+        """What `topk` returns to a router: values (N, K) and experts (N, K).
+
+        Args:
+            first: number of the first of these tokens in the forward.
+            live: what it would return.
+        """
+        live_NK = live[1]
+        if self.experts_NC is None:
+            self._recorded[first, router.columns.start] = live_NK.to(router.dtype)
+            self._choices = router.choices
+            return live
+        tokens = slice(first, first + len(scores_NX))
+        recorded_NK = self.experts_NC[tokens, router.columns].to(scores_NX.device, torch.long)
+        known_NK = recorded_NK != LIVE
+        if counting and self.counts_N is not None:
+            counts_N = self.counts_N[tokens].to(scores_NX.device) * known_NK[:, 0]
+            changed_N = (live_NK[:, :, None] != recorded_NK[:, None, :]).all(2).any(1)
+            self.changed = self.changed + (counts_N * changed_N).sum()
+            self.replayed = self.replayed + counts_N.sum()
+        experts_NK = torch.where(known_NK, recorded_NK, live_NK)
+        return torch.return_types.topk((scores_NX.gather(1, experts_NK), experts_NK))
+
+    def take(self) -> torch.Tensor:
+        """The experts (N, C) of the tokens since the last call.
+
+        Raises:
+            ModelError: the forward left out a router.
+        """
+        parts: dict[int, list[torch.Tensor]] = {}
+        for (first, _), part in sorted(self._recorded.items(), key=lambda entry: entry[0]):
+            parts.setdefault(first, []).append(part)
+        self._recorded.clear()
+        if not parts or any(sum(part.size(1) for part in row) != self._choices for row in parts.values()):
+            raise _unknown("a forward chose experts without its routers")
+        return torch.cat([torch.cat([part.to(row[0].device) for part in row], dim=1) for row in parts.values()])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where routers are in a forward: its routing, the number of the first token, whether they are counted."""
+
+    routing: Routing
+    first: int
+    counting: bool = True
+
+
+_place: ContextVar[_Place | None] = ContextVar("place", default=None)  # of this thread
+
+
+class _Choice(TorchFunctionMode):
+    """Inside, the `topk` that chooses experts records or replays."""
+
+    def __init__(self, router: Router, place: _Place) -> None:
+        super().__init__()
+        self.router, self.place = router, place
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func not in _CHOICES or not self.router.is_choice(args[0], output[1]):
+            return output
+        place = self.place
+        return place.routing.choose(self.router, place.first, place.counting, args[0], output)
+
+
+@contextmanager
+def _at(place: _Place | None) -> Iterator[None]:
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+@contextmanager
+def routed(model: Any, routing: Routing | None, first: int = 0) -> Iterator[None]:
+    """Inside, the routers of a model record or replay; recomputation under gradient checkpointing replays the same.
+
+    Args:
+        routing: None: nothing is recorded or replayed.
+        first: number of the first of these tokens in the forward.
+    """
+    if routing is None:
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_at(_Place(routing, first)))
+        for module in model.modules() if torch.is_grad_enabled() else ():
+            if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
+                routed_again = functools.partial(_checkpoint, checkpoint)
+                stack.enter_context(assigned(module, _gradient_checkpointing_func=routed_again))
+        yield
+
+
+def _checkpoint(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer under gradient checkpointing, again at the same place when it is recomputed."""
+    place, runs = _place.get(), itertools.count()
+
+    def run(*inputs: Any) -> Any:
+        first_run = next(runs) == 0
+        with _at(None if place is None else replace(place, counting=place.counting and first_run)):
+            return function(*inputs)
+
+    return checkpoint(run, *args)
+
+
+# ---- Routers of a model ---------------------------------------------------------------------------------------------
+
+
+def install_routers(model: Any) -> None:
+    """Let the routers of a model record and replay, inside `routed`; once for a model.
+
+    Raises:
+        ModelError: the model has no experts, or chooses them in a way that is not known.
+    """
+    layers = list(_layers(model))
+    if not layers:
+        raise ModelError(
+            f"routing_replay=True, and {type(model).__name__} has no routed experts; leave routing_replay out."
+        )
+    widths = [modules[0].top_k for modules in layers]
+    stops = list(itertools.accumulate(widths))
+    for modules, width, stop in zip(layers, widths, stops):
+        for module in modules:
+            if not hasattr(module.forward, "of_grpo_ext"):
+                _verify(module)
+                _install(module, Router(slice(stop - width, stop), stops[-1], module.num_experts))
+
+
+def _layers(model: Any) -> Iterator[list[Any]]:
+    """The routers of each layer with experts: one, or with PEFT's `modules_to_save` its copies too."""
+    for path, block in model.named_modules():
+        if not isinstance(getattr(block, "experts", None), nn.Module):
+            continue
+        modules = [module for name, module in block.named_modules() if name and _is_router(module)]
+        if not modules:
+            raise _unknown(f"{path} ({type(block).__name__}) has no router of its own")
+        yield modules
+
+
+def _is_router(module: nn.Module) -> bool:
+    numbers = (getattr(module, name, None) for name in ("top_k", "num_experts"))
+    return all(isinstance(number, int) for number in numbers) and not hasattr(module, "experts")
+
+
+def _unknown(reason: str) -> ModelError:
+    return ModelError(
+        f"routing_replay=True does not know how this model chooses its experts: {reason}. It knows routers of "
+        "transformers that choose with torch.topk over the scores of all experts; leave routing_replay out."
+    )
+
+
+def _install(module: Any, router: Router) -> None:
+    # the function: a deep copy of the model would call a bound method with these weights
+    bound = module.forward
+    below: Callable[..., Any] = getattr(bound, "__func__", lambda module, *args, **kwargs: bound(*args, **kwargs))
+
+    @functools.wraps(type(module).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (place := _place.get()) is None:
+            return below(self, *args, **kwargs)
+        with _Choice(router, place):
+            return below(self, *args, **kwargs)
+
+    forward.of_grpo_ext = True  # type: ignore[attr-defined]
+    module.forward = types.MethodType(forward, module)
+
+
+def _verify(module: Any) -> None:
+    """Run a router on random numbers: what is recorded is what it chose, and what is replayed is what it returns.
+
+    Raises:
+        ModelError: one of the two does not hold.
+    """
+    name, generator = type(module).__name__, torch.Generator().manual_seed(0)
+    router = Router(slice(0, module.top_k), module.top_k, module.num_experts)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    shapes = {path: tuple(getattr(tensor, "ds_shape", tensor.shape)) for path, tensor in tensors}  # whole under ZeRO-3
+    hidden = next((shape[1] for shape in shapes.values() if len(shape) == 2 and shape[0] == router.experts), None)
+    if hidden is None:
+        raise _unknown(f"{name} has no weight with a row for each expert")
+    values = {path: torch.randn(shape, generator=generator) for path, shape in shapes.items()}
+    tokens_NH = torch.randn(8, hidden, generator=generator)
+
+    def chosen(routing: Routing) -> torch.Tensor | None:
+        with torch.no_grad(), _Choice(router, _Place(routing, 0)):
+            return _experts_in(torch.func.functional_call(module, values, (tokens_NH,)), router)
+
+    recording = Routing()
+    try:
+        live = chosen(recording)
+        recorded = recording.take().long()
+        others = (recorded + 1) % router.experts
+        replayed = chosen(Routing(others))
+    except Exception as error:  # whatever another class of router needs
+        raise _unknown(f"{name} cannot be recorded and replayed on random numbers ({error})") from error
+    for what, expected, returned in (("recorded", recorded, live), ("replayed", others, replayed)):
+        if returned is None or not torch.equal(expected.sort(1).values, returned.sort(1).values):
+            raise _unknown(f"{name} returns other experts than were {what}")
+
+
+def _experts_in(outputs: Any, router: Router) -> torch.Tensor | None:
+    """The experts (N, K) in what a router returns: as ids, or as the scores (N, X) that are not zero."""
+    width = router.columns.stop - router.columns.start
+    tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
+    for tensor in tensors:
+        if not tensor.is_floating_point() and tensor.shape[1:] == (width,):
+            return tensor
+    for tensor in tensors:
+        chosen_NX = tensor != 0
+        if tensor.shape[1:] == (router.experts,) and bool((chosen_NX.sum(1) == width).all()):
+            return chosen_NX.nonzero()[:, 1].view(-1, width)
+    return None

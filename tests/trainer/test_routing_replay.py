@@ -1,0 +1,203 @@
+"""`routing_replay`: a token goes to the experts that it was sampled with, in every later forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import CheckpointError, ConfigError, ModelError
+from grpo_ext.forward.routing import LIVE
+from grpo_ext.rollouts.batch import EXPERTS
+from tests.support.drop_in import conversations
+from tests.support.float64 import float64_throughout
+from tests.support.tiny import given_rollout, prompts, tiny_model
+from tests.support.tool_runs import count, sampled, transcript_reward
+from tests.support.trainers import change, make, other, parameters
+from tests.tolerances import DIFFERENT, METRIC, UPDATE
+
+REPLAY = {"routing_replay": True}
+# the weights have moved a lot when a rollout batch is trained on for the second time
+REUSED = {"num_iterations": 2, "learning_rate": 1e-2, "max_steps": 4}
+
+
+def moe(**settings: Any) -> Any:
+    return tiny_model("moe", **settings)
+
+
+def trained(folder: Any, **settings: Any) -> Any:
+    """A trainer that has trained, with the completions of its first step as `first`."""
+    trainer = make(folder, **{"model": moe(), "max_steps": 1, **settings})
+    prepare = trainer._prepare_inputs
+
+    def keep_first(rows: Any) -> Any:
+        batch = prepare(rows)
+        trainer.first = getattr(trainer, "first", batch)
+        return batch
+
+    trainer._prepare_inputs = keep_first
+    trainer.train()
+    return trainer
+
+
+def logs(folder: Any, **settings: Any) -> list[dict[str, Any]]:
+    return trained(folder, **settings).state.log_history[:-1]
+
+
+def experts_of(folder: Any, **settings: Any) -> list[torch.Tensor]:
+    """The recorded experts of each completion of the first step, (prompt + completion, C)."""
+    return list(trained(folder, **REPLAY, **settings).first[EXPERTS])
+
+
+def test_where_no_choice_changes_the_update_is_the_same(tmp_path):
+    with float64_throughout(moe().double()) as model:
+        states = {name: value.clone() for name, value in model.state_dict().items()}
+        changes = []
+        for replay in (True, False):
+            model.load_state_dict(states)
+            trainer = make(tmp_path / str(replay), model, routing_replay=replay, max_steps=1)
+            changes.append(change(trainer))
+            assert trainer.state.log_history[0].get("routing/changed_share", 0.0) == 0.0
+    assert torch.equal(*changes)
+
+
+def test_choices_that_training_changes_are_replayed(tmp_path):
+    replayed, live = (logs(tmp_path / str(replay), routing_replay=replay, **REUSED) for replay in (True, False))
+    shares = [entry["routing/changed_share"] for entry in replayed]
+    assert shares[0] == shares[2] == 0.0  # sampled with these weights
+    assert min(shares[1], shares[3]) > 0.01
+    assert replayed[0]["loss"] == live[0]["loss"]
+    assert abs(replayed[1]["loss"] - live[1]["loss"]) > DIFFERENT
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"compact_rollouts": False},
+        {"generation_kwargs": {"use_cache": False}},
+        {"pad_to_multiple_of": 8},
+        {"rollout_chunk_size": 4},
+        {"forward": "padded"},
+        {"mask_truncated_completions": True},
+        {"rollout_lag": 1},
+    ],
+    ids=str,
+)
+def test_experts_are_recorded_however_completions_are_sampled(tmp_path, settings):
+    rows = experts_of(tmp_path / "own", **settings)
+    expected = experts_of(tmp_path / "reference", forward="prefix", beta=0.1)
+    for row_NC, expected_NC in zip(rows, expected, strict=True):
+        if settings != {"mask_truncated_completions": True}:  # of which one token is kept
+            assert torch.equal(row_NC, expected_NC)
+            assert bool((row_NC[-1] == LIVE).all())
+        assert bool((row_NC[:-1] != LIVE).all())
+
+
+class OwnTurn(GRPOTrainer):
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._generate_single_turn(*args, **kwargs)
+
+
+def test_experts_are_recorded_with_the_log_probabilities_where_another_one_samples(tmp_path):
+    rows = experts_of(tmp_path / "override", cls=OwnTurn)
+    expected = experts_of(tmp_path / "own")
+    for row_NC, expected_NC in zip(rows, expected, strict=True):
+        assert torch.equal(row_NC[:-1], expected_NC[:-1])
+    shares = [
+        e["routing/changed_share"] for e in logs(tmp_path / "func", rollout_func=given_rollout, **REPLAY, **REUSED)
+    ]
+    assert shares[0] == 0.0 < shares[1]
+
+
+def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path):
+    settings = {
+        "model": moe(max_position_embeddings=4096),
+        "train_dataset": conversations(),
+        "reward": transcript_reward,
+        "tools": [count],
+        "max_completion_length": 300,
+        "max_tool_calling_iterations": 2,
+    }
+    trainer = trained(tmp_path, processing_class=sampled(lambda ids: ["count"]), **settings, **REPLAY)
+    assert trainer.state.log_history[0]["tools/call_frequency"] > 0
+    assert trainer.state.log_history[0]["routing/changed_share"] == 0.0
+    batch = trainer.first
+    for row_NC, prompt, mask in zip(batch[EXPERTS], batch["prompt_ids"], batch["tool_mask"]):
+        assert len(row_NC) == len(prompt) + len(mask)
+        ended = int(mask.nonzero().max()) if mask.any() else 0  # the last token that the model wrote
+        assert bool((row_NC[: len(prompt) + ended] != LIVE).all())
+        if len(mask) < settings["max_completion_length"]:  # else a turn was cut, and its last token had run
+            assert bool((row_NC[len(prompt) + ended :] == LIVE).all())
+
+
+@pytest.mark.parametrize("settings", [{"forward": "padded"}, {"forward": "prefix", "beta": 0.1}, {}])
+def test_the_split_and_the_form_change_nothing(tmp_path, settings):
+    one = change(make(tmp_path / "one", moe(), **{**settings, "forward": "packed"}, **REUSED, **REPLAY))
+    split = change(make(tmp_path / "split", moe(), per_device_train_batch_size=3, **settings, **REUSED, **REPLAY))
+    assert (split - one).norm() / one.norm() < UPDATE
+    live = change(make(tmp_path / "live", moe(), **settings, **REUSED))
+    assert (live - one).norm() / one.norm() > DIFFERENT
+
+
+def test_a_run_that_resumes_inside_a_rollout_batch_replays_its_experts(tmp_path):
+    whole = other(tmp_path / "whole", model=moe(), **REUSED, **REPLAY)
+    whole.train()
+    resumed = other(tmp_path / "resumed", model=moe(), **REUSED, **REPLAY)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert torch.equal(parameters(whole), parameters(resumed))
+    shares = [log["routing/changed_share"] for log in resumed.state.log_history[:-1]]
+    assert shares == [log["routing/changed_share"] for log in whole.state.log_history[:-1]]
+    assert shares[1] > 0
+    with pytest.raises(CheckpointError, match="routing_replay"):
+        other(tmp_path / "live", model=moe(), **REUSED).train(str(tmp_path / "whole" / "checkpoint-1"))
+
+
+def test_an_evaluation_replays_too(tmp_path):
+    trainer = trained(tmp_path, eval_dataset=prompts(4, seed=1), **REPLAY)
+    assert trainer.evaluate()["eval_routing/changed_share"] == 0.0
+
+
+class OwnLogps(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+class OwnScore(GRPOTrainer):
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        return super()._generate_and_score_completions(inputs)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "names"),
+    [
+        (OwnLogps, {}, "_get_per_token_logps_and_entropies"),
+        (OwnScore, {}, "_generate_and_score_completions"),
+        (GRPOTrainer, {"torch_compile": True}, "torch_compile"),
+        (GRPOTrainer, {"generation_kwargs": {"prefill_chunk_size": 4}}, "prefill_chunk_size"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_before_training(tmp_path, cls, settings, names):
+    with pytest.raises(ConfigError, match=f"routing_replay=True.*{names}"):
+        make(tmp_path, moe(), cls=cls, **settings, **REPLAY)
+
+
+def test_a_model_without_experts_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="Qwen2ForCausalLM has no routed experts"):
+        make(tmp_path, **REPLAY)
+
+
+class OtherMask(GRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, {**inputs, "completion_mask": inputs["completion_mask"].clone()})
+
+
+def test_tokens_whose_experts_are_not_known_end_the_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"routing_replay=True: .* not known"):
+        make(tmp_path, moe(), cls=OtherMask, **REPLAY).train()
+
+
+def test_the_difference_to_the_sampler_is_rounding(tmp_path):
+    assert logs(tmp_path, **REPLAY)[0]["sampling/logp_difference"] < METRIC

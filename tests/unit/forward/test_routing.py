@@ -1,0 +1,160 @@
+"""The experts of a forward are recorded and replayed, in every form and for every kind of router."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_ext.errors import ModelError
+from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
+from grpo_ext.forward.lm_head import install
+from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed
+from tests.support.architectures import architecture
+from tests.support.packs import SHAPES, apart, gradient, rows_of
+from tests.tolerances import DIFFERENT, FLOAT32_SUMS
+
+KINDS = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "olmoe", "glm4_moe", "llama4_text")
+CHECKPOINTING = ({"use_reentrant": False}, {"use_reentrant": True})
+
+
+def model_of(kind: str) -> Any:
+    model = architecture(kind, initializer_range=0.04)
+    install(model, 0.9)
+    install_routers(model)
+    return model.train()
+
+
+def others(experts_NC: torch.Tensor, number: int) -> torch.Tensor:
+    """Other experts for every token, the same ones for equal tokens of equal prompts."""
+    return torch.where(experts_NC == LIVE, experts_NC, (experts_NC + 1) % number)
+
+
+def experts_in(model: Any) -> int:
+    return next(m.num_experts for m in model.modules() if hasattr(m.forward, "of_grpo_ext") and hasattr(m, "top_k"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_recorded_is_what_the_routers_choose(kind):
+    model, ids = model_of(kind), torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1))
+    recording = Routing()
+    with torch.no_grad(), routed(model, recording):
+        recorded = model(ids).logits
+        experts_NC = recording.take()
+    assert experts_NC.dtype == torch.int8
+    assert torch.equal(recorded, model(ids).logits)
+    same, other = Routing(experts_NC, torch.ones(18)), Routing(others(experts_NC, experts_in(model)), torch.ones(18))
+    with torch.no_grad(), routed(model, same):
+        assert torch.equal(recorded, model(ids).logits)
+    with torch.no_grad(), routed(model, other):
+        assert apart(model(ids).logits, recorded) > DIFFERENT
+    assert experts_NC.size(1) % (int(same.replayed) // 18) == 0
+    assert int(same.changed) == 0 < int(other.changed)
+
+
+def forms_of(model: Any) -> list[Any]:
+    forms = ["padded"]
+    forms += ["prefix"] if why_no_prefix(model) is None else []
+    return forms + (["packed"] if why_not_packed(model) is None else [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form_records_and_replays_the_experts_of_the_same_tokens(kind):
+    model, rows = model_of(kind), rows_of(*SHAPES["groups"])
+    reference = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
+    swapped = others(reference, experts_in(model))
+    swapped[[stop - 1 for stop in rows.starts_B[1:]]] = LIVE  # the last tokens, which a pack leaves out
+    swapped = replace(rows, experts_NC=swapped)
+    expected, expected_gradient = run_rows("padded", model, swapped), gradient("padded", model, swapped)
+    assert apart(run_rows("padded", model, rows).logps_S, expected.logps_S) > DIFFERENT  # the control
+    assert len(forms_of(model)) > 1
+    for form in forms_of(model):
+        recorded = run_rows(form, model, rows, with_router=True, record_experts=True).experts_NC
+        assert torch.equal(recorded, reference), form
+        replayed = run_rows(form, model, swapped)
+        assert apart(replayed.logps_S, expected.logps_S) <= FLOAT32_SUMS, form
+        counts = [(output.routing.changed, output.routing.replayed) for output in (replayed, expected)]
+        assert counts[0] == counts[1], form
+        assert 0 < counts[0][0] <= counts[0][1]
+        assert apart(gradient(form, model, swapped), expected_gradient) <= FLOAT32_SUMS, form
+
+
+@pytest.mark.parametrize("kwargs", CHECKPOINTING, ids=str)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_recomputation_under_checkpointing_replays_too(kind, kwargs):
+    model, rows = model_of(kind), rows_of(*SHAPES["groups"])
+    reference = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
+    swapped = replace(rows, experts_NC=others(reference, experts_in(model)))
+    forms = [form for form in forms_of(model) if form != "prefix" or not kwargs["use_reentrant"]]
+    expected = {form: gradient(form, model, swapped) for form in forms}
+    counts = {form: int(run_rows(form, model, swapped).routing.changed) for form in forms}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    if kwargs["use_reentrant"]:
+        model.enable_input_require_grads()
+    for form in forms:
+        assert apart(gradient(form, model, swapped), expected[form]) <= FLOAT32_SUMS, form
+        assert apart(gradient(form, model, rows), expected[form]) > DIFFERENT  # the control
+        assert int(run_rows(form, model, swapped).routing.changed) == counts[form]
+
+
+def test_the_router_learns_though_its_choice_is_replayed():
+    model, rows = model_of("qwen3_moe"), rows_of(*SHAPES["groups"])
+    recorded = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
+    live, replayed = gradient("packed", model, rows), gradient("packed", model, replace(rows, experts_NC=recorded))
+    assert torch.equal(live, replayed)  # where no choice changes
+    gradient("packed", model, replace(rows, experts_NC=others(recorded, 4)))
+    assert all(p.grad.norm() > 0 for name, p in model.named_parameters() if name.endswith("gate.weight"))
+
+
+def test_tokens_without_a_recorded_expert_are_routed_as_they_come():
+    model, rows = model_of("mixtral"), rows_of(*SHAPES["groups"])
+    recorded = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
+    nothing = run_rows("packed", model, replace(rows, experts_NC=torch.full_like(recorded, LIVE)))
+    assert torch.equal(nothing.logps_S, run_rows("packed", model, rows).logps_S)
+    assert int(nothing.routing.replayed) == 0
+
+
+class Functional(nn.Module):
+    """A router that chooses without `topk`."""
+
+    top_k, num_experts = 2, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 32))
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        scores, experts = (hidden @ self.weight.T).sort(descending=True)
+        return scores, scores[:, :2], experts[:, :2]
+
+
+class Twice(Functional):
+    """A router that returns other experts than it chose."""
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        scores, experts = torch.topk(hidden @ self.weight.T, 2)
+        return scores, scores, experts.flip(0)
+
+
+@pytest.mark.parametrize(("router", "name"), [(Functional, "Functional"), (Twice, "Twice"), (nn.Identity, "router of")])
+def test_a_router_that_is_not_known_is_refused_by_name(router, name):
+    model = architecture("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.gate = router()
+    with pytest.raises(ModelError, match=f"routing_replay=True does not know.*{name}"):
+        install_routers(model)
+
+
+def test_models_without_known_experts_are_refused():
+    with pytest.raises(ModelError, match="Qwen2ForCausalLM has no routed experts"):
+        install_routers(architecture("qwen2"))
+    with pytest.raises(ModelError, match="PhimoeTopKRouter"):
+        install_routers(architecture("phimoe"))
+
+
+def test_a_forward_that_leaves_out_its_routers_is_refused():
+    with pytest.raises(ModelError, match="without its routers"):
+        Routing().take()
