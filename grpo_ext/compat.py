@@ -20,7 +20,7 @@ import torch
 import transformers
 import trl
 
-from .errors import ConfigError, ContractError
+from .errors import ConfigError, ContractError, shortened
 
 try:
     from trl import SyncRefModelCallback as SyncRefModelCallback
@@ -198,12 +198,28 @@ def client_of(generation: Any) -> Any:
 
 @contextmanager
 def engine_options(**options: Any) -> Iterator[None]:
-    """Let TRL start its vLLM engine with further options (`enable_lora`), which its `VLLMGeneration` does not take."""
+    """Let TRL start its vLLM engine with further options (`enable_lora`), which its `VLLMGeneration` does not take.
+
+    Raises:
+        ConfigError: vLLM does not start with them: they are newer than it, or its platform cannot keep them.
+    """
     if not options:
         yield
         return
     engine = vllm_generation.LLM
-    vllm_generation.LLM = functools.partial(engine, **options)
+
+    def start(**settings: Any) -> Any:
+        try:
+            return engine(**settings, **options)
+        except (TypeError, ValueError) as error:
+            names = ", ".join(f"{name}={value}" for name, value in options.items())
+            raise ConfigError(
+                f"vLLM does not start with {names}: {shortened(' '.join(str(error).split()), 300)}. Leave out the "
+                "setting that asks for it (vllm_lora; sampling_mask='replay' with a filter), or use a vLLM that has it "
+                "(sampling masks: 0.28 or newer, with its Model Runner V2, so not on CPUs)."
+            ) from error
+
+    vllm_generation.LLM = start
     try:
         yield
     finally:

@@ -42,7 +42,11 @@ def describe_plan(
         ("micro-batches per step", f"{g.accumulation_steps} per process ({'or more' if budget else 'derived'})"),
     ]
     if longest is not None:
-        rows[2:2] = _sampling(g, longest, most_kept)
+        rows[2:2] = _sampling(g, longest)
+    if most_kept is not None:
+        mib = g.rollout_batch_size * (longest or 0) * most_kept * 4 / 2**20
+        size = f", {mib:,.0f} MiB per rollout batch" if mib else " (4 bytes each)"
+        rows.append(("sampling masks", f"up to {most_kept} ids per token{size}"))
     more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
     rows += [(name, text) for name, text in more if text is not None]
     rows += _notes(g, longest, half)
@@ -54,14 +58,10 @@ def describe_plan(
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def _sampling(g: BatchGeometry, longest: int, most_kept: int | None) -> list[tuple[str, str]]:
+def _sampling(g: BatchGeometry, longest: int) -> list[tuple[str, str]]:
     idle = f", {g.idle_share:.0%} idle" if g.num_processes > 1 else ""
     steps = g.generate_calls * longest
-    rows = [("sampling", f"{g.generate_calls} call(s) of up to {g.generate_size}, up to {steps} decode steps{idle}")]
-    if most_kept is not None:
-        mib = g.rollout_batch_size * longest * most_kept * 4 / 2**20
-        rows.append(("sampling masks", f"up to {most_kept} ids per token, {mib:,.0f} MiB per rollout batch"))
-    return rows
+    return [("sampling", f"{g.generate_calls} call(s) of up to {g.generate_size}, up to {steps} decode steps{idle}")]
 
 
 def _notes(g: BatchGeometry, longest: int | None, half: bool) -> list[tuple[str, str]]:

@@ -73,7 +73,7 @@ class Terms:
         logs_images: the table of completions shows images (`log_multimodal`).
         limits: of the turns.
         replay: log-probabilities are taken over the tokens that sampling chose from (`sampling_mask="replay"`).
-        truncating: transformers' filters that leave out tokens, with their settings; empty for other engines.
+        truncating: the filters that leave out tokens, with their settings.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
         hooks: methods and functions of the user.
     """
