@@ -197,7 +197,7 @@ def client_of(generation: Any) -> Any:
 
 
 @contextmanager
-def engine_options(**options: Any) -> Iterator[None]:
+def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
     """Let TRL start its vLLM engine with further options (`enable_lora`), which its `VLLMGeneration` does not take.
 
     Raises:
@@ -212,11 +212,10 @@ def engine_options(**options: Any) -> Iterator[None]:
         try:
             return engine(**settings, **options)
         except (TypeError, ValueError) as error:
-            names = ", ".join(f"{name}={value}" for name, value in options.items())
+            reason = shortened(" ".join(str(error).split()), 150)
             raise ConfigError(
-                f"vLLM does not start with {names}: {shortened(' '.join(str(error).split()), 300)}. Leave out the "
-                "setting that asks for it (vllm_lora; sampling_mask='replay' with a filter), or use a vLLM that has it "
-                "(sampling masks: 0.28 or newer, with its Model Runner V2, so not on CPUs)."
+                f"vLLM does not start with {options}: {reason} Leave out what asks for it (vllm_lora, or a filter with "
+                "sampling_mask='replay', which needs vLLM 0.28 and its Model Runner V2, so no CPU)."
             ) from error
 
     vllm_generation.LLM = start

@@ -8,7 +8,7 @@ thread may sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ from ..algorithms.keyed_random import mix
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group
 from .rollout_func import TOGETHER, refuse_unequal_shares
+from .token_record import TokenRecord
 from .transcript import Sampled, Transcript
-from .vllm_masks import recorded
+from .vllm_masks import mask_record
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
@@ -70,7 +71,7 @@ class VllmEngine:
                 profiler=self.profile("vLLM.generate"),
             )
             first = self.generation.accelerator.process_index % engines * len(ids)  # of the rows of all of them
-            return recorded(with_first_logps(ids, logps), self.generation.replayed, llm.kept_ids[first:])
+            return completions_of(ids, logps, self.generation.replayed, llm.kept_ids[first:])
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class VllmServer:
         ids = [row for answer in answers for row in answer["completion_ids"]]
         known = answers[0]["logprobs"] is not None
         logps = [row for answer in answers for row in answer["logprobs"]] if known else None
-        return recorded(with_first_logps(ids, logps), settings.replayed)
+        return completions_of(ids, logps, settings.replayed)
 
 
 def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
@@ -133,10 +134,22 @@ def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
     return num_generations if shared else 1
 
 
-def with_first_logps(ids: Sequence[Sequence[int]], logps: Any) -> list[Sampled]:
-    """Completions with the log-probability of each sampled token, which vLLM lists first."""
+def completions_of(
+    ids: Sequence[list[int]], logps: Any, replayed: dict[str, Any] | None, kept_ids: Sequence[Any] = ()
+) -> list[Sampled]:
+    """Completions with the log-probability of each sampled token, which vLLM lists first.
+
+    Args:
+        replayed: see `replayed_filters`; where it is not None the completions have records.
+        kept_ids: see `mask_record`.
+    """
     values = [None] * len(ids) if logps is None else [[token[0] for token in row] for row in logps]
-    return [Sampled(list(row), value) for row, value in zip(ids, values)]
+    records: Iterable[TokenRecord | None] = [None] * len(ids)
+    if replayed:
+        records = map(mask_record, ids, values, kept_ids)
+    elif replayed is not None:  # each token was sampled from the whole vocabulary
+        records = (TokenRecord.of_kept([()] * len(row), value) for row, value in zip(ids, values))
+    return [Sampled(list(row), value, record) for row, value, record in zip(ids, values, records)]
 
 
 def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[int]:

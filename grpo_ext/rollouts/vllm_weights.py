@@ -282,16 +282,11 @@ def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:
 
 
 def engine_options(config: Any, model: Any, peft_config: Any, rollout_func: Any = None) -> dict[str, Any]:
-    """What a colocated engine is started with beside TRL's options, so that it serves adapters and returns masks.
-
-    Raises:
-        ConfigError: see `compat.served_rank` and `replayed_filters`.
-    """
+    """What a colocated engine is started with beside TRL's options, so that it returns masks and serves adapters."""
     options: dict[str, Any] = {"return_sampling_mask": True} if replayed_filters(config, rollout_func) else {}
     if not (config.use_vllm and config.vllm_lora and config.vllm_mode == "colocate"):
         return options
     if isinstance(model, PeftModel):
         peft_config = model.peft_config[model.active_adapters[0]]
     rank = getattr(peft_config, "r", None)
-    lora = {} if rank is None else {"enable_lora": True, "max_lora_rank": compat.served_rank(rank)}
-    return options | lora
+    return options if rank is None else options | {"enable_lora": True, "max_lora_rank": compat.served_rank(rank)}

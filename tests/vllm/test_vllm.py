@@ -54,7 +54,7 @@ def run(tmp_path_factory):
             launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
             command = [*launcher, "--main_process_port", "0", *command[1:]]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, cwd=ROOT)
-        if control == "sync":
+        if control in ("sync", "masks"):
             assert done.returncode != 0
             return [{"error": done.stderr}]
         assert done.returncode == 0, done.stderr[-3000:]
@@ -107,6 +107,13 @@ def test_the_engine_gets_the_new_weights(run):
 
 def test_a_run_whose_weights_do_not_arrive_ends(run):
     assert "vLLM's log-probabilities of the" in run(1, "sync")[0]["error"]
+
+
+def test_masks_that_this_platform_does_not_return_are_refused_by_name(run):
+    """vLLM 0.31 returns them from its Model Runner V2, which it does not run on a CPU."""
+    error = run(1, "masks")[0]["error"]
+    assert "ConfigError: vLLM does not start with {'return_sampling_mask': True}" in error
+    assert "requires Model Runner V2" in error
 
 
 @pytest.mark.parametrize("how", ["alone", "merged"])
