@@ -164,7 +164,7 @@ def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
     seeds = seeds_of(transcripts, 4)
 
     def ask(rows: list[Transcript]) -> list[list[int]]:
-        return [ids for ids, _ in VllmServer(generation_settings(), server).generate(rows, None, 4)]
+        return [row.ids for row in VllmServer(generation_settings(), server).generate(rows, None, 4)]
 
     def ask_for_one(prompt: list[int], seed: int) -> list[int]:
         answer = server.generate(prompts=[prompt], n=1, max_tokens=12, generation_kwargs={"seed": seed})
