@@ -20,7 +20,7 @@ import torch
 import transformers
 import trl
 
-from .errors import ConfigError, ContractError
+from .errors import ConfigError, ContractError, shortened
 
 try:
     from trl import SyncRefModelCallback as SyncRefModelCallback
@@ -197,13 +197,28 @@ def client_of(generation: Any) -> Any:
 
 
 @contextmanager
-def engine_options(**options: Any) -> Iterator[None]:
-    """Let TRL start its vLLM engine with further options (`enable_lora`), which its `VLLMGeneration` does not take."""
+def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Let TRL start its vLLM engine with further options (`enable_lora`), which its `VLLMGeneration` does not take.
+
+    Raises:
+        ConfigError: vLLM does not start with them: they are newer than it, or its platform cannot keep them.
+    """
     if not options:
         yield
         return
     engine = vllm_generation.LLM
-    vllm_generation.LLM = functools.partial(engine, **options)
+
+    def start(**settings: Any) -> Any:
+        try:
+            return engine(**settings, **options)
+        except (TypeError, ValueError) as error:
+            reason = shortened(" ".join(str(error).split()), 150)
+            raise ConfigError(
+                f"vLLM does not start with {options}: {reason} Leave out what asks for it (vllm_lora, or a filter with "
+                "sampling_mask='replay', which needs vLLM 0.28 and its Model Runner V2, so no CPU)."
+            ) from error
+
+    vllm_generation.LLM = start
     try:
         yield
     finally:

@@ -113,7 +113,8 @@ class GRPOConfig(trl.GRPOConfig):
         None,
         "'replay': take log-probabilities, KL and entropy over the tokens that top_p, top_k, min_p and the other "
         "filters kept while sampling, which is the distribution that was sampled. top_k then bounds them, 512 where it "
-        "is not set. Default: over the whole vocabulary, as in TRL.",
+        "is not set. With a filter vLLM has to be colocated, 0.28 or newer. Default: over the whole vocabulary, as in "
+        "TRL.",
         choices=[None, "replay"],
     )
     routing_replay: bool = _setting(

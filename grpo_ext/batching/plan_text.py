@@ -41,8 +41,7 @@ def describe_plan(
         ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
         ("micro-batches per step", f"{g.accumulation_steps} per process ({'or more' if budget else 'derived'})"),
     ]
-    if longest is not None:
-        rows[2:2] = _sampling(g, longest, most_kept)
+    rows[2:2] = _sampling(g, longest, most_kept)
     more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
     rows += [(name, text) for name, text in more if text is not None]
     rows += _notes(g, longest, half)
@@ -54,13 +53,15 @@ def describe_plan(
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def _sampling(g: BatchGeometry, longest: int, most_kept: int | None) -> list[tuple[str, str]]:
-    idle = f", {g.idle_share:.0%} idle" if g.num_processes > 1 else ""
-    steps = g.generate_calls * longest
-    rows = [("sampling", f"{g.generate_calls} call(s) of up to {g.generate_size}, up to {steps} decode steps{idle}")]
+def _sampling(g: BatchGeometry, longest: int | None, most_kept: int | None) -> list[tuple[str, str]]:
+    rows, size = [], " (4 bytes each)"
+    if longest is not None:
+        idle = f", {g.idle_share:.0%} idle" if g.num_processes > 1 else ""
+        calls = f"{g.generate_calls} call(s) of up to {g.generate_size}"
+        rows.append(("sampling", f"{calls}, up to {g.generate_calls * longest} decode steps{idle}"))
+        size = f", {g.rollout_batch_size * longest * (most_kept or 0) * 4 / 2**20:,.0f} MiB per rollout batch"
     if most_kept is not None:
-        mib = g.rollout_batch_size * longest * most_kept * 4 / 2**20
-        rows.append(("sampling masks", f"up to {most_kept} ids per token, {mib:,.0f} MiB per rollout batch"))
+        rows.append(("sampling masks", f"up to {most_kept} ids per token{size}"))
     return rows
 
 

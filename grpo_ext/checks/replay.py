@@ -25,8 +25,9 @@ def check_replay(trainer: Any) -> None:
         ConfigError: names the setting or the override.
     """
     sampling = overridden(trainer, SCORE, "_generate", "_generate_single_turn")
-    if sampling is None and trainer.rollout_func is None and not samples_by_key(trainer):
-        sampling = "vLLM" if trainer.use_vllm else "this way of generating"
+    elsewhere = trainer.use_vllm or trainer.rollout_func is not None  # see rollouts.vllm_masks
+    if sampling is None and not elsewhere and not samples_by_key(trainer):
+        sampling = "this way of generating"
     if sampling is not None:
         raise ConfigError(
             f"sampling_mask='replay' needs the tokens that were kept for each token, which {sampling} does not "
@@ -36,7 +37,7 @@ def check_replay(trainer: Any) -> None:
         raise ConfigError(
             f"sampling_mask='replay': {method} gets padded tensors, without the tokens that were kept; leave one out."
         )
-    if trainer.rollout_func is not None:
+    if elsewhere:
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
     for name, neutral in _NOT_REPLAYED.items():

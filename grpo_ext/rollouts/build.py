@@ -44,6 +44,7 @@ from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Rollouts
 from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine, VllmServer
+from .vllm_masks import replayed_filters, vllm_filters
 from .vllm_weights import Generation, versions_of
 
 SCORE = "_generate_and_score_completions"
@@ -140,7 +141,8 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
     if trainer.use_vllm:
         generation, profile = trainer.vllm_generation, functools.partial(compat.profiling_context, trainer)
         client = compat.client_of(generation) if trainer.vllm_mode == "server" else None
-        generation = trainer.vllm_generation = Generation.of(generation, versions_of(trainer, client))
+        replayed = replayed_filters(trainer.args, trainer.rollout_func)
+        generation = trainer.vllm_generation = Generation.of(generation, versions_of(trainer, client), replayed)
         if client is not None:
             return VllmServer(generation, client, trainer.args.vllm_seeds, profile)
         return VllmEngine(generation, trainer.args.vllm_seeds, profile)
@@ -160,6 +162,8 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
         return None
 
     def surplus() -> float | None:
+        if engine.generation.replayed:
+            return 0.0  # both are over the tokens that were kept
         mode = "processed_logprobs"  # as TRL starts an engine
         if isinstance(engine, VllmServer):
             about = compat.server_info(engine.client)["vllm_config"].get("model_config", {})
@@ -357,7 +361,7 @@ def samples_by_key(trainer: Any) -> bool:
 
 
 def truncating_filters(trainer: Any) -> dict[str, Any]:
-    """The settings of this trainer's sampling that leave out tokens; empty where vLLM samples."""
+    """The settings of this trainer's sampling that leave out tokens."""
     if trainer.use_vllm:
-        return {}
+        return vllm_filters(trainer.args)
     return truncating(filter_values(trainer.accelerator.unwrap_model(trainer.model), trainer.generation_config))

@@ -18,7 +18,7 @@ from ..errors import RolloutError
 from .batch import RolloutBatch
 
 # sampling parameters of vLLM that change no distribution
-_NEUTRAL = {
+NEUTRAL = {
     *("seed", "n", "max_tokens", "logprobs", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
     *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "temperature", "top_p", "top_k", "min_p"),
     "repetition_penalty",
@@ -53,7 +53,7 @@ def surplus_of(generation: Any, logprobs_mode: str) -> float | None:
     if logprobs_mode == "raw_logprobs":
         return 0.0 if generation.temperature == 1.0 else None
     penalised = setting["repetition_penalty"] != 1.0 or generation.structured_outputs_regex is not None
-    if logprobs_mode != "processed_logprobs" or penalised or further.keys() - _NEUTRAL:
+    if logprobs_mode != "processed_logprobs" or penalised or further.keys() - NEUTRAL:
         return None
     others = (setting["top_k"] or 0) > 0 or setting["min_p"]
     return -math.log(setting["top_p"]) + (math.log(2) if others else 0.0)

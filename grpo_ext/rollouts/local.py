@@ -75,7 +75,7 @@ class Terms:
         replay: log-probabilities are taken over the tokens that sampling chose from (`sampling_mask="replay"`).
         replays_experts: the experts of each token are replayed (`routing_replay`).
         record_experts: they are recorded with the log-probabilities of the policy, because the sampler does not.
-        truncating: transformers' filters that leave out tokens, with their settings; empty for other engines.
+        truncating: the filters that leave out tokens, with their settings.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
         hooks: methods and functions of the user.
     """

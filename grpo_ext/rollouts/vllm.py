@@ -8,7 +8,7 @@ thread may sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +21,9 @@ from ..algorithms.keyed_random import mix
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group
 from .rollout_func import TOGETHER, refuse_unequal_shares
+from .token_record import TokenRecord
 from .transcript import Sampled, Transcript
+from .vllm_masks import mask_record
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
@@ -47,7 +49,8 @@ class VllmEngine:
         """See `Engine`.
 
         Raises:
-            RolloutError: on every process, where an engine samples for several that have different numbers of rows.
+            RolloutError: an engine samples for several processes that have different numbers of rows, or it returns
+                no masks although it was told to; raised on every process.
         """
         engines = self.generation.tensor_parallel_size
         if engines > 1 and not any(transcript.turns for transcript in transcripts):
@@ -59,14 +62,16 @@ class VllmEngine:
         if seeds is not None and engines > 1:  # every rank of the group samples the rows of all of them
             parts = gather_in_group(seeds, self.generation.tp_group, engines)
             seeds = [seed for part in parts for seed in part]
-        with assigned(self.generation.llm, seeds=seeds):
+        llm = self.generation.llm
+        with assigned(llm, seeds=seeds, kept_ids=[]):
             _, ids, logps, _ = self.generation.generate(
                 prompts=[transcript.prompt_ids + transcript.ids for transcript in transcripts],
                 images=images if any(images) else None,
                 num_generations=num_generations,
                 profiler=self.profile("vLLM.generate"),
             )
-        return with_first_logps(ids, logps)
+            first = self.generation.accelerator.process_index % engines * len(ids)  # of the rows of all of them
+            return completions_of(ids, logps, self.generation.replayed, llm.kept_ids[first:])
 
 
 @dataclass(frozen=True)
@@ -112,9 +117,9 @@ class VllmServer:
         with self.profile("vLLM.generate"), ThreadPoolExecutor(min(_CONCURRENT, len(prompts))) as pool:
             answers = list(pool.map(send, range(len(prompts))))
         ids = [row for answer in answers for row in answer["completion_ids"]]
-        if answers[0]["logprobs"] is None:
-            return with_first_logps(ids, None)
-        return with_first_logps(ids, [row for answer in answers for row in answer["logprobs"]])
+        known = answers[0]["logprobs"] is not None
+        logps = [row for answer in answers for row in answer["logprobs"]] if known else None
+        return completions_of(ids, logps, settings.replayed)
 
 
 def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
@@ -129,10 +134,22 @@ def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
     return num_generations if shared else 1
 
 
-def with_first_logps(ids: Sequence[Sequence[int]], logps: Any) -> list[Sampled]:
-    """Completions with the log-probability of each sampled token, which vLLM lists first."""
+def completions_of(
+    ids: Sequence[list[int]], logps: Any, replayed: dict[str, Any] | None, kept_ids: Sequence[Any] = ()
+) -> list[Sampled]:
+    """Completions with the log-probability of each sampled token, which vLLM lists first.
+
+    Args:
+        replayed: see `replayed_filters`; where it is not None the completions have records.
+        kept_ids: see `mask_record`.
+    """
     values = [None] * len(ids) if logps is None else [[token[0] for token in row] for row in logps]
-    return [Sampled(list(row), value) for row, value in zip(ids, values)]
+    records: Iterable[TokenRecord | None] = [None] * len(ids)
+    if replayed:
+        records = map(mask_record, ids, values, kept_ids)
+    elif replayed is not None:  # each token was sampled from the whole vocabulary
+        records = (TokenRecord.of_kept([()] * len(row), value) for row, value in zip(ids, values))
+    return [Sampled(list(row), value, record) for row, value, record in zip(ids, values, records)]
 
 
 def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[int]:

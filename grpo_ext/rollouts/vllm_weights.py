@@ -25,6 +25,8 @@ from torch import nn
 from .. import compat
 from ..errors import ConfigError, RolloutError
 from ..runtime.collectives import gather_lists
+from .keyed import most_kept
+from .vllm_masks import replayed_filters
 
 # fields of PEFT's LoraConfig that may have any value: vLLM reads them, or they do not change an adapter's output
 _SERVED = {
@@ -127,10 +129,12 @@ class ColocatedEngine:
     Attributes:
         seeds: one for each row of the next call; None: vLLM draws all rows from one generator.
         adapter: vLLM's request for the adapter; None: without one.
+        kept_ids: for each completion of the latest call the ids that its tokens were sampled from; None: not returned.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.seeds, self.adapter = engine, None, None
+        self.kept_ids: list[list[list[int]] | None] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -140,7 +144,10 @@ class ColocatedEngine:
             seeds, sampling_params = self.seeds, [sampling_params.clone() for _ in self.seeds]
             for params, seed in zip(sampling_params, seeds):
                 params.seed = seed
-        return self.engine.generate(prompts, sampling_params=sampling_params, lora_request=self.adapter, **options)
+        outputs = self.engine.generate(prompts, sampling_params=sampling_params, lora_request=self.adapter, **options)
+        masks = [getattr(one, "sampling_mask", None) for output in outputs for one in output.outputs]
+        self.kept_ids = [None if mask is None else mask.token_ids for mask in masks]
+        return outputs
 
 
 class Generation(compat.VLLMGeneration):
@@ -148,17 +155,21 @@ class Generation(compat.VLLMGeneration):
 
     Attributes:
         versions: of the adapter that is sent by itself; None where weights are sent.
+        replayed: see `rollouts.vllm_masks.replayed_filters`.
     """
 
     versions: AdapterVersions | None
+    replayed: dict[str, Any] | None
 
     @classmethod
-    def of(cls, generation: Any, versions: AdapterVersions | None) -> Generation:
+    def of(cls, generation: Any, versions: AdapterVersions | None, replayed: dict[str, Any] | None) -> Generation:
         """The same engine or server, with the weights sent by this class."""
         new = cls.__new__(cls)
-        vars(new).update(vars(generation), versions=versions)
+        vars(new).update(vars(generation), versions=versions, replayed=replayed)
         if new.mode == "colocate":
             new.llm = ColocatedEngine(new.llm)
+        if replayed:  # vLLM returns masks with a `top_k` alone
+            new.generation_kwargs = {**new.generation_kwargs, "top_k": most_kept(replayed)}
         return new
 
     def sync_weights(self) -> None:
@@ -270,11 +281,12 @@ def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:
     return why_not_alone(model, served["max_lora_rank"])
 
 
-def engine_options(config: Any, model: Any, peft_config: Any) -> dict[str, Any]:
-    """What a colocated engine is started with beside TRL's options, so that it serves adapters."""
+def engine_options(config: Any, model: Any, peft_config: Any, rollout_func: Any = None) -> dict[str, Any]:
+    """What a colocated engine is started with beside TRL's options, so that it returns masks and serves adapters."""
+    options: dict[str, Any] = {"return_sampling_mask": True} if replayed_filters(config, rollout_func) else {}
     if not (config.use_vllm and config.vllm_lora and config.vllm_mode == "colocate"):
-        return {}
+        return options
     if isinstance(model, PeftModel):
         peft_config = model.peft_config[model.active_adapters[0]]
     rank = getattr(peft_config, "r", None)
-    return {} if rank is None else {"enable_lora": True, "max_lora_rank": compat.served_rank(rank)}
+    return options if rank is None else options | {"enable_lora": True, "max_lora_rank": compat.served_rank(rank)}

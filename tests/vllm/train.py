@@ -32,7 +32,7 @@ def main(folder: Path, control: str, server: str = "", lag: int = 0) -> None:
 
     Args:
         control: leaves something out: "" nothing, "seeds" the seeds, "sync" the new weights, "unchecked" the check too.
-            With "alone" and "merged" an adapter is trained, and sent so.
+            With "alone" and "merged" an adapter is trained, and sent so; "masks" replays sampling masks.
         server: that samples, instead of an engine of this process; lag: `rollout_lag`.
     """
     keep_weights()
@@ -44,6 +44,8 @@ def main(folder: Path, control: str, server: str = "", lag: int = 0) -> None:
     engine["vllm_check"] = control != "unchecked"
     if control == "seeds":
         engine["vllm_seeds"] = False
+    if control == "masks":
+        engine |= {"top_p": 0.9, "sampling_mask": "replay"}
     if control in ("alone", "merged"):
         engine |= {"vllm_lora": control == "alone", "learning_rate": 0.1}
     sampled: list[tuple[str, list[int]]] = []

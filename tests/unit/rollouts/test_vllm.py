@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,15 +50,16 @@ class Params:
 def test_a_colocated_engine_gets_one_parameter_set_for_each_row_or_draws_them_together(with_seeds):
     asked, shared = [], Params(0.7)
 
-    def sample(prompts: Any, sampling_params: Any, lora_request: Any, use_tqdm: bool) -> None:
+    def sample(prompts: Any, sampling_params: Any, lora_request: Any, use_tqdm: bool) -> list[Any]:
         asked.append((sampling_params, lora_request))
+        return []
 
     def generate(prompts: Any, **options: Any) -> tuple[Any, ...]:
         generation.llm.generate(prompts, sampling_params=shared, use_tqdm=False)
         return None, [[1] for _ in prompts], None, None
 
     llm = ColocatedEngine(SimpleNamespace(generate=sample, device="cuda"))
-    generation = SimpleNamespace(tensor_parallel_size=1, llm=llm, generate=generate)
+    generation = generation_settings(tensor_parallel_size=1, llm=llm, generate=generate)
     llm.adapter = "v1"
     VllmEngine(generation, with_seeds, contextlib.nullcontext).generate(transcripts(), None, 2)
     ((params, adapter),) = asked
@@ -67,6 +69,25 @@ def test_a_colocated_engine_gets_one_parameter_set_for_each_row_or_draws_them_to
         assert [(p.temperature, p.seed) for p in params] == [(0.7, seed) for seed in seeds(range(3), 2)]
     else:
         assert params is shared
+
+
+def test_a_process_of_a_tensor_parallel_engine_takes_the_masks_of_its_own_rows():
+    rows = range(12)  # of two processes
+    outputs = [[SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=[[row, 50]]))] for row in rows]
+    llm = ColocatedEngine(SimpleNamespace(generate=lambda *_, **__: [SimpleNamespace(outputs=o) for o in outputs]))
+    for rank in range(2):
+
+        def generate(prompts: Any, own: Any = rows[6 * rank : 6 * rank + 6], **options: Any) -> tuple[Any, ...]:
+            llm.generate(prompts, sampling_params=None)
+            return None, [[row] for row in own], [[[-0.5]] for _ in own], None
+
+        engine = {"tensor_parallel_size": 2, "llm": llm, "generate": generate, "replayed": {"top_p": 0.9}}
+        generation = generation_settings(accelerator=SimpleNamespace(process_index=2 + rank), **engine)
+        later = [dataclasses.replace(row, turns=1) for row in transcripts()]  # the first turn compares processes
+        sampled = VllmEngine(generation, False, contextlib.nullcontext).generate(later, None, 2)
+        assert [row.record.ids_K.tolist() for row in sampled] == [[6 * rank + i, 50] for i in range(6)]
+        assert [float(row.record.logps_T) for row in sampled] == [-0.5] * 6
+    assert llm.kept_ids == []  # which are large
 
 
 def server() -> tuple[VllmServer, list[dict[str, Any]]]:
