@@ -440,7 +440,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
         refuse_frozen(self.model)
-        self._rollouts.forget_rollout()
+        self._rollouts.hold(None, None)
         self._losses, self._rollouts.waiting = [], ()
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.release_folder)

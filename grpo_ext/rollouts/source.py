@@ -89,13 +89,9 @@ class Rollouts:
         """Where the images of rows come from."""
         return self.worker.images
 
-    def hold(self, batch: RolloutBatch, name: tuple[int, int]) -> None:
-        """Train on a rollout batch, named by its epoch and its index in the epoch."""
+    def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
+        """Train on a rollout batch, named by its epoch and its index in the epoch; None: the next step samples."""
         self.batch, self.batch_name = batch, name
-
-    def forget_rollout(self) -> None:
-        """Sample anew for the next step."""
-        self.batch = self.batch_name = None
 
     def end_workers(self) -> None:
         """End the processes that reward functions run in; the next call of one starts them again."""
