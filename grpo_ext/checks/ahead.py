@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from ..config import GRPOConfig
-from ..errors import ConfigError, ModelError, refuse_combination
+from ..errors import ConfigError, refuse_combination
 from ..forward.quantised import outlier_thresholds
-from ..forward.reference import base_model_of
 from ..forward.snapshot import refuse_no_copy
 from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
@@ -17,23 +14,6 @@ from .model import random_parts
 
 # methods of sampling that users override
 _SAMPLING_HOOKS = ("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts")
-
-
-def refuse_own_forward(model: Any) -> None:
-    """With `rollout_lag`: refuse a model object whose forward a user has replaced, before TRL replaces it.
-
-    The head that an earlier trainer of this package has left does not count.
-
-    Raises:
-        ModelError: a copy of the model would lose it, or run the weights of the original.
-    """
-    modules = (model, base_model_of(model)) if isinstance(model, nn.Module) else ()
-    forwards = [vars(module).get("forward") for module in modules]
-    if any(forward is not None and not hasattr(forward, "of_grpo_ext") for forward in forwards):
-        raise ModelError(
-            "the forward of the model was replaced by hand, and a copy of the model would run the weights that are "
-            "trained; rollout_lag needs the forward of its class. Use rollout_lag=0."
-        )
 
 
 def refuse_overrides_ahead(trainer: Any) -> None:

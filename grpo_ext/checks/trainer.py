@@ -23,6 +23,7 @@ from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.reference import base_model_of
 from ..forward.rope import settle_rope
+from ..forward.snapshot import refuse_replaced_forward
 from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import check_names
@@ -30,7 +31,7 @@ from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import check_kernels
-from .ahead import check_ahead, refuse_overrides_ahead, refuse_own_forward
+from .ahead import check_ahead, refuse_overrides_ahead
 from .data import (
     check_images,
     check_prompt_lengths,
@@ -82,8 +83,8 @@ def check_arguments(
         find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
         check_causal_lm(model)
-    if config.rollout_lag:
-        refuse_own_forward(model)
+        if config.rollout_lag:
+            refuse_replaced_forward(model, by_user=True)
     if factories is None:
         for split, dataset in named_sets(*data_sets).items():
             check_prompts(dataset, split)
