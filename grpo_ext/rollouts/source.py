@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
-from ..algorithms.dynamic_sampling import fill_places
+from ..algorithms.advantages import fill_places
 from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import BatchGeometry, StepLayout, ceil_div
 from ..config import GRPOConfig
