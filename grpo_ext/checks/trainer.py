@@ -237,7 +237,7 @@ def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
     def lengths(prompts: list[Any]) -> list[int]:
         return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
 
-    if readable and hasattr(dataset, "__len__"):
+    if readable and has_readable_prompts(dataset):
         longest = trainer.max_completion_length or 0  # None: as long as the model allows
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
     models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
