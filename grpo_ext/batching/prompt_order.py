@@ -263,10 +263,6 @@ class StepLoader(DataLoader):
 _WORKERS = ("num_workers", "persistent_workers", "prefetch_factor")  # arguments of `DataLoader`
 
 
-def _itself(item: Any) -> Any:
-    return item
-
-
 def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> StepLoader:
     """The training loader over a map-style data set or a stream of prompts.
 
@@ -278,7 +274,7 @@ def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> 
     if not hasattr(prompts, "__len__"):
         stream = prompts.shuffle(seed=seed) if shuffle and hasattr(prompts, "shuffle") else prompts
         steps = StepStream(stream, geometry, rule, drop_last)
-        return StepLoader(steps, batch_size=None, collate_fn=_itself, num_workers=0)
+        return StepLoader(steps, batch_size=None, collate_fn=lambda item: item, num_workers=0)
     layout = EpochLayout(geometry, len(prompts), drop_last)
     dataset = StepDataset(prompts, layout, rule, seed, shuffle, ahead=args.rollout_lag > 0)
     workers = {name: getattr(args, f"dataloader_{name}") for name in _WORKERS}

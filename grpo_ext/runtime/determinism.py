@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch.nn.attention import current_flash_attention_impl
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
@@ -119,9 +120,5 @@ def pinned(threads: int | None) -> Iterator[None]:
         restored.enter_context(assigned(torch.backends.cudnn, benchmark=False))
         # costs time, and nothing here reads such memory
         restored.enter_context(assigned(torch.utils.deterministic, fill_uninitialized_memory=False))
-        if (value := os.environ.get(_FLASH)) is None:
-            restored.callback(os.environ.pop, _FLASH, None)
-        else:
-            restored.callback(os.environ.update, {_FLASH: value})
-        os.environ[_FLASH] = "1"
+        restored.enter_context(patch_environment(**{_FLASH: 1}))
         yield
