@@ -290,11 +290,6 @@ class GRPOConfig(trl.GRPOConfig):
         return self.sampling_mask == "replay"
 
     @property
-    def forms(self) -> tuple[Form, ...]:
-        """The forms of the forward that may be run: see `forms_of`."""
-        return forms_of(self.forward)
-
-    @property
     def unit_rows(self) -> int | None:
         """Completions per canonical unit, or None outside bitwise mode."""
         if not self.bitwise_invariant:

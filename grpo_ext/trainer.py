@@ -444,7 +444,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._losses, self._rollouts.waiting = [], ()
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.release_folder)
-            ending.callback(self._rollouts.end_workers)
+            if (reward_workers := self._rollouts.worker.rewards.workers) is not None:
+                ending.callback(reward_workers.kill)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             warn_before_training(self, self._uncovered)
             with (
