@@ -12,9 +12,10 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import torch
 import transformers
@@ -194,18 +195,11 @@ def client_of(generation: Any) -> Any:
     return VLLMClient(base_url=url, connection_timeout=generation.server_timeout)
 
 
-@contextmanager
-def engine_options(**options: Any) -> Iterator[None]:
+def engine_options(**options: Any) -> AbstractContextManager[Any]:
     """Let TRL start its vLLM engine with further options (`enable_lora`), which its `VLLMGeneration` does not take."""
     if not options:
-        yield
-        return
-    engine = vllm_generation.LLM
-    vllm_generation.LLM = functools.partial(engine, **options)
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = engine
+        return nullcontext()
+    return mock.patch.object(vllm_generation, "LLM", functools.partial(vllm_generation.LLM, **options))
 
 
 def lora_request(name: str, number: int, path: Path) -> Any:
