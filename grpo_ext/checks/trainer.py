@@ -31,7 +31,7 @@ from ..rollouts.environments import check_names
 from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
-from ..runtime.determinism import check_kernels
+from ..runtime.determinism import unfit_kernels
 from .data import (
     check_images,
     check_prompt_lengths,
@@ -309,8 +309,8 @@ def check_bitwise(trainer: Any) -> None:
         f"{override or 'beam search or do_sample=False'} (only this trainer's own sampling has the same bits in every "
         "split)": foreign,
     }
+    others |= unfit_kernels(trainer.accelerator.device, "linear_attention" in layer_kinds(trainer.model.config))
     refuse_combination("bitwise_invariant=True", others, "Turn one of the two off.")
-    check_kernels(trainer.accelerator.device, "linear_attention" in layer_kinds(trainer.model.config))
 
 
 def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
