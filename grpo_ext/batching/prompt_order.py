@@ -108,14 +108,8 @@ class ProcessSlices:
         num_prompts = len(layout.rollout_prompts) if num_prompts is None else num_prompts
         prompts = process_prompts(num_prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
         empty = len(prompts) == 0
-        return RolloutRequest(
-            epoch=epoch,
-            layout=layout,
-            prompts=range(1) if empty else prompts,
-            empty=empty,
-            num_generations=self.num_generations,
-            first_prompt=first_prompt,
-        )
+        prompts = range(1) if empty else prompts
+        return RolloutRequest(epoch, layout, prompts, empty, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, prompts: Any, number: Callable[[int], int] | None = None) -> StepRows:
         """The rows of a request, a copy for each completion, since rewards and tools may write to it.
