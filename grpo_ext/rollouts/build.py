@@ -17,7 +17,7 @@ from transformers import ProcessorMixin
 
 from .. import compat
 from ..algorithms.advantages import AdvantageRule
-from ..algorithms.importance import RatioRule
+from ..algorithms.losses import RatioRule
 from ..batching.micro_batches import Form
 from ..errors import ConfigError
 from ..forward.images import PromptProcessor

@@ -292,14 +292,8 @@ class Rollouts:
             )
         if not rounds:  # it did not call TRL's method
             self._check_scoring_without_super(rows)
-            return Round(
-                batch=batch,
-                rewards_BF=torch.full((len(batch), len(terms.rewards.names)), torch.nan),
-                advantages_B=torch.zeros(len(batch)),
-                entries=[],
-                reward_calls=[],
-                local_rows=range(0),
-            )
+            unknown_BF = torch.full((len(batch), len(terms.rewards.names)), torch.nan)
+            return Round(batch, unknown_BF, torch.zeros(len(batch)), entries=[], reward_calls=[], local_rows=range(0))
         last = rounds[-1]
         if self.images.prepare is not None:
             pairs = zip(last.batch["prompt_ids"], batch["prompt_ids"])
