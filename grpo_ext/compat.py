@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -170,11 +170,9 @@ def generating(trainer: Any) -> Iterator[Any]:
         yield model
 
 
-@contextmanager
-def as_reference(model: Any) -> Iterator[None]:
-    """Let a model with adapters act as its reference: without them, or with a copy of the loaded one."""
-    with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
-        yield
+def as_reference(model: Any) -> AbstractContextManager[Any]:
+    """Inside, a model with adapters acts as its reference: without them, or with a copy of the loaded one."""
+    return use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None)
 
 
 @contextmanager

@@ -43,7 +43,8 @@ REMOVED_SETTINGS = {
 }
 
 
-def _setting(default: Any, help: str, **metadata: Any) -> Any:
+def setting(help: str, default: Any = None, **metadata: Any) -> Any:
+    """A field of a dataclass of settings, with its help, which `--help` shows."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -67,174 +68,162 @@ class GRPOConfig(trl.GRPOConfig):
     """
 
     # What the run means: changes what is learned, and is compared on resume.
-    global_batch_size: int | None = _setting(
-        None,
+    global_batch_size: int | None = setting(
         "Completions per optimizer step, over all processes. Default: per_device_train_batch_size * "
-        "gradient_accumulation_steps * processes, as in TRL.",
+        "gradient_accumulation_steps * processes, as in TRL."
     )
-    rollout_batch_size: int | None = _setting(
-        None,
+    rollout_batch_size: int | None = setting(
         "Completions per generation phase, over all processes; a multiple of global_batch_size and "
-        "num_generations. Default: one optimizer step, or what generation_batch_size or steps_per_generation say.",
+        "num_generations. Default: one optimizer step, or what generation_batch_size or steps_per_generation say."
     )
-    advantage_estimator: str | None = _setting(
-        None,
+    advantage_estimator: str | None = setting(
         "How rewards become advantages: 'group_standardized' (GRPO), 'group_centered' (Dr. GRPO), "
         "'leave_one_out' (RLOO), 'reinforce_plus_plus_baseline', a registered name, or path/to/file.py:function. "
-        "Default: what scale_rewards and multi_objective_aggregation say, as in TRL.",
+        "Default: what scale_rewards and multi_objective_aggregation say, as in TRL."
     )
-    loss_aggregation: str | None = _setting(
-        None,
+    loss_aggregation: str | None = setting(
         "How the losses of tokens add up: 'token_mean', 'sequence_mean', 'sequence_sum', 'sequence_sum_norm' (over "
-        "max_completion_length) or 'prompt_mean' (each prompt alike). Default: what loss_type says, as in TRL.",
+        "max_completion_length) or 'prompt_mean' (each prompt alike). Default: what loss_type says, as in TRL."
     )
-    dynamic_sampling: bool = _setting(
-        False,
+    dynamic_sampling: bool = setting(
         "Replace groups whose rewards are all alike by groups of further prompts (DAPO), until the rollout batch is "
         "full or dynamic_sampling_max_rounds is reached.",
+        default=False,
     )
-    dynamic_sampling_max_rounds: int = _setting(
-        10, "With dynamic_sampling: how often further prompts are sampled for one rollout batch."
+    dynamic_sampling_max_rounds: int = setting(
+        "With dynamic_sampling: how often further prompts are sampled for one rollout batch.", default=10
     )
-    rollout_chunk_size: int | None = _setting(
-        None,
+    rollout_chunk_size: int | None = setting(
         "Completions of a chunk, a multiple of num_generations: for each chunk, reward functions and generate are "
         "called once, so that completions are the same for every number of processes. Default: an eighth of the "
         "rollout batch, at most 64, in whole groups; a process then samples its chunks in one call, and a few "
-        "completions may differ by rounding (bitwise_invariant: 64, a call for each). A resumed run keeps its chunks.",
+        "completions may differ by rounding (bitwise_invariant: 64, a call for each). A resumed run keeps its chunks."
     )
-    rollout_lag: int = _setting(
-        0,
+    rollout_lag: int = setting(
         "Rollout batches that sampling runs ahead of training, on a thread: rollout batch r is sampled with the "
         "weights from which training of rollout batch r - rollout_lag begins. 0: sample, then train, then sample.",
+        default=0,
     )
 
-    sampling_mask: str | None = _setting(
-        None,
+    sampling_mask: str | None = setting(
         "'replay': take log-probabilities, KL and entropy over the tokens that top_p, top_k, min_p and the other "
         "filters kept while sampling, which is the distribution that was sampled. top_k then bounds them, 512 where it "
         "is not set. With a filter vLLM has to be colocated, 0.28 or newer. Default: over the whole vocabulary, as in "
         "TRL.",
         choices=[None, "replay"],
     )
-    routing_replay: bool = _setting(
-        False,
+    routing_replay: bool = setting(
         "For mixture-of-experts models: record the experts that each token was sent to while sampling, and send it to "
         "the same ones in every later forward of the policy. Their weights come from the router as it is then.",
+        default=False,
     )
 
     # How it is laid out: changes nothing that is learned.
-    micro_batch_tokens: int | None = _setting(
-        None,
+    micro_batch_tokens: int | None = setting(
         "The most tokens of one forward on one device, a shared prompt counted once; per_device_train_batch_size "
-        "still limits the completions. Default: no limit.",
+        "still limits the completions. Default: no limit."
     )
 
     # What is not computed: each can be turned off, none changes the update.
-    forward: str = _setting(
-        "auto",
+    forward: str = setting(
         "How completions run through the model: 'packed' (each prompt once, its completions after it, no "
         "padding), 'prefix' (prompts once with a cache, then padded completions), 'padded' (every completion with "
         "its prompt), or 'auto' (the first of these that the model can run). A model that cannot run the form runs "
         "padded batches, with a warning.",
+        default="auto",
         choices=["auto", *get_args(Form)],
     )
-    skip_zero_contribution: bool = _setting(
-        True,
+    skip_zero_contribution: bool = setting(
         "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or "
         "auxiliary term). The logged entropy and clip ratios are those of the others.",
+        default=True,
     )
-    compact_rollouts: bool = _setting(
-        True,
+    compact_rollouts: bool = setting(
         "While sampling, run the prompt once per group, drop finished completions from the batch, and grow the "
         "cache in place. Models that cannot (own caches, sharded) sample as transformers does.",
+        default=True,
     )
 
     # vLLM.
-    vllm_seeds: bool = _setting(
-        True,
+    vllm_seeds: bool = setting(
         "Give every completion that vLLM samples a seed of its own. False: vLLM draws the rows of a batch together, 1 "
         "to 2 ms less per token at 256 rows; completions then depend on the split and on what was sampled before, and "
         "a resumed run samples others.",
+        default=True,
     )
-    vllm_lora: bool | None = _setting(
-        None,
+    vllm_lora: bool | None = setting(
         "Send a LoRA adapter to vLLM by itself, instead of all weights with the adapter merged in. Default: where "
         "the server was started with --enable-lora and can serve the adapter. True: a colocated engine is started with "
-        "LoRA, and an adapter that cannot be served is an error. False: never.",
+        "LoRA, and an adapter that cannot be served is an error. False: never."
     )
-    vllm_check: bool = _setting(
-        True,
+    vllm_check: bool = setting(
         "End the run where vLLM's log-probabilities of its tokens differ from the trainer's by more than rounding in "
         "half precision. Compared in every rollout batch for which the trainer computes them (by default all), and in "
         "the first one in any case.",
+        default=True,
     )
 
     # The same bits.
-    bitwise_invariant: bool = _setting(
-        False,
+    bitwise_invariant: bool = setting(
         "Give every parameter, optimizer tensor and logged metric the same bits for every micro-batch size and "
         "number of processes (data parallel, one machine type). Takes 8 more bytes per trained parameter.",
+        default=False,
     )
-    canonical_unit_size: int | None = _setting(
-        None,
+    canonical_unit_size: int | None = setting(
         "With bitwise_invariant: completions of one group per forward, instead of per_device_train_batch_size; part of "
-        "what the run means. Default: num_generations.",
+        "what the run means. Default: num_generations."
     )
-    bitwise_threads: int = _setting(
-        1,
+    bitwise_threads: int = setting(
         "With bitwise_invariant: threads of each process on the CPU; the bits of matrix products depend on it.",
+        default=1,
     )
 
     # Resume.
-    allow_changed_on_resume: list[str] | None = _setting(  # noqa: RUF009  (a dataclass field)
-        None,
+    allow_changed_on_resume: list[str] | None = setting(  # noqa: RUF009  (a dataclass field)
         "Names of settings (or data, model, rewards) that may differ from the checkpoint's although they change what "
-        "the run means, for example ['num_train_epochs'] to train longer. The layout may always differ.",
+        "the run means, for example ['num_train_epochs'] to train longer. The layout may always differ."
     )
 
     # Reward functions that fail.
-    reward_workers: int = _setting(
-        0,
+    reward_workers: int = setting(
         "Processes, for each training process, that call synchronous reward functions concurrently; a call that "
         "takes longer than reward_timeout is killed. 0: functions run in the training process.",
+        default=0,
     )
-    reward_timeout: float | None = _setting(
-        None,
+    reward_timeout: float | None = setting(
         "Seconds one call of a reward function may take; without reward_workers a longer call continues in its "
-        "thread. Default: no limit.",
+        "thread. Default: no limit."
     )
-    reward_retries: int = _setting(0, "How often a call of a reward function that raised or took too long is repeated.")
-    reward_on_failure: str = _setting(
-        "error",
+    reward_retries: int = setting(
+        "How often a call of a reward function that raised or took too long is repeated.", default=0
+    )
+    reward_on_failure: str = setting(
         "After the last retry of a reward function: 'error' ends the run, 'none' gives the completions of that call "
         "None (does not apply).",
+        default="error",
         choices=["error", "none"],
     )
 
     # Evaluation.
-    eval_pass_threshold: float | None = _setting(
-        None,
+    eval_pass_threshold: float | None = setting(
         "The least reward that counts as passed in the pass@k of an evaluation. Default: 1 where every reward is 0 or "
-        "1; otherwise no pass@k is logged.",
+        "1; otherwise no pass@k is logged."
     )
-    eval_pass_reward: str | None = _setting(
-        None,
-        "The reward function, by its name in the logs, of pass@k and mean@k. Default: the weighted sum of all.",
+    eval_pass_reward: str | None = setting(
+        "The reward function, by its name in the logs, of pass@k and mean@k. Default: the weighted sum of all."
     )
 
     # Tools and environments.
-    tool_timeout: float | None = _setting(
-        None,
+    tool_timeout: float | None = setting(
         "Seconds one call of a tool, or an environment's `reset`, may take; the model reads that a longer call "
-        "failed. Default: no limit.",
+        "failed. Default: no limit."
     )
 
     # Refusals.
-    allow_split_dependent: bool = _setting(
-        False,
+    allow_split_dependent: bool = setting(
         "Warn instead of refusing to train when the model or the settings make the update depend on the split "
         "(dropout, BatchNorm, NEFTune).",
+        default=False,
     )
 
     def __post_init__(self) -> None:
@@ -301,11 +290,6 @@ class GRPOConfig(trl.GRPOConfig):
         if self.replays_masks:
             return "sampling_mask='replay'"
         return "routing_replay=True" if self.routing_replay else None
-
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        """The forms of the forward that may be run: see `forms_of`."""
-        return forms_of(self.forward)
 
     @property
     def unit_rows(self) -> int | None:

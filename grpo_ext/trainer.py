@@ -240,7 +240,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 attempt.measure(self.model)  # the denominators, before any forward with gradients
                 # at its end one sum over the processes
                 with accumulating(self.accelerator, attempt.gradients, len(attempt.plan)) as backward:
-                    for micro_batch in self._with_events(attempt.micro_batches()):
+                    for micro_batch in self._with_events(map(attempt.micro_batch, attempt.plan)):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
@@ -258,7 +258,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             what = f"the loss of step {self.state.global_step + 1} is {loss}"
             policy = self.accelerator.unwrap_model(model)
             with explaining(what, policy, self.args.fp16, self._forwards.sharded), self._forwards.in_form_of(model):
-                for micro_batch in attempt.micro_batches():
+                for micro_batch in map(attempt.micro_batch, attempt.plan):
                     self._loss_of(model, micro_batch)
 
     def _completions_of(self, inputs: Any) -> RolloutBatch:
@@ -278,7 +278,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             completions = self._prepare_inputs(inputs)
             evaluation = self._step_planner.evaluation(self.model, completions, self._step_settings())
             evaluation.measure(self.model)
-            for micro_batch in self._with_events(evaluation.micro_batches()):
+            for micro_batch in self._with_events(map(evaluation.micro_batch, evaluation.plan)):
                 self._loss_of(self.model, micro_batch)
             self._clock.take()  # only phases of training are logged
             loss = self._log_step(evaluation.context.metrics.reduce())
@@ -442,11 +442,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
         refuse_frozen(self.model)
-        self._rollouts.forget_rollout()
+        self._rollouts.hold(None, None)
         self._losses, self._rollouts.waiting = [], ()
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.release_folder)
-            ending.callback(self._rollouts.end_workers)
+            if (reward_workers := self._rollouts.worker.rewards.workers) is not None:
+                ending.callback(reward_workers.kill)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             warn_before_training(self, self._uncovered)
             with (

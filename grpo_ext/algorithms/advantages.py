@@ -1,13 +1,14 @@
 """Group-relative advantages, computed over whole groups before anything is split (GRPO, arXiv 2402.03300, eq. 3).
 
 The default numbers are TRL's (`GRPOTrainer._generate_and_score_completions`); named estimators, also a user's own,
-stand beside them. All are pure functions of the rewards of the whole rollout batch.
+stand beside them. All are pure functions of the rewards of the whole rollout batch. Dynamic sampling too starts from
+these (DAPO, arXiv 2503.14476).
 Shapes: B completions, F reward functions, P prompts (groups), G generations; groups contiguous.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -201,3 +202,25 @@ def weighted_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor) -> torch.Ten
     """Weighted sum over the functions that scored a completion, shape (B,); NaN where none did."""
     total = (rewards_BF * weights_F.to(rewards_BF)).nansum(dim=1)
     return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, total)
+
+
+def fill_places(teaches: Sequence[Sequence[bool]]) -> tuple[list[tuple[int, int]], int]:
+    """Which group takes each place of the rollout batch: groups that teach replace those whose rewards are all alike.
+
+    Differs from DAPO's reference code: the batch keeps its size, a round samples as many prompts as places are free, so
+    no group that teaches is thrown away, and everything that was sampled is counted in the logs.
+
+    Args:
+        teaches: for each round, for each group sampled in it, whether it has variance. The first round has a group for
+            every place, a later one at most one for every place that was still free.
+
+    Returns:
+        Round and group of each place, and how many places are still free; those keep the group of the first round.
+    """
+    places = [(0, group) for group in range(len(teaches[0]))]
+    free = [place for place, useful in enumerate(teaches[0]) if not useful]
+    for number, groups in enumerate(teaches[1:], start=1):
+        for group, useful in enumerate(groups):
+            if useful:
+                places[free.pop(0)] = (number, group)
+    return places, len(free)

@@ -25,6 +25,7 @@ _USUAL_AGGREGATION = {
     "dr_grpo": "sequence_sum_norm",
     "luspo": "sequence_sum",
 }
+RATIO_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm", "prompt_mean")
 
 
@@ -131,6 +132,47 @@ class TokenLoss:
     ratio: torch.Tensor
     kl_BT: torch.Tensor | None = None
     vespo_phi_B1: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RatioRule:
+    """TRL's correction of what vLLM samples: ratios of the policy to the engine, which the loss is multiplied by.
+
+    As in its `_generate_and_score_completions`. Shapes: T tokens of one completion.
+
+    Attributes:
+        level: one of `RATIO_MODES`: one ratio for each token or each completion; cut off, or zero, outside the bounds.
+        lowest, highest: the bounds; None: no bound.
+    """
+
+    level: str
+    lowest: float | None
+    highest: float | None
+
+    def __post_init__(self) -> None:
+        if self.level not in RATIO_MODES:
+            raise ConfigError(f"vllm_importance_sampling_mode={self.level!r} is unknown; use {', '.join(RATIO_MODES)}.")
+
+    @property
+    def of_sequences(self) -> bool:
+        """Whether a completion has one ratio."""
+        return self.level.startswith("sequence")
+
+    def ratios(self, old_T: torch.Tensor, sampling_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+        """The ratios of a completion's tokens, (T,), or that of the completion, (1,).
+
+        Args:
+            old_T: log-probabilities of the policy.
+            sampling_T: those of the engine; the ratio is 1 where one is NaN.
+            mask_T: 1 on tokens that carry loss.
+        """
+        difference = torch.nan_to_num((old_T - sampling_T) * mask_T, nan=0.0)
+        if self.of_sequences:
+            difference = difference.sum(dim=-1, keepdim=True)
+        ratios = torch.exp(difference)
+        lowest = -math.inf if self.lowest is None else self.lowest
+        bounded = ratios.clamp(lowest, math.inf if self.highest is None else self.highest)
+        return bounded if self.level.endswith("truncate") else ratios.where(ratios == bounded, 0.0)
 
 
 def importance_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:

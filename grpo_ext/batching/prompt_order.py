@@ -108,14 +108,8 @@ class ProcessSlices:
         num_prompts = len(layout.rollout_prompts) if num_prompts is None else num_prompts
         prompts = process_prompts(num_prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
         empty = len(prompts) == 0
-        return RolloutRequest(
-            epoch=epoch,
-            layout=layout,
-            prompts=range(1) if empty else prompts,
-            empty=empty,
-            num_generations=self.num_generations,
-            first_prompt=first_prompt,
-        )
+        prompts = range(1) if empty else prompts
+        return RolloutRequest(epoch, layout, prompts, empty, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, prompts: Any, number: Callable[[int], int] | None = None) -> StepRows:
         """The rows of a request, a copy for each completion, since rewards and tools may write to it.
@@ -263,10 +257,6 @@ class StepLoader(DataLoader):
 _WORKERS = ("num_workers", "persistent_workers", "prefetch_factor")  # arguments of `DataLoader`
 
 
-def _itself(item: Any) -> Any:
-    return item
-
-
 def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> StepLoader:
     """The training loader over a map-style data set or a stream of prompts.
 
@@ -278,7 +268,7 @@ def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> 
     if not hasattr(prompts, "__len__"):
         stream = prompts.shuffle(seed=seed) if shuffle and hasattr(prompts, "shuffle") else prompts
         steps = StepStream(stream, geometry, rule, drop_last)
-        return StepLoader(steps, batch_size=None, collate_fn=_itself, num_workers=0)
+        return StepLoader(steps, batch_size=None, collate_fn=lambda item: item, num_workers=0)
     layout = EpochLayout(geometry, len(prompts), drop_last)
     dataset = StepDataset(prompts, layout, rule, seed, shuffle, ahead=args.rollout_lag > 0)
     workers = {name: getattr(args, f"dataloader_{name}") for name in _WORKERS}

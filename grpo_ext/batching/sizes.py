@@ -41,15 +41,14 @@ def _multiples_around(value: int, unit: int) -> str:
     return f"{above}" if below == 0 else f"{below} or {above}"
 
 
-def require_whole(name: str, value: Any, least: int = 1, most: float = math.inf) -> None:
-    """Refuse what is no whole number from `least` to `most`.
+def require_whole(name: str, value: Any, least: int = 1) -> None:
+    """Refuse what is no whole number of at least `least`.
 
     Raises:
-        ConfigError: names the setting and the range.
+        ConfigError: names the setting and the least value.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        bounds = f", {least} or more" if most == math.inf else f" from {least} to {most:g}"
-        raise ConfigError(f"{name}={value!r} must be a whole number{bounds}.")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more.")
 
 
 @dataclass(frozen=True)

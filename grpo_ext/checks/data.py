@@ -33,11 +33,9 @@ def check_prompts(dataset: Any, split: str) -> None:
     Raises:
         DataError: names the split, and the row where there is one.
     """
-    if not hasattr(dataset, "select_columns") or not hasattr(dataset, "__len__"):
-        return
-    if len(dataset) == 0:
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
-    if _is_transformed(dataset):  # the columns come into being row by row
+    if not has_readable_prompts(dataset):
         return
     columns = dataset.column_names
     if "prompt" not in columns:
@@ -53,19 +51,14 @@ def check_prompts(dataset: Any, split: str) -> None:
             )
 
 
-def _is_transformed(dataset: Any) -> bool:
-    return getattr(dataset, "format", {}).get("type") == "custom"
-
-
 def has_readable_prompts(dataset: Any) -> bool:
     """Whether all prompts of a data set can be read before training: no stream, and no transform that makes them."""
-    return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and not _is_transformed(dataset)
+    transformed = getattr(dataset, "format", {}).get("type") == "custom"  # columns come into being row by row
+    return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and not transformed
 
 
 def iterate_prompts(dataset: Any) -> Iterator[Any]:
-    """The prompts of a map-style data set, read in blocks; none where a transform makes the rows."""
-    if _is_transformed(dataset):
-        return
+    """The prompts of a data set that has readable ones, read in blocks."""
     for block in dataset.select_columns("prompt").iter(batch_size=1000):
         yield from block["prompt"]
 

@@ -21,16 +21,17 @@ from ..errors import ConfigError, DataError, did_you_mean, refuse_combination
 from ..forward.architecture import layer_kinds
 from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
+from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
 from ..forward.rope import settle_rope
+from ..forward.snapshot import refuse_no_copy, refuse_replaced_forward
 from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import check_names
 from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
-from ..runtime.determinism import check_kernels
-from .ahead import check_ahead, refuse_overrides_ahead, refuse_own_forward
+from ..runtime.determinism import unfit_kernels
 from .data import (
     check_images,
     check_prompt_lengths,
@@ -47,6 +48,7 @@ from .model import (
     check_optimizer,
     disable_random_parts,
     find_model,
+    random_parts,
     refuse,
     refuse_prompt_learning,
     split_dependence,
@@ -55,6 +57,8 @@ from .replay import check_replay, check_routing
 
 logger = get_logger(__name__)
 
+# methods of sampling that users override
+_SAMPLING_HOOKS = ("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts")
 _UNUSED_HOOKS = (
     "_get_train_sampler",
     "_get_eval_sampler",
@@ -82,8 +86,8 @@ def check_arguments(
         find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
         check_causal_lm(model)
-    if config.rollout_lag:
-        refuse_own_forward(model)
+        if config.rollout_lag:
+            refuse_replaced_forward(model, by_user=True)
     if factories is None:
         for split, dataset in named_sets(*data_sets).items():
             check_prompts(dataset, split)
@@ -109,8 +113,12 @@ def refuse_overrides(trainer: Any) -> None:
             f"{method} would not be called: this trainer answers tools transcript by transcript. Override "
             "_generate_single_turn (called for every turn) or _generate (makes whole completions) instead."
         )
-    if trainer.args.rollout_lag:
-        refuse_overrides_ahead(trainer)
+    if trainer.args.rollout_lag and (method := overridden(trainer, *_SAMPLING_HOOKS)):
+        raise ConfigError(
+            f"rollout_lag={trainer.args.rollout_lag} and {method}: it would sample with the weights that are trained, "
+            "on a thread beside training. Use rollout_lag=0; _calculate_rewards, compute_loss and "
+            "_get_per_token_logps_and_entropies may be overridden with a lag too."
+        )
 
 
 def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
@@ -221,12 +229,37 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     if not trainer.is_deepspeed_enabled:  # which trains float32 copies
         check_half_weights(policy, config.fp16)
     if config.rollout_lag:
-        check_ahead(trainer, config)
+        _check_ahead(trainer, config)
     if config.replays_masks:
         check_replay(trainer)
     if config.routing_replay:
         check_routing(trainer)
     return uncovered + _check_lengths(trainer, config)
+
+
+def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
+    """With `rollout_lag`: refuse models, data and ways to sample that cannot be combined with it.
+
+    Raises:
+        ConfigError, ModelError: with the reason and the remedy.
+    """
+    sampling = own_sampling(trainer) or own_generate(trainer.model)
+    foreign = sampling is not None or not (trainer.use_vllm or samples_by_key(trainer))
+    noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
+    others = {
+        f"{sampling or 'beam search, do_sample=False or a paged cache'} (it would sample with the weights that are "
+        "trained; only this trainer's own sampling runs on a copy of them)": foreign,
+        f"{''.join(noise[:1])} (two threads would draw from one stream of random numbers; use disable_dropout=True "
+        "and no NEFTune)": noise,
+        "weights in 8 bits (a copy and the model cannot share their scales, which bitsandbytes hands to the layer that "
+        "runs first; use load_in_4bit)": outlier_thresholds(trainer.model),
+        "images together with tools or an environment (not implemented)": trainer._rollouts.images.carry_images,
+        "a stream (rows are read before their step; use a data set with a length)": not hasattr(
+            trainer.train_dataset, "__len__"
+        ),
+    }
+    refuse_combination(f"rollout_lag={config.rollout_lag}", others, "Change that, or use rollout_lag=0.")
+    refuse_no_copy(trainer.model)
 
 
 def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
@@ -238,7 +271,7 @@ def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
     def lengths(prompts: list[Any]) -> list[int]:
         return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
 
-    if readable and hasattr(dataset, "__len__"):
+    if readable and has_readable_prompts(dataset):
         longest = trainer.max_completion_length or 0  # None: as long as the model allows
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
     models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
@@ -278,8 +311,8 @@ def check_bitwise(trainer: Any) -> None:
         f"{override or 'beam search or do_sample=False'} (only this trainer's own sampling has the same bits in every "
         "split)": foreign,
     }
+    others |= unfit_kernels(trainer.accelerator.device, "linear_attention" in layer_kinds(trainer.model.config))
     refuse_combination("bitwise_invariant=True", others, "Turn one of the two off.")
-    check_kernels(trainer.accelerator.device, "linear_attention" in layer_kinds(trainer.model.config))
 
 
 def warn_before_training(trainer: Any, uncovered: list[str]) -> None:

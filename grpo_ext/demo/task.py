@@ -113,15 +113,11 @@ def demo_config_defaults() -> dict[str, Any]:
         # above the rounding noise of a gradient element: Adam's default of 1e-8 lets such an element move by a whole
         # learning rate, which is what float32 then shows of the split
         "adam_epsilon": 1e-6,
-        "beta": 0.0,
-        "temperature": 1.0,
         "bf16": False,
         "gradient_checkpointing": False,
         "save_strategy": "no",
         "logging_steps": 5,
-        "report_to": "none",
         "ddp_find_unused_parameters": False,
-        "seed": 42,
     }
 
 

@@ -48,10 +48,11 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     return prepare_multimodal_messages(row["prompt"], images=images_of(row))
 
 
-def count_images(messages: Sequence[dict[str, Any]]) -> int:
-    """The images in the content of messages."""
-    parts = (part for message in messages for part in message["content"] or () if isinstance(part, dict))
-    return sum(part.get("type") == "image" for part in parts)
+def images_in(prompt: Any) -> list[Any]:
+    """The images in the content of messages, in order; none of a text."""
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["image"] for part in parts if isinstance(part, dict) and part.get("type") == "image"]
 
 
 class PromptProcessor:
@@ -73,7 +74,7 @@ class PromptProcessor:
             prepared = self.processor(text=[row["prompt"]], return_tensors="pt")
         else:
             messages = messages_of(row)
-            count = count_images(messages)
+            count = len(images_in(messages))
             prepared = self.processor.apply_chat_template(
                 conversation=[messages],
                 add_generation_prompt=True,

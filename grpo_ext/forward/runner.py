@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from .. import compat
 from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
 from ..batching.sizes import group_numbers
-from ..config import GRPOConfig
+from ..config import GRPOConfig, forms_of
 from ..errors import ConfigError
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
@@ -76,7 +76,7 @@ class ForwardRunner:
     """Runs models on completions, in the form of each.
 
     Args:
-        args: `forms`, `unit_rows`, `pad_to_multiple_of` and the arguments of gradient checkpointing.
+        args: `forward`, `unit_rows`, `pad_to_multiple_of` and the arguments of gradient checkpointing.
         refused: forms that no model of this run takes, with the reason.
         suppressed: sets of token ids that sampling suppresses, which completions refer to (`sampling_mask="replay"`).
     """
@@ -97,7 +97,8 @@ class ForwardRunner:
         self.memory = Halving("computing log-probabilities", remedy, may_cut)
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
-        self.choice = ForwardChoice(args.forms, accelerator.device, not self.sharded, checkpointing, refused)
+        forms = forms_of(args.forward)
+        self.choice = ForwardChoice(forms, accelerator.device, not self.sharded, checkpointing, refused)
         self._in_form: Any = None  # the model whose backward passes run in its form
 
     def copy(self, accelerator: Accelerator) -> ForwardRunner:

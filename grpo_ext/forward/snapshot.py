@@ -60,18 +60,24 @@ def _saved_buffers(model: nn.Module) -> Tensors:
     return buffers
 
 
-def _refuse_replaced_forward(model: nn.Module) -> None:
+def refuse_replaced_forward(model: nn.Module, by_user: bool = False) -> None:
     """Refuse a model whose copy would run the weights of the original.
 
-    The forwards of the model and of its base are left out: a copy gets those of its class.
+    Args:
+        by_user: TRL has not replaced the forwards of the model and of its base yet, so they count too, but not the head
+            that an earlier trainer of this package has left. Otherwise a copy gets those of its class.
 
     Raises:
         ModelError: names the module whose forward was replaced.
     """
+    outer = (model, base_model_of(model))
     for path, module in model.named_modules():
-        forward = vars(module).get("forward")
-        replaced = forward is not None and getattr(forward, "__self__", None) is not module
-        if hasattr(module, "_hf_hook") or (replaced and module not in (model, base_model_of(model))):
+        replaced = (forward := vars(module).get("forward")) is not None
+        if module in outer:
+            replaced = replaced and by_user and not hasattr(forward, "of_grpo_ext")
+        else:
+            replaced = replaced and getattr(forward, "__self__", None) is not module
+        if replaced or hasattr(module, "_hf_hook"):
             raise ModelError(
                 f"the forward of {path or type(module).__name__} was replaced (device_map, cast_lm_head_to_fp32, or by "
                 "hand), so a copy of the model would run the weights that are trained; rollout_lag needs a model on "
@@ -81,7 +87,7 @@ def _refuse_replaced_forward(model: nn.Module) -> None:
 
 def _copy_of(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
     """A copy on the device that shares the memory of all parameters but `moving`; its forward is that of its class."""
-    _refuse_replaced_forward(model)
+    refuse_replaced_forward(model)
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if name not in moving and parameter.device != device:

@@ -52,14 +52,6 @@ def to_fixed(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.float64, copy=True).mul_(2.0**FRACTION_BITS).round_().to(torch.int64)
 
 
-def from_fixed(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum as a floating point tensor, rounded to float64 and then to `dtype`."""
-    values = torch.empty(total.shape, dtype=dtype, device=total.device)
-    for part, result in zip(total.flatten().split(_SLICE), values.view(-1).split(_SLICE)):
-        result.copy_(part.to(torch.float64).mul_(2.0**-FRACTION_BITS))
-    return values
-
-
 class FixedPointSum:
     """Adds up tensors of one shape.
 
@@ -79,5 +71,8 @@ class FixedPointSum:
             sums += to_fixed(part)
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum."""
-        return from_fixed(self.total, dtype)
+        """The sum as a floating point tensor, rounded to float64 and then to `dtype`."""
+        values = torch.empty(self.total.shape, dtype=dtype, device=self.total.device)
+        for part, result in zip(self.total.flatten().split(_SLICE), values.view(-1).split(_SLICE)):
+            result.copy_(part.to(torch.float64).mul_(2.0**-FRACTION_BITS))
+        return values

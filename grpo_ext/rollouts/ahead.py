@@ -148,10 +148,6 @@ class RolloutsAhead:
     _sent: Weights | None = field(default=None, init=False)
     _next: int | None = field(default=None, init=False)  # the first step of the next rollout batch to submit
 
-    def for_checkpoint(self) -> list[tuple[int, Weights]]:
-        """The rollout batches that are not held yet: their first steps, and the weights that sample them."""
-        return [(job.step, job.weights) for job in self.jobs]
-
     def steps_to_submit(self, step: int, current: tuple[int, int] | None, lag: int) -> list[int]:
         """First steps of the rollout batches that the weights before `step` sample; drops the job of `current`.
 

@@ -17,7 +17,7 @@ from transformers import ProcessorMixin
 
 from .. import compat
 from ..algorithms.advantages import AdvantageRule
-from ..algorithms.importance import RatioRule
+from ..algorithms.losses import RatioRule
 from ..batching.micro_batches import Form
 from ..errors import ConfigError
 from ..forward.images import PromptProcessor
@@ -285,7 +285,12 @@ def _ratio_rule(trainer: Any) -> RatioRule | None:
 
 
 def _refuse_changes(trainer: Any) -> None:
-    _refuse_changed_masks(trainer)
+    sets = [[ids.tolist() for ids in group] for group in (_suppressed(trainer), trainer._forwards.suppressed)]
+    if trainer.args.replays_masks != trainer._rollouts.worker.settings.replay or sets[0] != sets[1]:
+        raise ConfigError(
+            "sampling_mask, suppress_tokens or min_new_tokens was changed after the trainer was built, and completions "
+            "refer to the masks of that time; set it in GRPOConfig (generation_kwargs)."
+        )
     for name in ("num_generations", "num_iterations"):
         value, planned = getattr(trainer, name), getattr(trainer.geometry, name)
         if value != planned:
@@ -301,15 +306,6 @@ def _suppressed(trainer: Any) -> list[torch.Tensor]:
         return []
     model = trainer.accelerator.unwrap_model(trainer.model)
     return suppressed_tokens(model, trainer.generation_config, trainer.eos_token_ids)
-
-
-def _refuse_changed_masks(trainer: Any) -> None:
-    sets = [[ids.tolist() for ids in group] for group in (_suppressed(trainer), trainer._forwards.suppressed)]
-    if trainer.args.replays_masks != trainer._rollouts.worker.settings.replay or sets[0] != sets[1]:
-        raise ConfigError(
-            "sampling_mask, suppress_tokens or min_new_tokens was changed after the trainer was built, and completions "
-            "refer to the masks of that time; set it in GRPOConfig (generation_kwargs)."
-        )
 
 
 def hooks_of(trainer: Any) -> Hooks:

@@ -20,13 +20,6 @@ from ..forward.images import images_of
 from .transcript import Messages, Transcript
 
 
-def images_in(prompt: Any) -> list[Any]:
-    """The images in the content of messages, in order; none of a text."""
-    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return [part["image"] for part in parts if isinstance(part, dict) and part.get("type") == "image"]
-
-
 @dataclass(frozen=True)
 class Chat:
     """The chat template of a run.

@@ -14,7 +14,7 @@ import torch
 
 from ..batching.prompt_order import StepRows
 from ..errors import DataError
-from ..forward.images import PromptProcessor, RowImages, count_images, messages_of, packed_images, unpacked_images
+from ..forward.images import PromptProcessor, RowImages, images_in, messages_of, packed_images, unpacked_images
 from ..runtime.collectives import any_process
 from .batch import ROW_IMAGES, ROW_NUMBER, Column
 from .ragged import Ragged
@@ -77,8 +77,8 @@ class ImageSource:
         if self.prepare is None:
             return
         prompts = dict(zip(rows.numbers, rows.rows)).values()
-        counts = [count_images(messages_of(row)) if isinstance(row["prompt"], list) else 0 for row in prompts]
-        if any_process(any(counts), device) and any_process(not all(counts), device):
+        shown = [isinstance(row["prompt"], list) and images_in(messages_of(row)) for row in prompts]
+        if any_process(any(shown), device) and any_process(not all(shown), device):
             raise DataError(
                 "prompts with and without images are in one rollout batch of a model whose weights the processes share "
                 "(FSDP, DeepSpeed), where every process has to run the image tower in every forward or none; give each "

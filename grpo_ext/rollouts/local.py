@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..algorithms.advantages import AdvantageRule
-from ..algorithms.importance import RatioRule
+from ..algorithms.losses import RatioRule
 from ..batching.prompt_order import RolloutRequest
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall

@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator
 
 from ..algorithms.keyed_random import mix
+from ..forward.images import images_in
 from ..runtime.attributes import assigned
 from ..runtime.collectives import uneven_gathers
-from .chat import images_in
 from .keyed import BEYOND, request_keys
 from .local import LocalRollout
 from .transcript import Sampled, Transcript

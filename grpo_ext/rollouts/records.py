@@ -13,7 +13,7 @@ import torch
 
 from ..algorithms.advantages import nan_std, weighted_sum
 from ..algorithms.exact import exact_mean
-from ..algorithms.importance import RatioRule
+from ..algorithms.losses import RatioRule
 from ..rewards.guard import columns_of, metrics_of
 from .join import Round
 from .local import Terms

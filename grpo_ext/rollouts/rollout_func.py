@@ -18,6 +18,10 @@ _REMEDY = (
     "for each prompt, and logprobs, one list of numbers for each prompt or None; further lists (env_mask: 1 for each "
     "token of the model, 0 for others) have one entry for each prompt too."
 )
+_KEPT_REMEDY = (
+    " With sampling_mask='replay' it returns kept_ids: for each completion one list of ids for each token, those that "
+    "it was sampled from, empty for the whole vocabulary and for tokens of tools."
+)
 
 
 def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, replay: bool = False) -> dict[str, Any]:
@@ -31,64 +35,44 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, repla
     Raises:
         RolloutError: it is no rollout of these prompts.
     """
+    remedy = _REMEDY + (_KEPT_REMEDY if replay else "")
     if not isinstance(output, Mapping):
-        raise RolloutError(f"rollout_func returned a {type(output).__name__} in the place of a dictionary. {_REMEDY}")
+        raise RolloutError(f"rollout_func returned a {type(output).__name__} in the place of a dictionary. {remedy}")
     missing = [name for name in _REQUIRED if name not in output]
     missing += [name for name in ("prompt_ids", "completion_ids") if output.get(name, ()) is None]
     if missing:
-        raise RolloutError(f"rollout_func returned no {', '.join(missing)}. {_REMEDY}")
+        raise RolloutError(f"rollout_func returned no {', '.join(missing)}. {remedy}")
     if needs_logprobs is not None and output["logprobs"] is None:
         raise RolloutError(f"rollout_func returned logprobs=None, and {needs_logprobs}.")
     rollout = {name: values for name, values in output.items() if name != "env_mask" or values is not None}
     for name in (*_REQUIRED, "env_mask"):
         if rollout.get(name) is not None:
             rollout[name] = [[_plain(name, value) for value in row] for row in rollout[name]]
+    if replay:
+        try:
+            rollout["kept_ids"] = [[[int(i) for i in among] for among in row] for row in rollout["kept_ids"]]
+        except (KeyError, TypeError, ValueError):
+            raise RolloutError(f"rollout_func returned no kept_ids. {remedy}") from None
     for name, values in rollout.items():
         if isinstance(values, list) and len(values) != prompts:
-            raise RolloutError(f"rollout_func returned {len(values)} {name} for {prompts} prompts. {_REMEDY}")
+            raise RolloutError(f"rollout_func returned {len(values)} {name} for {prompts} prompts. {remedy}")
     for row, ids in enumerate(rollout["completion_ids"]):
         if not ids or not rollout["prompt_ids"][row]:
-            raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {_REMEDY}")
-        for name in ("logprobs", "env_mask"):
+            raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {remedy}")
+        for name in ("logprobs", "env_mask", *(["kept_ids"] if replay else [])):
             values = rollout.get(name)
             if values is not None and len(values[row]) != len(ids):
                 raise RolloutError(
                     f"rollout_func returned {len(values[row])} {name} for the {len(ids)} tokens of completion {row}. "
-                    f"{_REMEDY}"
+                    f"{remedy}"
                 )
-    if replay:
-        _check_kept(rollout)
-    return rollout
-
-
-def _check_kept(rollout: dict[str, Any]) -> None:
-    """Make `kept_ids` lists of plain numbers; refuse those that do not say which ids each token was sampled from.
-
-    Raises:
-        RolloutError: they are missing, of another length, or do not contain the sampled token.
-    """
-    remedy = (
-        "With sampling_mask='replay' a rollout_func returns kept_ids: for each completion one list of ids for each "
-        "token, those that it was sampled from, empty for the whole vocabulary and for tokens of tools."
-    )
-    completions = rollout["completion_ids"]
-    try:
-        rollout["kept_ids"] = [[[int(i) for i in among] for among in row] for row in rollout["kept_ids"]]
-    except (KeyError, TypeError, ValueError):
-        raise RolloutError(f"rollout_func returned no kept_ids. {remedy}") from None
-    if (count := len(rollout["kept_ids"])) != len(completions):
-        raise RolloutError(f"rollout_func returned {count} kept_ids for {len(completions)} completions. {remedy}")
-    for row, (ids, kept) in enumerate(zip(completions, rollout["kept_ids"])):
-        if len(kept) != len(ids):
-            raise RolloutError(
-                f"rollout_func returned {len(kept)} kept_ids for the {len(ids)} tokens of completion {row}. {remedy}"
-            )
-        for place, (token, among) in enumerate(zip(ids, kept)):
+        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if replay else ())):
             if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
                 raise RolloutError(
                     f"kept_ids of rollout_func do not contain token {token}, or contain what is no id, at place "
                     f"{place} of completion {row}. {remedy}"
                 )
+    return rollout
 
 
 def _plain(name: str, value: Any) -> Any:

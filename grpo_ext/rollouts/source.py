@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
-from ..algorithms.dynamic_sampling import fill_places
+from ..algorithms.advantages import fill_places
 from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import BatchGeometry, StepLayout, ceil_div
 from ..config import GRPOConfig
@@ -37,7 +37,7 @@ from .keyed import BEYOND
 from .local import LocalRollout, Terms
 from .overrides import OverriddenWorker
 from .records import add_to_table, rollout_metrics
-from .rollout_func import why_equal
+from .rollout_func import refuse_unequal_shares, why_equal
 from .trl_shapes import trl_dictionary
 from .worker import logged_elsewhere, reward_columns
 
@@ -89,18 +89,9 @@ class Rollouts:
         """Where the images of rows come from."""
         return self.worker.images
 
-    def hold(self, batch: RolloutBatch, name: tuple[int, int]) -> None:
-        """Train on a rollout batch, named by its epoch and its index in the epoch."""
+    def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
+        """Train on a rollout batch, named by its epoch and its index in the epoch; None: the next step samples."""
         self.batch, self.batch_name = batch, name
-
-    def forget_rollout(self) -> None:
-        """Sample anew for the next step."""
-        self.batch = self.batch_name = None
-
-    def end_workers(self) -> None:
-        """End the processes that reward functions run in; the next call of one starts them again."""
-        if (workers := self.worker.rewards.workers) is not None:
-            workers.kill()
 
     def slices(self, num_generations: int) -> ProcessSlices:
         """How rollout batches are divided over the processes for sampling."""
@@ -301,14 +292,8 @@ class Rollouts:
             )
         if not rounds:  # it did not call TRL's method
             self._check_scoring_without_super(rows)
-            return Round(
-                batch=batch,
-                rewards_BF=torch.full((len(batch), len(terms.rewards.names)), torch.nan),
-                advantages_B=torch.zeros(len(batch)),
-                entries=[],
-                reward_calls=[],
-                local_rows=range(0),
-            )
+            unknown_BF = torch.full((len(batch), len(terms.rewards.names)), torch.nan)
+            return Round(batch, unknown_BF, torch.zeros(len(batch)), entries=[], reward_calls=[], local_rows=range(0))
         last = rounds[-1]
         if self.images.prepare is not None:
             pairs = zip(last.batch["prompt_ids"], batch["prompt_ids"])
@@ -331,12 +316,8 @@ class Rollouts:
         what = "_generate_and_score_completions does not call super()"
         if self.args.bitwise_invariant:
             raise ConfigError(f"{what}, and bitwise_invariant=True needs this trainer's own sampling; turn one off.")
-        counts = gather_lists([0 if rows.request.empty else len(rows)])
-        if len(set(counts)) > 1:
-            raise RolloutError(
-                f"{what}, and the processes have {min(counts)} to {max(counts)} rows; a copy of TRL's method takes "
-                "advantages of other rows then. Use a number of prompts that the processes share evenly, or super()."
-            )
+        reason = "a copy of TRL's method takes advantages of other rows where processes have different numbers"
+        refuse_unequal_shares(f"{what}: it", 0 if rows.request.empty else len(rows), reason)
         logger.warning_once(
             f"The promise that the split does not matter does not cover this run: {what}, so it may sample in its own "
             "way; only the update is covered."

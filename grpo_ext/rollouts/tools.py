@@ -19,8 +19,9 @@ from accelerate.logging import get_logger
 
 from ..compat import supports_tool_calling
 from ..errors import ConfigError, DataError
+from ..forward.images import images_in
 from ..rewards.guard import CallTimeout, in_time
-from .chat import Chat, images_in
+from .chat import Chat
 from .environments import Environments
 from .transcript import Messages, Sampled, Transcript
 

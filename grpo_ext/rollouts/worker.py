@@ -21,13 +21,14 @@ import torch
 
 from ..batching.prompt_order import StepRows
 from ..errors import RolloutError
+from ..forward.images import images_in
 from ..forward.rows import TokenRows, same_prompts
 from ..forward.sampling_masks import KeptTokens
 from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process
-from .chat import Chat, images_in
+from .chat import Chat
 from .decoding import unique
 from .engine import Engine, EngineSettings
 from .environments import Environments

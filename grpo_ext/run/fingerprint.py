@@ -91,9 +91,10 @@ def fingerprint_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, without: Collection[str] = ()) -> Any:
+    """A value in JSON types; a dictionary without these names, at any depth."""
     if isinstance(value, dict):  # JSON takes no tuples as keys
-        return {str(name): _plain(part) for name, part in value.items()}
+        return {str(name): _plain(part, without) for name, part in value.items() if name not in without}
     return json.loads(json.dumps(value, default=_in_json))
 
 
@@ -197,20 +198,13 @@ def model_fingerprint(
         count += math.prod(shape)
     return {
         "class": type(model).__name__,
-        "config": _computed(_plain(config.to_dict())) if hasattr(config, "to_dict") else None,
+        "config": _plain(config.to_dict(), _NOT_COMPUTED) if hasattr(config, "to_dict") else None,
         "parameters": count,
         "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "sha256": digest.hexdigest(),
-        "adapters": {name: _computed(_plain(vars(c))) for name, c in getattr(model, "peft_config", {}).items()},
+        "adapters": {n: _plain(vars(c), _NOT_COMPUTED) for n, c in getattr(model, "peft_config", {}).items()},
         "frozen": frozen,
     }
-
-
-def _computed(value: Any) -> Any:
-    """A configuration without `_NOT_COMPUTED`, at any depth."""
-    if isinstance(value, dict):
-        return {name: _computed(part) for name, part in value.items() if name not in _NOT_COMPUTED}
-    return value
 
 
 def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class RunState:
     def of(cls, trainer: Any) -> RunState:
         """The state of a trainer's run as it is now; called on all processes together."""
         rollouts, reference = trainer._rollouts, {}
+        ahead = None if rollouts.ahead is None else [(job.step, job.weights) for job in rollouts.ahead.jobs]
         if trainer.ref_model is not None and trainer.args.sync_ref_model and not shards_parameters(trainer.accelerator):
             reference = trainer.accelerator.unwrap_model(trainer.ref_model).state_dict()
         return cls(
@@ -76,7 +77,7 @@ class RunState:
                 "scoring": trainer._forwards.memory.limit,
                 "generation": rollouts.memory.limit,
             },
-            waiting=list(rollouts.waiting) if rollouts.ahead is None else rollouts.ahead.for_checkpoint(),
+            waiting=list(rollouts.waiting) if ahead is None else ahead,
             sampled_at=rollouts.sampled_at,
             reference=reference,
         )

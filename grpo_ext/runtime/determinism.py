@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch.nn.attention import current_flash_attention_impl
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
@@ -64,32 +65,22 @@ def computing_with(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_kernels(device: torch.device, linear_attention: bool) -> None:
-    """Refuse kernels whose bits depend on another library, or on the kind of GPU.
+def unfit_kernels(device: torch.device, linear_attention: bool) -> dict[str, Any]:
+    """Kernels whose bits depend on another library, or on the kind of GPU, as `refuse_combination` takes them.
 
     Args:
         linear_attention: the model has such layers, which transformers gives to `fla` where it is installed.
-
-    Raises:
-        ConfigError: on every process.
     """
-    if (name := current_flash_attention_impl()) is not None:
-        raise ConfigError(
-            f"bitwise_invariant=True cannot be kept with the attention kernels {name!r}, which replace torch's; call "
-            "torch.nn.attention.restore_flash_attention_impl() before training."
-        )
-    if device.type != "cuda":
-        return
-    if linear_attention and is_flash_linear_attention_available():
-        raise ConfigError(
-            "bitwise_invariant=True cannot be kept with flash-linear-attention, which chooses its kernels by timing "
-            "them; uninstall it, and transformers computes these layers in torch."
-        )
-    if len(names := sorted(set(gather_lists([torch.cuda.get_device_name(device)])))) > 1:
-        raise ConfigError(
-            "bitwise_invariant=True needs GPUs of one kind, which choose the same kernels; these are "
-            f"{', '.join(names)}."
-        )
+    attention, on_gpu = current_flash_attention_impl(), device.type == "cuda"
+    names = sorted(set(gather_lists([torch.cuda.get_device_name(device)]))) if on_gpu else []
+    by_timing = on_gpu and linear_attention and is_flash_linear_attention_available()
+    return {
+        f"the attention kernels {attention!r}, which replace torch's "
+        "(torch.nn.attention.restore_flash_attention_impl() before training)": attention,
+        "flash-linear-attention, which chooses its kernels by timing them (without it transformers computes these "
+        "layers in torch)": by_timing,
+        f"GPUs of several kinds, which choose other kernels ({', '.join(names)})": len(names) > 1,
+    }
 
 
 @contextmanager
@@ -119,9 +110,5 @@ def pinned(threads: int | None) -> Iterator[None]:
         restored.enter_context(assigned(torch.backends.cudnn, benchmark=False))
         # costs time, and nothing here reads such memory
         restored.enter_context(assigned(torch.utils.deterministic, fill_uninitialized_memory=False))
-        if (value := os.environ.get(_FLASH)) is None:
-            restored.callback(os.environ.pop, _FLASH, None)
-        else:
-            restored.callback(os.environ.update, {_FLASH: value})
-        os.environ[_FLASH] = "1"
+        restored.enter_context(patch_environment(**{_FLASH: 1}))
         yield

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ..precision.fixed_point import FixedPointSum, check_terms
+from ..runtime.attributes import assigned
 from ..runtime.collectives import (
     copy_from_main_process,
     max_over_processes,
@@ -106,15 +107,11 @@ class FixedPointGradients(NativeGradients):
             parameter.grad = None
 
         self._sums.clear()
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(take, name))
-            for name, parameter in self.parameters.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, parameter in self.parameters.items():
+                hook = parameter.register_post_accumulate_grad_hook(functools.partial(take, name))
+                hooks.callback(hook.remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _sum_of(self, name: str) -> FixedPointSum:
         if name not in self._sums:
@@ -206,14 +203,10 @@ def accumulating(
     else:
         # more than `count`, so that no backward synchronises; a power of two divides exactly
         steps = scale = 1 << count.bit_length()
-    accelerator.gradient_accumulation_steps = steps
     accelerator.step = 0
-    with out_of_memory_on_all(accelerator, discard):
-        try:
-            with collecting:
-                yield lambda loss: accelerator.backward(loss * scale, **options)
-        finally:
-            accelerator.gradient_accumulation_steps = 1
+    accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
+    with out_of_memory_on_all(accelerator, discard), accumulation, collecting:
+        yield lambda loss: accelerator.backward(loss * scale, **options)
     if gradients is not None:
         gradients.finish(count)
         accelerator.sync_gradients = True  # the optimizer may step

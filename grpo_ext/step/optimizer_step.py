@@ -110,12 +110,8 @@ class Attempt:
                 measured.append(MicroBatchStatistics(part, entropies_BT, loss_mask(batch), experts))
         set_statistics(self.context, measured, settings.top_entropy_quantile)
 
-    def micro_batches(self) -> Iterator[Inputs]:
-        """The micro-batches of this process, once the step is measured."""
-        return map(self.micro_batch, self.plan)
-
     def micro_batch(self, part: MicroBatch) -> Inputs:
-        """A micro-batch as TRL's loss takes it, with its `MicroBatchContext`."""
+        """A micro-batch as TRL's loss takes it, with its `MicroBatchContext`, once the step is measured."""
         training, planner = self.settings.training, self.planner
         steps = planner.args.geometry.steps_per_rollout if training else None
         items = self.context.items_in_batch(len(part.rows), planner.accelerator.num_processes, steps)

@@ -97,15 +97,9 @@ class MicroBatchContext:
         sampler_logps_BT: torch.Tensor | None = None,
     ) -> MicroBatchContext:
         """The context of the completions of `part`, which `inputs` holds as TRL's dictionary."""
-        return cls(
-            step=step,
-            weight=part.weight,
-            groups=groups,
-            rows=rows,
-            padded=Unchanged(*(inputs[name] for name in TOKENS)),
-            entropy_keep_BT=None if step.entropy_keep is None else step.entropy_keep[part.rows],
-            sampler_logps_BT=sampler_logps_BT,
-        )
+        padded = Unchanged(*(inputs[name] for name in TOKENS))
+        keep_BT = None if step.entropy_keep is None else step.entropy_keep[part.rows]
+        return cls(step, part.weight, groups, rows, padded, keep_BT, sampler_logps_BT)
 
     def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:
         """The tokens of a dictionary without padding; None where a user's override has changed them."""

@@ -15,9 +15,6 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback
 
 from ..algorithms.pass_at_k import first_and_last
-from ..runtime.quiet import quiet_libraries
-
-__all__ = ["Console", "quiet_libraries"]
 
 Trainer = TypeVar("Trainer")
 Measure = Callable[[Any], Mapping[str, float]]

@@ -5,12 +5,13 @@ Gives what TRL's trainer takes: `prompt` (text or messages), `answer` for the re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
+from ..config import setting
 from ..errors import DataError, shortened
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -20,23 +21,17 @@ _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "
 class DataArguments:
     """The data of a run, and how a row becomes a prompt."""
 
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub data set, or a .jsonl/.json/.parquet/.csv file, or a save_to_disk folder."}
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub set, such as main."})
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
-    prompt_column: str = field(default="prompt", metadata={"help": "Column that holds the prompt."})
-    answer_column: str | None = field(default=None, metadata={"help": "Column of the gold answers; becomes `answer`."})
-    answer_after: str | None = field(
-        default=None, metadata={"help": "Keep of the gold what follows this marker; '####' for GSM8K."}
-    )
-    prompt_template: str | None = field(
-        default=None, metadata={"help": "Prompt text with {column} placeholders, in place of prompt_column."}
-    )
-    system_prompt: str | None = field(default=None, metadata={"help": "Put before every prompt."})
-    conversational: bool = field(default=False, metadata={"help": "Make messages, so that the chat template applies."})
-    max_samples: int | None = field(default=None, metadata={"help": "Rows to use, the first ones."})
-    eval_fraction: float = field(default=0.0, metadata={"help": "Part of the rows to hold out for evaluation."})
+    dataset_name: str | None = setting("Hub data set, or a .jsonl/.json/.parquet/.csv file, or a save_to_disk folder.")
+    dataset_config: str | None = setting("Configuration of a Hub set, such as main.")
+    dataset_split: str = setting("Split to train on.", default="train")
+    prompt_column: str = setting("Column that holds the prompt.", default="prompt")
+    answer_column: str | None = setting("Column of the gold answers; becomes `answer`.")
+    answer_after: str | None = setting("Keep of the gold what follows this marker; '####' for GSM8K.")
+    prompt_template: str | None = setting("Prompt text with {column} placeholders, in place of prompt_column.")
+    system_prompt: str | None = setting("Put before every prompt.")
+    conversational: bool = setting("Make messages, so that the chat template applies.", default=False)
+    max_samples: int | None = setting("Rows to use, the first ones.")
+    eval_fraction: float = setting("Part of the rows to hold out for evaluation.", default=0.0)
 
 
 def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset | None]:

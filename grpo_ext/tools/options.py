@@ -17,7 +17,7 @@ import yaml
 from transformers import HfArgumentParser
 from trl import ModelConfig
 
-from ..config import REMOVED_SETTINGS, GRPOConfig
+from ..config import REMOVED_SETTINGS, GRPOConfig, setting
 from ..demo.task import EMBEDDED, Demo, demo_named
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
@@ -36,18 +36,13 @@ class ScriptArguments(DataArguments):
         default_factory=lambda: ["exact_number"],
         metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
     )
-    demo: str | None = field(
-        default=None,
-        metadata={
-            "help": f"Where no data are named: {EMBEDDED} (default), a tiny model that sorts letters, or "
-            "path/to/file.py:name. recipes/grpo.py knows sums and last_word of recipes/smollm2.py: SmolLM2-135M, or "
-            "the chat model of --model_name_or_path."
-        },
+    demo: str | None = setting(
+        f"Where no data are named: {EMBEDDED} (default), a tiny model that sorts letters, or path/to/file.py:name. "
+        "recipes/grpo.py knows sums and last_word of recipes/smollm2.py: SmolLM2-135M, or the chat model of "
+        "--model_name_or_path."
     )
-    demo_trainer: str = field(
-        default=OURS, metadata={"help": f"Demo: {OURS}, or {STOCK}, the stock trainer with the same settings."}
-    )
-    demo_eval_every: int = field(default=15, metadata={"help": "Demo: optimizer steps between held-out measurements."})
+    demo_trainer: str = setting(f"Demo: {OURS}, or {STOCK}, the stock trainer with the same settings.", default=OURS)
+    demo_eval_every: int = setting("Demo: optimizer steps between held-out measurements.", default=15)
 
 
 OPTIONS: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.tools.check.runs import free_port
 from grpo_ext.tools.export import export
 from tests.support import forks
 from tests.support.architectures import architecture
@@ -142,7 +142,7 @@ def outcomes(folder: Path, jobs: list[Job]) -> dict[str, Outcome]:
 def launcher(run: Path, engine: str, **changes: Any) -> list[str]:
     """Accelerate's launcher with the recipes' file of an engine, on the CPU."""
     config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
-    config |= {"use_cpu": True, "main_process_port": free_port(), **changes}
+    config |= {"use_cpu": True, "main_process_port": get_free_port(), **changes}
     (run / "accelerate.yaml").write_text(yaml.safe_dump(config))
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run / "accelerate.yaml")]
 

@@ -37,14 +37,6 @@ _MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "mistral": {"sliding_window": 6},
     "gemma2": {"sliding_window": 6},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": _EXPERTS,
-    "glm4_moe": {
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
-    },
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     "deepseek_v3": {
         **_LATENT,
@@ -98,6 +90,15 @@ _MODELS: dict[str, dict[str, Any]] = {
         "use_mem_rope": False,
         "head_dim": None,
     },
+    # experts alone
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": _EXPERTS,
+    "glm4_moe": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    },
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     # these run no completions behind a cached prompt
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
     "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8},
@@ -111,7 +112,8 @@ _MODELS: dict[str, dict[str, Any]] = {
     },
 }
 REFUSING = ("jamba", "minimax", "mamba2")
-PREFIXED = tuple(name for name in _MODELS if name not in REFUSING)
+ROUTED = ("mixtral", "olmoe", "qwen3_moe", "glm4_moe", "phimoe")  # another form of one may choose another expert
+PREFIXED = tuple(name for name in _MODELS if name not in (*REFUSING, *ROUTED))
 HYBRID = PREFIXED[PREFIXED.index("qwen3_next") :]
 
 

@@ -287,7 +287,7 @@ def test_a_model_with_a_forward_of_its_own_is_refused(tmp_path):
     model = tiny_model()
     inner = model.forward
     model.forward = functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
-    with pytest.raises(ModelError, match="forward of the model was replaced by hand"):
+    with pytest.raises(ModelError, match="forward of Qwen2ForCausalLM was replaced"):
         make(tmp_path / "one", model=model, rollout_lag=1)
     used = tiny_model()
     make(tmp_path / "two", model=used)

@@ -128,6 +128,12 @@ def test_data_without_prompts_is_refused_with_the_row(columns, says):
         check_prompts(Dataset.from_dict(columns), "training")
 
 
+def test_an_empty_set_that_is_no_data_set_of_hugging_face_is_refused_too():
+    check_prompts([{"prompt": "p"}], "training")
+    with pytest.raises(DataError, match="the training data set is empty"):
+        check_prompts([], "training")
+
+
 def lengths(prompts: list[str]) -> list[int]:
     """Counts characters as tokens."""
     return [len(p) for p in prompts]

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils.other import get_free_port
 
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.rollouts.vllm import VllmServer, seeds_of
-from grpo_ext.tools.check.runs import free_port
 from tests.support.launch import ROOT
 from tests.support.server import generation_settings
 
@@ -141,7 +141,7 @@ def server(tmp_path_factory, request):
 
     folder = tmp_path_factory.mktemp("server")
     save_model(folder / "model")
-    port = free_port()
+    port = get_free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
     command += ["--dtype", "float32", "--port", str(port), "--max-model-len", "128", "--enforce-eager"]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "tests.vllm.from_file.FileWeights"]

@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.other import get_free_port
 from peft import PeftConfig
 
 from ...errors import LaunchError
@@ -168,18 +168,11 @@ def _worker(folder: Path, environment: dict[str, str], start: Starter) -> Iterat
             process.wait()
 
 
-def free_port() -> int:
-    """A TCP port that is free on this machine now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def ranked(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
     """The environment of each process, as torch's launcher sets it; a single process has no launcher."""
     if processes == 1:
         return [environment]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
     return [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 

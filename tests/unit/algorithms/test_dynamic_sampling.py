@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.algorithms.dynamic_sampling import fill_places
+from grpo_ext.algorithms.advantages import fill_places
 
 
 def test_places_are_filled_in_order():

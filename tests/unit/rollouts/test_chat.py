@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import DataError
-from grpo_ext.rollouts.chat import Chat, images_in
+from grpo_ext.forward.images import images_in
+from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox, TurnLimits, context_length, continue_with
 from grpo_ext.rollouts.transcript import Sampled, Transcript

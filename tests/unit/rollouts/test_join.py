@@ -24,7 +24,8 @@ END = 1
 TERMS: Any = SimpleNamespace(
     num_generations=2, rule=AdvantageRule(), weights_F=torch.ones(1), masks_truncated=False, ratios=None, ends={END}
 )
-TERMS.logs_images, TERMS.replay, TERMS.masked = False, False, partial(Terms.masked, TERMS)
+TERMS.logs_images, TERMS.replay, TERMS.replays_experts = False, False, False
+TERMS.masked = partial(Terms.masked, TERMS)
 
 
 def part(

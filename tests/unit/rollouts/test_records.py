@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_ext.algorithms.advantages import AdvantageRule
-from grpo_ext.algorithms.importance import RatioRule
+from grpo_ext.algorithms.losses import RatioRule
 from grpo_ext.rewards.worker import RewardCall
 from grpo_ext.rollouts.batch import RolloutBatch
 from grpo_ext.rollouts.join import Entry, Round

@@ -86,7 +86,7 @@ def test_processes_with_different_numbers_of_prompts_are_refused_with_the_reason
         ([[[5, 7], []], [[6], [2, 3]]], "do not contain token 1, or contain what is no id, at place 1 of completion 1"),
         ([[[5, -7], []], [[6], [1]]], "do not contain token 5, or contain what is no id, at place 0 of completion 0"),
         ([[[5, 7], None], [[6], [1]]], "returned no kept_ids"),
-        ((), "returned 0 kept_ids for 2 completions"),
+        ((), "returned 0 kept_ids for 2 prompts"),
     ],
 )
 def test_the_ids_that_tokens_were_sampled_from_are_checked(kept, says):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from accelerate.utils.other import get_free_port
 
 from grpo_ext.errors import LaunchError
 from grpo_ext.tools.check import runs
@@ -69,7 +70,7 @@ def test_processes_are_told_what_the_launcher_tells_them(tmp_path):
             assert run_forked(arguments, 2, here, 60)[0] == 0
         else:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-            torchrun += ["--master-port", str(runs.free_port()), *arguments]
+            torchrun += ["--master-port", str(get_free_port()), *arguments]
             subprocess.run(torchrun, env=here, check=True, capture_output=True)
         seen.append([json.loads((tmp_path / way / f"{rank}.json").read_text()) for rank in (0, 1)])
     for (one, *rest), (other, *others) in zip(*seen):
