@@ -234,7 +234,6 @@ def terms_of(trainer: Any) -> Terms:
     ratios = _ratio_rule(trainer)
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
     with_images = rollouts.images.prepare is not None
-    context = context_length(trainer.model.config, with_images, trainer.vllm_generation if trainer.use_vllm else None)
     return Terms(
         training=training,
         num_generations=trainer._group_size,
@@ -261,12 +260,7 @@ def terms_of(trainer: Any) -> Terms:
         ends=frozenset((*trainer.eos_token_ids, rollouts.worker.settings.pad)),
         masks_truncated=trainer.mask_truncated_completions,
         logs_images=with_images and trainer.log_multimodal,
-        limits=TurnLimits(
-            trainer.max_completion_length or sys.maxsize,
-            context,
-            trainer.max_tool_calling_iterations,
-            args.tool_timeout,
-        ),
+        limits=_turn_limits(trainer),
         replay=args.replays_masks,
         replays_experts=args.routing_replay,
         record_experts=args.routing_replay and (own_sampling(trainer) is not None or not samples_by_key(trainer)),
@@ -274,6 +268,13 @@ def terms_of(trainer: Any) -> Terms:
         ratios=ratios,
         hooks=hooks_of(trainer),
     )
+
+
+def _turn_limits(trainer: Any) -> TurnLimits:
+    with_images = trainer._rollouts.images.prepare is not None
+    context = context_length(trainer.model.config, with_images, trainer.vllm_generation if trainer.use_vllm else None)
+    longest = trainer.max_completion_length or sys.maxsize
+    return TurnLimits(longest, context, trainer.max_tool_calling_iterations, trainer.args.tool_timeout)
 
 
 def _ratio_rule(trainer: Any) -> RatioRule | None:
@@ -286,10 +287,12 @@ def _ratio_rule(trainer: Any) -> RatioRule | None:
 
 def _refuse_changes(trainer: Any) -> None:
     sets = [[ids.tolist() for ids in group] for group in (_suppressed(trainer), trainer._forwards.suppressed)]
-    if trainer.args.replays_masks != trainer._rollouts.worker.settings.replay or sets[0] != sets[1]:
+    settings, args = trainer._rollouts.worker.settings, trainer.args
+    replayed = (settings.replay, settings.record_experts)
+    if (args.replays_masks, args.routing_replay) != replayed or sets[0] != sets[1]:
         raise ConfigError(
-            "sampling_mask, suppress_tokens or min_new_tokens was changed after the trainer was built, and completions "
-            "refer to the masks of that time; set it in GRPOConfig (generation_kwargs)."
+            "sampling_mask, routing_replay, suppress_tokens or min_new_tokens was changed after the trainer was built, "
+            "and completions refer to what was set then; set it in GRPOConfig (generation_kwargs)."
         )
     for name in ("num_generations", "num_iterations"):
         value, planned = getattr(trainer, name), getattr(trainer.geometry, name)

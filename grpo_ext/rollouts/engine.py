@@ -200,40 +200,35 @@ def sample_chunk(
     Raises:
         PrecisionError: the model's scores are no distribution.
     """
-    prompts, device = [row.prompt_ids + row.ids for row in rows], settings.device
+    prompts = [row.prompt_ids + row.ids for row in rows]
     firsts = numbers = list(range(len(rows)))
     if compact:
         pictures = [None] * len(rows) if images is None else images.numbers_B
         firsts, numbers = unique(list(zip(map(tuple, prompts), pictures)))
-    inputs = _model_inputs([prompts[row] for row in firsts], config, settings)
+    contexts, inputs = [len(prompts[i]) for i in firsts], _model_inputs([prompts[i] for i in firsts], config, settings)
     width = inputs["input_ids"].size(1)
     if images is not None:
-        inputs |= images.inputs(firsts, inputs["input_ids"], [len(prompts[row]) for row in firsts], width)
-    choice = None
+        inputs |= images.inputs(firsts, inputs["input_ids"], contexts, width)
+    choice = experts = None
     if keyed:
-        keys_B, offsets_B = torch.tensor([row.key for row in rows]), torch.tensor([len(row.ids) for row in rows])
         filters, recorder = sampling_filters(model, config, settings.replay)
-        recorder.experts = ExpertRecorder() if settings.record_experts else None
-        choice = KeyedChoice(keys_B.to(device), offsets_B.to(device), width, recorder)
+        experts = recorder.experts = ExpertRecorder() if settings.record_experts else None
+        choice = KeyedChoice.of(rows, width, recorder, settings.device)
         inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, choice])
         config = greedy_config(config)
     if compact:
         of_prompts = inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES}
-        rows_B = torch.tensor(numbers, device=device)
+        rows_B = torch.tensor(numbers, device=settings.device)
         decode = functools.partial(compact_decode, rows_B=rows_B, choice=choice, of_prompts=tuple(of_prompts))
-        inputs |= {"custom_generate": decode, "past_key_values": RolloutCache(model, device)}
-    experts = None if choice is None else choice.recorder.experts
+        inputs |= {"custom_generate": decode, "past_key_values": RolloutCache(model, settings.device)}
     with routed(model, None if experts is None else experts.routing):
         output = model.generate(**inputs, generation_config=config)
     if choice is not None and choice.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")
-    ends = frozenset(settings.eos_token_ids)
-    ids_B = [_until_eos(row, ends) for row in output[:, width:].tolist()]
-    lengths = [len(ids) for ids in ids_B]
-    records = [None] * len(rows) if choice is None else choice.recorder.records(lengths)
-    experts_B: Sequence[torch.Tensor | None] = [None] * len(rows)
-    if experts is not None:
-        experts_B = experts.experts([len(prompts[row]) for row in firsts], numbers, lengths)
+    ids_B = [_until_eos(row, frozenset(settings.eos_token_ids)) for row in output[:, width:].tolist()]
+    lengths, none_B = [len(ids) for ids in ids_B], [None] * len(rows)
+    records = none_B if choice is None else choice.recorder.records(lengths)
+    experts_B = none_B if experts is None else experts.experts(contexts, numbers, lengths)
     return [Sampled(ids, record=record, experts_NC=e) for ids, record, e in zip(ids_B, records, experts_B)]
 
 

@@ -23,6 +23,7 @@ from transformers import (
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
 from .token_record import Recorder
+from .transcript import Transcript
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _ADD_UP = (TopHLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)  # filters by running sums of probabilities
@@ -53,6 +54,12 @@ class KeyedChoice(LogitsProcessor):
         self._uniforms_BT, self._drawn = keys_B[:, None], range(0)  # of these positions
         self._largest = torch.zeros((), dtype=torch.int64, device=keys_B.device)
         self._vocabulary = 0
+
+    @classmethod
+    def of(cls, rows: Sequence[Transcript], prompt_width: int, recorder: Recorder, device: torch.device) -> KeyedChoice:
+        """The choice of the next tokens of transcripts."""
+        keys_B, offsets_B = torch.tensor([row.key for row in rows]), torch.tensor([len(row.ids) for row in rows])
+        return cls(keys_B.to(device), offsets_B.to(device), prompt_width, recorder)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         tokens_B = self.tokens(input_ids, scores)
