@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# DeepSpeed has no wheel and compiles an operator when it is used: its tests are skipped where that cannot be done
+# DeepSpeed has no wheel: its tests are skipped where it cannot be installed
 ENGINES := $(VENV)/.engines
 $(ENGINES): $(READY)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[deepspeed]' \

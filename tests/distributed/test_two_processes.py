@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.distributed import tasks
-from tests.support.launch import accelerate_launch, two_processes
+from tests.support import forks
+from tests.support.launch import ROOT, accelerate_launch, environment, launcher, two_processes
 from tests.support.trainers import error
 from tests.tolerances import UPDATE
 
@@ -20,11 +21,17 @@ def on_two(folder: Path, task: str, *arguments: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def four_groups(tmp_path_factory):
-    """Through the launcher, with the file that ships with the recipes."""
+def four_groups(tmp_path_factory, request):
+    """Through the launcher, with the file that ships with the recipes; with --full in interpreters of its own."""
     folder = tmp_path_factory.mktemp("four")
-    done = accelerate_launch(Path(tasks.__file__), str(folder), "train_and_evaluate", "4")
-    assert done.returncode == 0, done.stderr[-3000:]
+    started = [tasks.__file__, str(folder), "train_and_evaluate", "4"]
+    env = environment(PYTHONPATH=str(ROOT))
+    if forks.serves(env) and not request.config.getoption("--full"):
+        status, output = forks.run_forked_by(launcher(), started, env, 300)
+    else:
+        done = accelerate_launch(Path(started[0]), *started[1:])
+        status, output = done.returncode, done.stderr
+    assert status == 0, output[-3000:]
     return tasks.results(folder)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from .start import ROOT, python, write_start
+from tests.support import forks
+
+from .start import ROOT, write_start
 
 
 def test_the_script_of_the_documents_runs_trls_script_with_this_trainer(tmp_path):
@@ -28,8 +30,9 @@ def test_the_script_of_the_documents_runs_trls_script_with_this_trainer(tmp_path
         "save_steps": 1,
     }
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-    printed = python("train.py", *arguments, cwd=tmp_path)
-    assert "8 completions = 2 prompts x 4" in printed
+    done = forks.python("train.py", *arguments, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "8 completions = 2 prompts x 4" in done.stdout
     assert (tmp_path / "out" / "model.safetensors").is_file()
     state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())
     assert "rewards/long/mean" in state["log_history"][0]

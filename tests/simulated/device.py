@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,6 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -150,7 +149,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = func._schema.name.partition("::")[2]
     if func._schema.name == "prim::device":
         return torch.device("simulated", 0)
-    flat, spec = _pytree.tree_flatten((args, dict(kwargs)))
+    flat = _leaves((args, kwargs))
     ours = [value for value in flat if isinstance(value, SimulatedTensor)]
     others = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, SimulatedTensor)]
     on_device = bool(ours)
@@ -160,8 +159,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         on_device = _is_device(torch.device(kwargs["device"]))
     _record(name, args, kwargs, ours, others, on_device)
 
-    values = [_on_cpu(value) for value in flat]
-    cpu_args, cpu_kwargs = _pytree.tree_unflatten(values, spec)
+    cpu_args, cpu_kwargs = _mapped(_on_cpu, (args, kwargs))
     if name == "histc":  # of whole numbers on CUDA alone
         cpu_args = (cpu_args[0].float(), *cpu_args[1:])
     if name not in _COPIES:
@@ -179,7 +177,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if name == "histc":
         result = result.to(args[0].dtype)
     known = {id(tensor.on_cpu): tensor for tensor in ours} | {id(tensor): tensor for tensor in others}
-    meta = any(isinstance(value, torch.device) and value.type == "meta" for value in values)
+    meta = any(isinstance(value, torch.device) and value.type == "meta" for value in flat)
 
     def wrapped(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -188,7 +186,25 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return known[id(value)]
         return SimulatedTensor(value) if on_device and not meta and value.device.type == "cpu" else value
 
-    return _pytree.tree_map(wrapped, result)
+    return _mapped(wrapped, result)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The values of nested arguments; torch's pytree takes more time than the operators of tiny models."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return [value]
+    return [leaf for part in value for leaf in _leaves(part)]
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Nested arguments, or a result, with other values."""
+    if isinstance(value, Mapping):
+        return {name: _mapped(function, part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(function, part) for part in value])
+    return function(value)
 
 
 def _on_cpu(value: Any) -> Any:

@@ -148,11 +148,16 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
 def run_forked_by(
     launcher: Sequence[str], command: Sequence[str], environment: dict[str, str], timeout_s: float
 ) -> tuple[int | None, str]:
-    """As `launcher command`, on forked processes: the launcher starts a script that tells what it was given."""
+    """As `launcher command`, on forked processes: the launcher starts a script that tells what it was given.
+
+    Args:
+        launcher: an interpreter, `-m`, and a module with its arguments; it is forked too.
+    """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "tell.py"
         script.write_text(TELL)
-        subprocess.run([*launcher, str(script), folder], cwd=ROOT, env=environment, check=True, capture_output=True)
+        status, *texts = run([*launcher[1:], str(script), folder], [environment], timeout_s)
+        assert status == 0, texts
         told = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     # the launcher is gone, and with it the store of its own
     addresses = ranked({}, len(told))

@@ -20,12 +20,16 @@ def environment(**more: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in about_processes} | forks.SERVED | more
 
 
-def accelerate_launch(script: Path, *args: str, processes: int = 2, timeout: float = 300):
-    """Run `accelerate launch --config_file cpu_2.yaml script`; the environment says nothing about processes."""
+def launcher(processes: int = 2) -> list[str]:
+    """`accelerate launch --config_file cpu_2.yaml`."""
     config = ROOT / "recipes" / "accelerate" / "cpu_2.yaml"
-    env = environment(PYTHONPATH=str(ROOT))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--num_processes", str(processes), "--main_process_port", "0", str(script), *args]
+    return [*command, "--num_processes", str(processes), "--main_process_port", "0"]
+
+
+def accelerate_launch(script: Path, *args: str, processes: int = 2, timeout: float = 300):
+    """Run a script by `launcher`; the environment says nothing about processes."""
+    command, env = [*launcher(processes), str(script), *args], environment(PYTHONPATH=str(ROOT))
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 

@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +84,7 @@ class StandIn:
                     self.loaded = self.sent
                     self.policy.load_state_dict(load_file(self.folder / f"{self.loaded}.safetensors"), strict=False)
             seed = generation_kwargs.get("seed", next(self.numbers))
-            answers = [self.sample(ids, seed + place, max_tokens) for ids in prompts for place in range(n)]
+            answers = [answer for ids in prompts for answer in self.sample(ids, range(seed, seed + n), max_tokens)]
             time.sleep(random.SystemRandom().uniform(0, 0.02))
         finally:
             is_open.unlink()
@@ -95,14 +95,23 @@ class StandIn:
             "logprob_token_ids": [[[token] for token in ids] for ids, _ in answers],
         }
 
-    def sample(self, prompt: list[int], seed: int, length: int) -> tuple[list[int], list[float]]:
-        generator, ids, found = torch.Generator().manual_seed(seed), [], []
-        while len(ids) < length and (not ids or ids[-1] != 1):
+    def sample(self, prompt: list[int], seeds: Sequence[int], length: int) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probabilities for each seed."""
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        answers: list[tuple[list[int], list[float]]] = [([], []) for _ in seeds]
+        rows_BT = torch.tensor([prompt] * len(seeds))
+        for _ in range(length):
             with torch.no_grad():
-                logps = self.policy(input_ids=torch.tensor([prompt + ids])).logits[0, -1].log_softmax(-1)
-            ids.append(int(torch.multinomial(logps.exp(), 1, generator=generator)))
-            found.append(float(logps[ids[-1]]))
-        return ids, found
+                logps_BV = self.policy(input_ids=rows_BT).logits[:, -1].log_softmax(-1)
+            tokens = [int(torch.multinomial(row.exp(), 1, generator=g)) for row, g in zip(logps_BV, generators)]
+            rows_BT = torch.cat([rows_BT, torch.tensor(tokens)[:, None]], dim=1)
+            for (ids, logps), row, token in zip(answers, logps_BV, tokens):
+                if not ids or ids[-1] != 1:
+                    ids.append(token)
+                    logps.append(float(row[token]))
+            if all(ids[-1] == 1 for ids, _ in answers):
+                break
+        return answers
 
 
 def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr, kind: type[StandIn] = StandIn) -> StandIn:

@@ -40,9 +40,9 @@ class Serving(StandIn):
             self.adapters[name] = PeftModel.from_pretrained(tiny_model(), json["lora_path"])
         return SimpleNamespace(status_code=200)
 
-    def sample(self, prompt: list[int], seed: int, length: int) -> tuple[list[int], list[float]]:
+    def sample(self, *args: Any) -> Any:
         self.policy = self.adapters.get(self.model, self.base)
-        return super().sample(prompt, seed, length)
+        return super().sample(*args)
 
 
 @pytest.fixture

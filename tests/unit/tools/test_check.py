@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
 from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.check.splits import check, splits_of
 from grpo_ext.tools.stock import OURS, STOCK
+from tests.support import forks
 from tests.support.float64 import float64_throughout
 from tests.support.launches import run_all
 from tests.support.launches import train as train_forked
@@ -222,15 +222,16 @@ def test_no_process_is_left_of_a_launch_that_takes_too_long():
     assert [process.returncode for process in started] == [-9, -9]
 
 
-def test_the_processes_of_a_launch_end_with_their_caller():
-    code = "from tests.unit.tools.test_check import Hangs, runs; list(runs.train([Hangs()], 2))"
-    caller = subprocess.Popen([sys.executable, "-c", code])
+def test_the_processes_of_a_launch_end_with_their_caller(tmp_path):
+    script, said = tmp_path / "script.py", tmp_path / "said"
+    script.write_text("from tests.unit.tools.test_check import Hangs, runs; list(runs.train([Hangs()], 2))")
+    caller = forks.start([str(script)], {**os.environ, **forks.SERVED}, tmp_path, said, said)
     until = time.monotonic() + 90
     while len(workers := workers_of(caller.pid)) < 2:
         assert time.monotonic() < until
         time.sleep(0.1)
     caller.kill()
-    caller.wait()
+    caller.join()
     assert psutil.wait_procs(workers, timeout=60)[1] == []
 
 

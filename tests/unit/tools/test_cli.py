@@ -19,16 +19,13 @@ from grpo_ext.errors import ConfigError, ModelError
 from grpo_ext.tools import cli
 from grpo_ext.tools.cli import app, integers
 from grpo_ext.tools.options import read_settings
+from tests.support import forks
 
 runner = CliRunner()
 
 
-def run(*args: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "grpo_ext.tools.cli", *args], capture_output=True, text=True)
-
-
 def test_an_error_is_one_message_and_status_2():
-    done = run("plan", "--global_batch_size", "15", "--num_generations", "4")
+    done = forks.python("-m", "grpo_ext.tools.cli", "plan", "--global_batch_size", "15", "--num_generations", "4")
     assert done.returncode == 2
     assert "set global_batch_size to 12 or 16" in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
