@@ -315,7 +315,7 @@ def test_an_overflow_on_one_process_skips_the_step_on_all(launches, folder, engi
 
 
 # sampled ahead by a server, of which every process asks as much
-SERVER = {"use_vllm": True, "vllm_mode": "server", "top_k": 0, "learning_rate": 1e-2, "max_steps": 5}
+SERVER = {"use_vllm": True, "vllm_mode": "server", "top_k": 0, "learning_rate": 3e-3, "max_steps": 5}
 SERVER |= {"global_batch_size": 24, "rollout_batch_size": 24}
 SYNCED = {"beta": 0.1, "num_iterations": 2, "max_steps": 8, "sync_ref_model": True, "ref_model_sync_steps": 1}
 AHEAD = [
