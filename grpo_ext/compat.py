@@ -223,8 +223,10 @@ def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
         vllm_generation.LLM = engine
 
 
-def why_no_experts() -> str | None:
-    """Why a vLLM engine of this process cannot return the experts of its tokens, as a clause; None where it can."""
+def why_no_experts(mode: str) -> str | None:
+    """Why vLLM returns no experts of its tokens (`mode`: TRL's `vllm_mode`), as a clause; None where it does."""
+    if mode == "server":
+        return "TRL's client of a vLLM server returns no experts"
     vllm = importlib.import_module("vllm")
     if "enable_return_routed_experts" not in parameters_of(vllm.EngineArgs):
         return f"vLLM {vllm.__version__} returns no experts (EngineArgs has no enable_return_routed_experts)"

@@ -48,18 +48,14 @@ class Router:
     layer: int = -1
 
     @property
-    def width(self) -> int:
-        """How many experts it chooses."""
-        return self.columns.stop - self.columns.start
-
-    @property
     def dtype(self) -> torch.dtype:
         """Of recorded experts."""
         return torch.int8 if self.experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
 
     def is_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> bool:
         """Whether a `topk` is the choice of experts; some routers choose groups of experts before."""
-        return scores.dim() == 2 and scores.size(1) == self.experts and chosen.size(1) == self.width
+        width = self.columns.stop - self.columns.start
+        return scores.dim() == 2 and scores.size(1) == self.experts and chosen.size(1) == width
 
 
 class Routing:
@@ -287,12 +283,13 @@ def _verify(module: Any) -> None:
 
 def _experts_in(outputs: Any, router: Router) -> torch.Tensor | None:
     """The experts (N, K) in what a router returns: as ids, or as the scores (N, X) that are not zero."""
+    width = router.columns.stop - router.columns.start
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
     for tensor in tensors:
-        if not tensor.is_floating_point() and tensor.shape[1:] == (router.width,):
+        if not tensor.is_floating_point() and tensor.shape[1:] == (width,):
             return tensor
     for tensor in tensors:
         chosen_NX = tensor != 0
-        if tensor.shape[1:] == (router.experts,) and bool((chosen_NX.sum(1) == router.width).all()):
-            return chosen_NX.nonzero()[:, 1].view(-1, router.width)
+        if tensor.shape[1:] == (router.experts,) and bool((chosen_NX.sum(1) == width).all()):
+            return chosen_NX.nonzero()[:, 1].view(-1, width)
     return None

@@ -47,7 +47,6 @@ from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Rollouts
 from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine, VllmServer
-from .vllm_experts import why_recorded_later
 from .vllm_masks import replayed_filters, vllm_filters
 from .vllm_weights import Generation, versions_of
 
@@ -168,7 +167,7 @@ def _returned_routers(trainer: Any) -> list[Router]:
     """The routers whose experts a colocated engine returns; none where the log-probabilities' forward records them."""
     if not trainer.args.routing_replay or own_sampling(trainer) is not None:
         return []
-    if (reason := why_recorded_later(trainer.args)) is None:
+    if (reason := compat.why_no_experts(trainer.vllm_mode)) is None:
         return routers_of(base_model_of(trainer.model))
     logger.warning(f"routing_replay=True: {reason}, so they are recorded with the log-probabilities of the policy.")
     return []
@@ -375,8 +374,8 @@ def samples_by_key(trainer: Any) -> bool:
 
 def _samples_experts(trainer: Any) -> bool:
     """Whether completions come with the experts of their tokens."""
-    returned = bool(getattr(trainer._rollouts.worker.engine, "routers", ()))
-    return own_sampling(trainer) is None and (returned or samples_by_key(trainer))
+    returned = getattr(trainer._rollouts.worker.engine, "routers", ()) or samples_by_key(trainer)
+    return bool(returned) and own_sampling(trainer) is None
 
 
 def truncating_filters(trainer: Any) -> dict[str, Any]:

@@ -79,11 +79,9 @@ class VllmEngine:
             sampled = completions_of(ids, logps, self.generation.replayed, llm.kept_ids[first:])
             if not self.routers:
                 return sampled
-            rows = zip(sampled, llm.routed[first:], prompts)
-            return [
-                replace(turn, experts_NC=experts_of(routed, len(prompt + turn.ids), self.routers))
-                for turn, routed, prompt in rows
-            ]
+            lengths = [len(prompt) + len(turn.ids) for prompt, turn in zip(prompts, sampled)]
+            experts = (experts_of(*row, self.routers) for row in zip(llm.routed[first:], lengths))
+            return [replace(turn, experts_NC=experts_NC) for turn, experts_NC in zip(sampled, experts)]
 
 
 @dataclass(frozen=True)

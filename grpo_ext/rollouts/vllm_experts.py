@@ -1,8 +1,7 @@
-"""The experts that vLLM sent each token to, for `routing_replay`: when it is asked for them, and what is refused.
+"""Reads the experts that a colocated vLLM engine returns, for `routing_replay`. Not run on a GPU.
 
-A colocated engine returns them where its version takes `enable_return_routed_experts` (0.31, with its Model Runner V2,
-not on CPUs): those of all layers, for the tokens of prompt and completion except the last. Elsewhere they are recorded
-with the log-probabilities of the policy. Called by rollouts.build and rollouts.vllm. Not run on a GPU.
+vLLM returns those of all layers, for the tokens of prompt and completion except the last. Where it returns none
+(`compat.why_no_experts`) they are recorded with the log-probabilities of the policy. Called by rollouts.vllm.
 """
 
 from __future__ import annotations
@@ -12,21 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import compat
 from ..errors import RolloutError
 from ..forward.routing import LIVE, Router
-
-
-def why_recorded_later(args: Any) -> str | None:
-    """Why vLLM is not asked for experts, as a clause; None where it is."""
-    if args.vllm_mode == "server":
-        return "TRL's client of a vLLM server returns no experts"
-    return compat.why_no_experts()
-
-
-def asks_for_experts(args: Any, rollout_func: Any) -> bool:
-    """Whether a colocated engine is told to return experts; a `rollout_func` samples in its own way."""
-    return bool(args.use_vllm and args.routing_replay) and rollout_func is None and why_recorded_later(args) is None
 
 
 def experts_of(routed: Any, tokens: int, routers: Sequence[Router]) -> torch.Tensor:
@@ -39,30 +25,24 @@ def experts_of(routed: Any, tokens: int, routers: Sequence[Router]) -> torch.Ten
     Raises:
         RolloutError: the array is missing, of another shape, or holds what no router chooses.
     """
-    layers = [router.layer for router in routers]
-    if routed is None:
-        raise _unusable("none", tokens)
-    shape = tuple(routed.shape)
-    fits = len(shape) == 3 and shape[0] == tokens - 1 and 0 <= min(layers) and max(layers) < shape[1]
-    if not fits or {router.width for router in routers} != {shape[2]}:
-        choices = sorted({router.width for router in routers})
-        raise _unusable(f"an array {shape}, where routers of layers {layers} choose {choices} each", tokens)
-    experts_NRK = torch.from_numpy(routed[:, layers].astype("int32"))
-    limits_R1 = torch.tensor([[router.experts] for router in routers])
-    if bool((outside := (experts_NRK < 0) | (experts_NRK >= limits_R1)).any()):
-        most = int(limits_R1.max())
-        raise _unusable(f"expert {int(experts_NRK[outside][0])}, where routers have up to {most}", tokens)
-    ordered_NRK = experts_NRK.sort(-1).values
-    if bool((ordered_NRK[..., 1:] == ordered_NRK[..., :-1]).any()):
-        raise _unusable("one expert twice in the choice of a router", tokens)
-    dtype = max(routers, key=lambda router: router.experts).dtype
-    return torch.nn.functional.pad(experts_NRK.flatten(1).to(dtype), (0, 0, 0, 1), value=LIVE)
-
-
-def _unusable(returned: str, tokens: int) -> RolloutError:
-    return RolloutError(
+    layers, experts = [router.layer for router in routers], [router.experts for router in routers]
+    returned, choices = "none", routers[0].choices
+    if routed is not None:
+        shape = tuple(routed.shape)
+        returned = f"an array {shape}, where routers of layers {layers} make {choices} choices,"
+        fits = len(shape) == 3 and shape[0] == tokens - 1 and min(layers) >= 0 and max(layers) < shape[1]
+        if fits and len(layers) * shape[2] == choices:
+            experts_NRK = torch.from_numpy(routed[:, layers].astype("int32"))
+            ordered_NRK = experts_NRK.sort(-1).values
+            unknown_NR = (ordered_NRK[..., 0] < 0) | (ordered_NRK[..., -1] >= torch.tensor(experts))
+            unknown_NR |= (ordered_NRK[..., 1:] == ordered_NRK[..., :-1]).any(-1)
+            if not unknown_NR.any():
+                dtype = max(routers, key=lambda router: router.experts).dtype
+                return torch.nn.functional.pad(experts_NRK.flatten(1).to(dtype), (0, 0, 0, 1), value=LIVE)
+            returned = f"{experts_NRK[unknown_NR][0].tolist()} as a choice of different experts out of {max(experts)},"
+    raise RolloutError(
         "routing_replay=True: vLLM was told to return the experts of every token but the last "
-        f"(enable_return_routed_experts=True), and returned {returned}, for {tokens} tokens of a prompt and its "
-        "completion; use another version of vLLM, or vllm_mode='server', where experts are recorded with the "
-        "log-probabilities, or leave routing_replay out."
+        f"(enable_return_routed_experts=True), and returned {returned} for {tokens} tokens of prompt and completion; "
+        "use another version of vLLM, or vllm_mode='server', where they are recorded with the log-probabilities, or "
+        "leave routing_replay out."
     )

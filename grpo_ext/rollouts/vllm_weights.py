@@ -26,7 +26,6 @@ from .. import compat
 from ..errors import ConfigError, RolloutError
 from ..runtime.collectives import gather_lists
 from .keyed import most_kept
-from .vllm_experts import asks_for_experts
 from .vllm_masks import replayed_filters
 
 # fields of PEFT's LoraConfig that may have any value: vLLM reads them, or they do not change an adapter's output
@@ -289,7 +288,8 @@ def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:
 def engine_options(config: Any, model: Any, peft_config: Any, rollout_func: Any = None) -> dict[str, Any]:
     """What a colocated engine is started with beside TRL's options: to return masks and experts, to serve adapters."""
     options: dict[str, Any] = {"return_sampling_mask": True} if replayed_filters(config, rollout_func) else {}
-    if asks_for_experts(config, rollout_func):
+    replays_experts = config.use_vllm and config.routing_replay and rollout_func is None
+    if replays_experts and compat.why_no_experts(config.vllm_mode) is None:
         options["enable_return_routed_experts"] = True
     if not (config.use_vllm and config.vllm_lora and config.vllm_mode == "colocate"):
         return options
