@@ -9,10 +9,10 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def test_masks_that_this_platform_does_not_return_are_refused_by_name(run):
 
 
 def test_this_platform_returns_no_experts_though_vllm_takes_the_option():
-    assert compat.why_no_experts("colocate") == f"vLLM {version('vllm')} returns no experts on a CPU"
+    assert re.fullmatch(r"vLLM [\d.+a-z]+ returns no experts on a CPU", str(compat.why_no_experts("colocate")))
 
 
 @pytest.mark.parametrize("how", ["alone", "merged"])

@@ -64,7 +64,7 @@ def forms_of(model: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_routers_know_their_layers_and_columns(kind):
     model = model_of(kind)
-    routers, layers = routers_of(model), enumerate(model.get_decoder().layers)
+    routers, layers = routers_of(model), enumerate(model.model.layers)
     assert [r.layer for r in routers] == [
         i for i, layer in layers if any(hasattr(m, "experts") for m in layer.modules())
     ]
