@@ -212,8 +212,8 @@ def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
         except (TypeError, ValueError) as error:
             reason = shortened(" ".join(str(error).split()), 150)
             raise ConfigError(
-                f"vLLM does not start with {options}: {reason} Leave out what asks for it (vllm_lora, or a filter with "
-                "sampling_mask='replay', which needs vLLM 0.28 and its Model Runner V2, so no CPU)."
+                f"vLLM does not start with {options}: {reason} Leave out what asks for it (vllm_lora, routing_replay, "
+                "or a filter with sampling_mask='replay', which needs vLLM 0.28 and its Model Runner V2, so no CPU)."
             ) from error
 
     vllm_generation.LLM = start
@@ -221,6 +221,17 @@ def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         vllm_generation.LLM = engine
+
+
+def why_no_experts(mode: str) -> str | None:
+    """Why vLLM returns no experts of its tokens (`mode`: TRL's `vllm_mode`), as a clause; None where it does."""
+    if mode == "server":
+        return "TRL's client of a vLLM server returns no experts"
+    vllm = importlib.import_module("vllm")
+    if "enable_return_routed_experts" not in parameters_of(vllm.EngineArgs):
+        return f"vLLM {vllm.__version__} returns no experts (EngineArgs has no enable_return_routed_experts)"
+    on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
+    return f"vLLM {vllm.__version__} returns no experts on a CPU" if on_cpu else None
 
 
 def lora_request(name: str, number: int, path: Path) -> Any:

@@ -61,6 +61,7 @@ def check_routing(trainer: Any) -> None:
         ConfigError: names the setting or the override.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    config = None if trainer.use_vllm else trainer.generation_config
     override = overridden(trainer, SCORE, LOGPS)
     others = {
         f"{override} (it gets padded tensors, without the experts)": override is not None,
@@ -69,6 +70,6 @@ def check_routing(trainer: Any) -> None:
         "FSDP's activation_checkpointing (set gradient_checkpointing=True)": getattr(
             plugin, "activation_checkpointing", False
         ),
-        "prefill_chunk_size": getattr(trainer.generation_config, "prefill_chunk_size", None) is not None,
+        "prefill_chunk_size": getattr(config, "prefill_chunk_size", None) is not None,
     }
     refuse_combination("routing_replay=True", others, "Leave one of the two out.")

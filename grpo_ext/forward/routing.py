@@ -39,11 +39,13 @@ class Router:
     Attributes:
         columns: of its choices among those of all routers; choices: the number of these.
         experts: how many it chooses from.
+        layer: its number among the decoder layers, with and without experts; -1: unknown.
     """
 
     columns: slice
     choices: int
     experts: int
+    layer: int = -1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,24 +195,29 @@ def install_routers(model: Any) -> None:
         raise ModelError(
             f"routing_replay=True, and {type(model).__name__} has no routed experts; leave routing_replay out."
         )
-    widths = [modules[0].top_k for modules in layers]
+    widths = [modules[0].top_k for _, modules in layers]
     stops = list(itertools.accumulate(widths))
-    for modules, width, stop in zip(layers, widths, stops):
+    for (layer, modules), width, stop in zip(layers, widths, stops):
         for module in modules:
             if not hasattr(module.forward, "of_grpo_ext"):
                 _verify(module)
-                _install(module, Router(slice(stop - width, stop), stops[-1], module.num_experts))
+                _install(module, Router(slice(stop - width, stop), stops[-1], module.num_experts, layer))
 
 
-def _layers(model: Any) -> Iterator[list[Any]]:
-    """The routers of each layer with experts: one, or with PEFT's `modules_to_save` its copies too."""
+def routers_of(model: Any) -> list[Router]:
+    """The router of each layer with experts, after `install_routers`, in the order of their columns."""
+    return [modules[0].forward.of_grpo_ext for _, modules in _layers(model)]
+
+
+def _layers(model: Any) -> Iterator[tuple[int, list[Any]]]:
+    """The number and the routers of each layer with experts: one, or with PEFT's `modules_to_save` its copies too."""
     for path, block in model.named_modules():
         if not isinstance(getattr(block, "experts", None), nn.Module):
             continue
         modules = [module for name, module in block.named_modules() if name and _is_router(module)]
         if not modules:
             raise _unknown(f"{path} ({type(block).__name__}) has no router of its own")
-        yield modules
+        yield next((int(part) for part in path.split(".") if part.isdigit()), -1), modules
 
 
 def _is_router(module: nn.Module) -> bool:
@@ -237,7 +244,7 @@ def _install(module: Any, router: Router) -> None:
         with _Choice(router, place):
             return below(self, *args, **kwargs)
 
-    forward.of_grpo_ext = True  # type: ignore[attr-defined]
+    forward.of_grpo_ext = router  # type: ignore[attr-defined]
     module.forward = types.MethodType(forward, module)
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from transformers import ProcessorMixin
 
 from .. import compat
@@ -21,6 +22,8 @@ from ..algorithms.losses import RatioRule
 from ..batching.micro_batches import Form
 from ..errors import ConfigError
 from ..forward.images import PromptProcessor
+from ..forward.reference import base_model_of
+from ..forward.routing import Router, routers_of
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner
 from ..precision.half import as_in_training
@@ -46,6 +49,8 @@ from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine, VllmServer
 from .vllm_masks import replayed_filters, vllm_filters
 from .vllm_weights import Generation, versions_of
+
+logger = get_logger(__name__)
 
 SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
@@ -143,9 +148,10 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
         client = compat.client_of(generation) if trainer.vllm_mode == "server" else None
         replayed = replayed_filters(trainer.args, trainer.rollout_func)
         generation = trainer.vllm_generation = Generation.of(generation, versions_of(trainer, client), replayed)
+        routers = _returned_routers(trainer)
         if client is not None:
             return VllmServer(generation, client, trainer.args.vllm_seeds, profile)
-        return VllmEngine(generation, trainer.args.vllm_seeds, profile)
+        return VllmEngine(generation, trainer.args.vllm_seeds, profile, routers)
     if trainer.use_transformers_continuous_batching:
         return ContinuousBatching(trainer.trl_turn, model)
 
@@ -155,6 +161,16 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
             yield policy
 
     return TransformersEngine(model, generating, settings, images.of_transcripts, memory)
+
+
+def _returned_routers(trainer: Any) -> list[Router]:
+    """The routers whose experts a colocated engine returns; none where the log-probabilities' forward records them."""
+    if not trainer.args.routing_replay or own_sampling(trainer) is not None:
+        return []
+    if (reason := compat.why_no_experts(trainer.vllm_mode)) is None:
+        return routers_of(base_model_of(trainer.model))
+    logger.warning(f"routing_replay=True: {reason}, so they are recorded with the log-probabilities of the policy.")
+    return []
 
 
 def _check(trainer: Any, engine: Any) -> EngineCheck | None:
@@ -263,7 +279,7 @@ def terms_of(trainer: Any) -> Terms:
         limits=_turn_limits(trainer),
         replay=args.replays_masks,
         replays_experts=args.routing_replay,
-        record_experts=args.routing_replay and (own_sampling(trainer) is not None or not samples_by_key(trainer)),
+        record_experts=args.routing_replay and not _samples_experts(trainer),
         truncating=truncating_filters(trainer),
         ratios=ratios,
         hooks=hooks_of(trainer),
@@ -357,6 +373,12 @@ def samples_by_key(trainer: Any) -> bool:
     """Whether the random number of every token follows from its key."""
     engine = trainer._rollouts.worker.engine
     return isinstance(engine, TransformersEngine) and engine.samples_by_key(trainer.generation_config)
+
+
+def _samples_experts(trainer: Any) -> bool:
+    """Whether completions come with the experts of their tokens."""
+    returned = getattr(trainer._rollouts.worker.engine, "routers", ()) or samples_by_key(trainer)
+    return bool(returned) and own_sampling(trainer) is None
 
 
 def truncating_filters(trainer: Any) -> dict[str, Any]:

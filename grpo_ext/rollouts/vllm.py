@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
+from ..forward.routing import Router
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group
 from .rollout_func import TOGETHER, refuse_unequal_shares
 from .token_record import TokenRecord
 from .transcript import Sampled, Transcript
+from .vllm_experts import experts_of
 from .vllm_masks import mask_record
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
@@ -37,11 +39,13 @@ class VllmEngine:
         generation: `rollouts.vllm_weights.Generation`.
         seeded: each completion has a seed of its own.
         profile: TRL's profiling context of a name.
+        routers: of the model, in the order of their columns, where the engine returns experts; else none.
     """
 
     generation: Any
     seeded: bool
     profile: Callable[[str], AbstractContextManager[Any]]
+    routers: Sequence[Router] = ()
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
@@ -50,7 +54,7 @@ class VllmEngine:
 
         Raises:
             RolloutError: an engine samples for several processes that have different numbers of rows, or it returns
-                no masks although it was told to; raised on every process.
+                no masks or experts although it was told to; raised on every process.
         """
         engines = self.generation.tensor_parallel_size
         if engines > 1 and not any(transcript.turns for transcript in transcripts):
@@ -63,15 +67,21 @@ class VllmEngine:
             parts = gather_in_group(seeds, self.generation.tp_group, engines)
             seeds = [seed for part in parts for seed in part]
         llm = self.generation.llm
-        with assigned(llm, seeds=seeds, kept_ids=[]):
+        prompts = [transcript.prompt_ids + transcript.ids for transcript in transcripts]
+        with assigned(llm, seeds=seeds, kept_ids=[], routed=[]):
             _, ids, logps, _ = self.generation.generate(
-                prompts=[transcript.prompt_ids + transcript.ids for transcript in transcripts],
+                prompts=prompts,
                 images=images if any(images) else None,
                 num_generations=num_generations,
                 profiler=self.profile("vLLM.generate"),
             )
             first = self.generation.accelerator.process_index % engines * len(ids)  # of the rows of all of them
-            return completions_of(ids, logps, self.generation.replayed, llm.kept_ids[first:])
+            sampled = completions_of(ids, logps, self.generation.replayed, llm.kept_ids[first:])
+            if not self.routers:
+                return sampled
+            lengths = [len(prompt) + len(turn.ids) for prompt, turn in zip(prompts, sampled)]
+            experts = (experts_of(*row, self.routers) for row in zip(llm.routed[first:], lengths))
+            return [replace(turn, experts_NC=experts_NC) for turn, experts_NC in zip(sampled, experts)]
 
 
 @dataclass(frozen=True)

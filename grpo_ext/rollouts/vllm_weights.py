@@ -130,11 +130,13 @@ class ColocatedEngine:
         seeds: one for each row of the next call; None: vLLM draws all rows from one generator.
         adapter: vLLM's request for the adapter; None: without one.
         kept_ids: for each completion of the latest call the ids that its tokens were sampled from; None: not returned.
+        routed: for each of them the experts of its tokens, as vLLM returns them; None: not returned.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.seeds, self.adapter = engine, None, None
         self.kept_ids: list[list[list[int]] | None] = []
+        self.routed: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -145,8 +147,10 @@ class ColocatedEngine:
             for params, seed in zip(sampling_params, seeds):
                 params.seed = seed
         outputs = self.engine.generate(prompts, sampling_params=sampling_params, lora_request=self.adapter, **options)
-        masks = [getattr(one, "sampling_mask", None) for output in outputs for one in output.outputs]
+        completions = [completion for output in outputs for completion in output.outputs]
+        masks = [getattr(completion, "sampling_mask", None) for completion in completions]
         self.kept_ids = [None if mask is None else mask.token_ids for mask in masks]
+        self.routed = [getattr(completion, "routed_experts", None) for completion in completions]
         return outputs
 
 
@@ -282,8 +286,11 @@ def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:
 
 
 def engine_options(config: Any, model: Any, peft_config: Any, rollout_func: Any = None) -> dict[str, Any]:
-    """What a colocated engine is started with beside TRL's options, so that it returns masks and serves adapters."""
+    """What a colocated engine is started with beside TRL's options: to return masks and experts, to serve adapters."""
     options: dict[str, Any] = {"return_sampling_mask": True} if replayed_filters(config, rollout_func) else {}
+    replays_experts = config.use_vllm and config.routing_replay and rollout_func is None
+    if replays_experts and compat.why_no_experts(config.vllm_mode) is None:
+        options["enable_return_routed_experts"] = True
     if not (config.use_vllm and config.vllm_lora and config.vllm_mode == "colocate"):
         return options
     if isinstance(model, PeftModel):

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 import torch
 from accelerate.utils.other import get_free_port
 
+from grpo_ext import compat
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.rollouts.vllm import VllmServer, seeds_of
@@ -114,6 +116,10 @@ def test_masks_that_this_platform_does_not_return_are_refused_by_name(run):
     error = run(1, "masks")[0]["error"]
     assert "ConfigError: vLLM does not start with {'return_sampling_mask': True}" in error
     assert "requires Model Runner V2" in error
+
+
+def test_this_platform_returns_no_experts_though_vllm_takes_the_option():
+    assert re.fullmatch(r"vLLM [\d.+a-z]+ returns no experts on a CPU", str(compat.why_no_experts("colocate")))
 
 
 @pytest.mark.parametrize("how", ["alone", "merged"])

@@ -12,7 +12,7 @@ from torch import nn
 from grpo_ext.errors import ModelError
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed
+from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed, routers_of
 from tests.support.architectures import architecture
 from tests.support.packs import SHAPES, apart, gradient, rows_of
 from tests.tolerances import DIFFERENT, FLOAT32_SUMS
@@ -59,6 +59,18 @@ def forms_of(model: Any) -> list[Any]:
     forms = ["padded"]
     forms += ["prefix"] if why_no_prefix(model) is None else []
     return forms + (["packed"] if why_not_packed(model) is None else [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_routers_know_their_layers_and_columns(kind):
+    model = model_of(kind)
+    routers, layers = routers_of(model), enumerate(model.model.layers)
+    assert [r.layer for r in routers] == [
+        i for i, layer in layers if any(hasattr(m, "experts") for m in layer.modules())
+    ]
+    assert [r.columns.start for r in routers[1:]] + [r.choices for r in routers[:1]] == [
+        r.columns.stop for r in routers
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,12 +7,16 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from grpo_ext.algorithms.keyed_random import completion_keys
+from grpo_ext.errors import RolloutError
+from grpo_ext.forward.routing import LIVE, Router
 from grpo_ext.rollouts.transcript import Sampled, Transcript
 from grpo_ext.rollouts.vllm import VllmEngine, VllmServer, seeds_of
+from grpo_ext.rollouts.vllm_experts import experts_of
 from grpo_ext.rollouts.vllm_weights import ColocatedEngine
 from tests.support.server import generation_settings
 
@@ -71,9 +75,11 @@ def test_a_colocated_engine_gets_one_parameter_set_for_each_row_or_draws_them_to
         assert params is shared
 
 
-def test_a_process_of_a_tensor_parallel_engine_takes_the_masks_of_its_own_rows():
+def test_a_process_of_a_tensor_parallel_engine_takes_masks_and_experts_of_its_own_rows():
     rows = range(12)  # of two processes
-    outputs = [[SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=[[row, 50]]))] for row in rows]
+    routed, routers = [np.array([[[row, 50]]], np.uint8) for row in rows], [Router(slice(0, 2), 2, 51, 0)]
+    masks = [SimpleNamespace(token_ids=[[row, 50]]) for row in rows]
+    outputs = [[SimpleNamespace(sampling_mask=m, routed_experts=r)] for m, r in zip(masks, routed)]
     llm = ColocatedEngine(SimpleNamespace(generate=lambda *_, **__: [SimpleNamespace(outputs=o) for o in outputs]))
     for rank in range(2):
 
@@ -84,10 +90,21 @@ def test_a_process_of_a_tensor_parallel_engine_takes_the_masks_of_its_own_rows()
         engine = {"tensor_parallel_size": 2, "llm": llm, "generate": generate, "replayed": {"top_p": 0.9}}
         generation = generation_settings(accelerator=SimpleNamespace(process_index=2 + rank), **engine)
         later = [dataclasses.replace(row, turns=1) for row in transcripts()]  # the first turn compares processes
-        sampled = VllmEngine(generation, False, contextlib.nullcontext).generate(later, None, 2)
+        sampled = VllmEngine(generation, False, contextlib.nullcontext, routers).generate(later, None, 2)
+        assert [row.experts_NC.tolist() for row in sampled] == [[[6 * rank + i, 50], [LIVE, LIVE]] for i in range(6)]
         assert [row.record.ids_K.tolist() for row in sampled] == [[6 * rank + i, 50] for i in range(6)]
         assert [float(row.record.logps_T) for row in sampled] == [-0.5] * 6
-    assert llm.kept_ids == []  # which are large
+    assert llm.kept_ids == llm.routed == []  # which are large
+
+
+def test_experts_of_the_layers_with_a_router_are_taken_in_the_dtype_of_recorded_ones():
+    routed = np.array([[[0, 0], [299, 5], [0, 0], [7, 8]]], np.uint16)
+    routers = [Router(slice(0, 2), 4, 300, 1), Router(slice(2, 4), 4, 300, 3)]
+    experts_NC = experts_of(routed, 2, routers)
+    assert experts_NC.tolist() == [[299, 5, 7, 8], [LIVE] * 4]
+    assert experts_NC.dtype == routers[0].dtype == torch.int16
+    with pytest.raises(RolloutError, match=r"layers \[1, -1\]"):  # a router whose layer is not known
+        experts_of(routed, 2, [routers[0], dataclasses.replace(routers[1], layer=-1)])
 
 
 def server() -> tuple[VllmServer, list[dict[str, Any]]]:
