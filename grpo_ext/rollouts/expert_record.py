@@ -27,7 +27,7 @@ class ExpertRecorder:
         self.steps: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def newest(self, rows: int) -> torch.Tensor:
-        """The experts (rows, C) of the newest token of each row; `LIVE` after the first forward, that of the prompts."""
+        """The experts (rows, C) of the newest token of each row; `LIVE` after the forward of the prompts."""
         experts_NC = self.routing.take()
         if self._prompts is None:
             self._prompts = experts_NC.cpu()
