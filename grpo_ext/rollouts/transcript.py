@@ -140,5 +140,5 @@ def _continued(before_NC: torch.Tensor | None, turn_NC: torch.Tensor | None) -> 
     """The experts after a turn, which ran all earlier tokens again; what was recorded first stays."""
     if before_NC is None or turn_NC is None:
         return turn_NC
-    again_NC = turn_NC[: len(before_NC)]
-    return torch.cat([torch.where(before_NC == LIVE, again_NC, before_NC), turn_NC[len(before_NC) :]])
+    ran = len(before_NC) - 1  # all but the last token
+    return torch.cat([before_NC[:ran], turn_NC[ran:]])
