@@ -40,7 +40,7 @@ from .shared_prefix import Part
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # arguments of a model, positions that predict the completion tokens (S,), how often each token counts, and its place
-# among the tokens of all rows (N,), -1 for padding; on the CPU
+# among the tokens of all rows (N,), as in `FormBatch.source_N`; on the CPU
 _Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -97,8 +97,8 @@ class FormBatch:
             that is the batch of the prompts, and after it that of the completions.
         counts_BL: how often the padded batch would have computed each token.
         places_2S: of `TokenRows.places`.
-        source_N: for each token of the flattened batch its place among the tokens of all rows, -1 for padding; on the
-            CPU.
+        source_N: for each token of the flattened batch its place among the tokens of all rows, on the CPU; -1 for
+            padding, but the filling of a pack repeats the first token.
     """
 
     form: Form
@@ -163,10 +163,10 @@ def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
     A prompt that ran once for several completions has them in the first of these.
     """
     assert batch.targets.routing is not None
-    recorded_NC = batch.targets.routing.take().cpu()
-    experts_NC = recorded_NC.new_full((len(rows.ids_N) + 1, recorded_NC.size(1)), LIVE)
-    experts_NC[batch.source_N] = recorded_NC  # -1: padding
-    return experts_NC[:-1]
+    recorded_NC, real_N = batch.targets.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
+    experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
+    experts_NC[batch.source_N[real_N]] = recorded_NC[real_N]
+    return experts_NC
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
@@ -214,8 +214,7 @@ def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
         "position_ids": pack.positions_N.unsqueeze(0),
         LAYOUT: pack.layout,
     }
-    source_N = pack.source_N.where(pack.counts_N > 0, -1)
-    return inputs, pack.predictor_S, pack.counts_N.unsqueeze(0), source_N
+    return inputs, pack.predictor_S, pack.counts_N.unsqueeze(0), pack.source_N
 
 
 def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
