@@ -209,11 +209,11 @@ def sample_chunk(
     width = inputs["input_ids"].size(1)
     if images is not None:
         inputs |= images.inputs(firsts, inputs["input_ids"], [len(prompts[row]) for row in firsts], width)
-    choice, experts = None, ExpertRecorder() if keyed and settings.record_experts else None
+    choice = None
     if keyed:
         keys_B, offsets_B = torch.tensor([row.key for row in rows]), torch.tensor([len(row.ids) for row in rows])
         filters, recorder = sampling_filters(model, config, settings.replay)
-        recorder.experts = experts
+        recorder.experts = ExpertRecorder() if settings.record_experts else None
         choice = KeyedChoice(keys_B.to(device), offsets_B.to(device), width, recorder)
         inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, choice])
         config = greedy_config(config)
@@ -222,6 +222,7 @@ def sample_chunk(
         rows_B = torch.tensor(numbers, device=device)
         decode = functools.partial(compact_decode, rows_B=rows_B, choice=choice, of_prompts=tuple(of_prompts))
         inputs |= {"custom_generate": decode, "past_key_values": RolloutCache(model, device)}
+    experts = None if choice is None else choice.recorder.experts
     with routed(model, None if experts is None else experts.routing):
         output = model.generate(**inputs, generation_config=config)
     if choice is not None and choice.was_broken():
