@@ -285,11 +285,10 @@ class GRPOConfig(trl.GRPOConfig):
         return self.sampling_mask == "replay"
 
     @property
-    def replays(self) -> str | None:
-        """The setting that replays what sampling recorded, with its value; None where nothing is replayed."""
-        if self.replays_masks:
-            return "sampling_mask='replay'"
-        return "routing_replay=True" if self.routing_replay else None
+    def replay_settings(self) -> str:
+        """The settings that replay what sampling recorded, for messages; empty where nothing is replayed."""
+        settings = {"sampling_mask='replay'": self.replays_masks, "routing_replay=True": self.routing_replay}
+        return " and ".join(name for name, replays in settings.items() if replays)
 
     @property
     def unit_rows(self) -> int | None:

@@ -19,11 +19,18 @@ _NOT_REPLAYED: dict[str, Any] = {
 
 
 def check_replay(trainer: Any) -> None:
-    """Refuse sampling that cannot be replayed.
+    """Refuse sampling and forwards that cannot be recorded or replayed, where that is asked for.
 
     Raises:
         ConfigError: names the setting or the override.
     """
+    if trainer.args.replays_masks:
+        _check_masks(trainer)
+    if trainer.args.routing_replay:
+        _check_routing(trainer)
+
+
+def _check_masks(trainer: Any) -> None:
     sampling = overridden(trainer, SCORE, "_generate", "_generate_single_turn")
     elsewhere = trainer.use_vllm or trainer.rollout_func is not None  # see rollouts.vllm_masks
     if sampling is None and not elsewhere and not samples_by_key(trainer):
@@ -54,12 +61,7 @@ def check_replay(trainer: Any) -> None:
         )
 
 
-def check_routing(trainer: Any) -> None:
-    """Refuse forwards whose experts cannot be recorded or replayed.
-
-    Raises:
-        ConfigError: names the setting or the override.
-    """
+def _check_routing(trainer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     config = None if trainer.use_vllm else trainer.generation_config
     override = overridden(trainer, SCORE, LOGPS)

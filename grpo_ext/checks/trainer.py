@@ -53,7 +53,7 @@ from .model import (
     refuse_prompt_learning,
     split_dependence,
 )
-from .replay import check_replay, check_routing
+from .replay import check_replay
 
 logger = get_logger(__name__)
 
@@ -230,10 +230,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
         check_half_weights(policy, config.fp16)
     if config.rollout_lag:
         _check_ahead(trainer, config)
-    if config.replays_masks:
-        check_replay(trainer)
-    if config.routing_replay:
-        check_routing(trainer)
+    check_replay(trainer)
     return uncovered + _check_lengths(trainer, config)
 
 
@@ -327,10 +324,7 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
     refuse_overrides(trainer)
     if trainer.args.bitwise_invariant:
         check_bitwise(trainer)
-    if trainer.args.replays_masks:
-        check_replay(trainer)
-    if trainer.args.routing_replay:
-        check_routing(trainer)
+    check_replay(trainer)
     sampling = _uncovered_sampling(trainer)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")

@@ -40,7 +40,7 @@ from .shared_prefix import Part
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # arguments of a model, positions that predict the completion tokens (S,), how often each token counts, and its place
-# among the tokens of all rows (N,), -1 for padding; on the CPU
+# among the tokens of all rows (N,), as in `FormBatch.source_N`; on the CPU
 _Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -97,8 +97,8 @@ class FormBatch:
             that is the batch of the prompts, and after it that of the completions.
         counts_BL: how often the padded batch would have computed each token.
         places_2S: of `TokenRows.places`.
-        source_N: for each token of the flattened batch its place among the tokens of all rows, -1 for padding; on the
-            CPU.
+        source_N: for each token of the flattened batch its place among the tokens of all rows, on the CPU; -1 for
+            padding, but the filling of a pack repeats the first token.
     """
 
     form: Form
@@ -141,12 +141,13 @@ def lay_out(
         layout = _padded(policy, rows, multiple)
     masks = None if rows.kept is None else rows.kept.masks(suppressed)
     *on_device, source_N = layout
-    experts = [] if rows.experts_NC is None else [_replayed(rows.experts_NC, source_N)]
-    tensors = on_device, rows.targets(), rows.places(), parts, {} if masks is None else masks.tensors, experts
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, moved, experts = to_device(tensors, device)
-    routing = None
-    if experts or record_experts:
-        routing = Routing(experts[0] if experts else None, counts_BL.flatten())
+    experts_NC = rows.experts_NC
+    if experts_NC is not None:
+        experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=LIVE)[source_N]  # -1: padding
+    tensors = on_device, rows.targets(), rows.places(), parts, {} if masks is None else masks.tensors, experts_NC
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, moved, experts_NC = to_device(tensors, device)
+    routes = record_experts or experts_NC is not None
+    routing = Routing(experts_NC, counts_BL.flatten()) if routes else None
     for window, calls in parts.items():
         inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":
@@ -156,25 +157,15 @@ def lay_out(
     return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N)
 
 
-def _replayed(experts_NC: torch.Tensor, source_N: torch.Tensor) -> torch.Tensor:
-    """The experts of the tokens of a batch; padding is routed as it comes."""
-    return torch.cat([experts_NC, experts_NC.new_full((1, experts_NC.size(1)), LIVE)])[source_N]
-
-
 def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
-    """The experts that a forward recorded for each token of `rows`, as in `TokenRows.experts_NC`.
+    """The experts that a forward recorded for each token of `rows`; `LIVE` for tokens that did not run.
 
-    A prompt that ran once has them for each of its completions; tokens that did not run have none (`LIVE`).
+    A prompt that ran once for several completions has them in the first of these.
     """
     assert batch.targets.routing is not None
     recorded_NC, real_N = batch.targets.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
     experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
     experts_NC[batch.source_N[real_N]] = recorded_NC[real_N]
-    starts = rows.starts_B
-    for row, same in enumerate(rows.same_prompt, start=1):
-        if same:
-            before, here, length = starts[row - 1], starts[row], rows.prompts_B[row]
-            experts_NC[here : here + length] = experts_NC[before : before + length]
     return experts_NC
 
 
@@ -262,7 +253,7 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
     # a prompt counts once for each of its completions
     times_G1 = torch.bincount(prompt_B, minlength=len(runs))[:, None]
     counts = [inputs["attention_mask"] * times_G1, mask[:, prompt : prompt + columns]]
-    source_BL = torch.nn.functional.pad(rows.in_padded(multiple), (0, max(columns - width, 0)), value=-1)
+    source_BL = _sources(mask)
     source = [source_BL[first_G, :prompt], source_BL[:, prompt : prompt + columns]]
     flat_counts, source_N = (torch.cat([part.flatten() for part in parts]) for parts in (counts, source))
     return inputs, before_BT[targets], flat_counts[None], source_N
@@ -277,8 +268,12 @@ def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
         inputs["position_ids"] = positions
     targets = torch.zeros_like(attended, dtype=torch.bool)
     targets[:, -width:] = attended[:, -width:].bool()
-    source_N = rows.in_padded(multiple).flatten()
-    return inputs, targets.reshape(-1).nonzero().squeeze(1) - 1, attended, source_N
+    return inputs, targets.reshape(-1).nonzero().squeeze(1) - 1, attended, _sources(mask).flatten()
+
+
+def _sources(mask_BL: torch.Tensor) -> torch.Tensor:
+    """The number of each token among those that are not padding, -1 for padding."""
+    return torch.full_like(mask_BL, -1).masked_scatter(mask_BL.bool(), torch.arange(int(mask_BL.sum())))
 
 
 # ---- Positions ------------------------------------------------------------------------------------------------------

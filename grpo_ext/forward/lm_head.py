@@ -110,7 +110,8 @@ class LogProbs:
         router: of a MoE model, where requested.
         places_2S: of `TokenRows.places`, on the device.
         routing: of the forward's tokens; None where nothing is recorded or replayed.
-        experts_NC: the experts that were recorded for each token of the rows, as in `TokenRows`.
+        experts_NC: the experts that were recorded for each token of the rows, on the CPU; a prompt that ran once for
+            several completions has them in the first of these.
     """
 
     logps_S: torch.Tensor

@@ -1,12 +1,12 @@
 """Replays which experts each token of a mixture-of-experts model was sent to.
 
 Two forwards of the same tokens choose other experts where scores lie close, above all in half precision (Ma et al.,
-arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. Weights are those of the
-live router's scores, so gradients reach it; the load-balancing loss is of the live router too, because it moves the
-router's choice of tomorrow, not the one that is replayed.
+arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. The experts' weights come
+from the live router's scores, so gradients reach it; the load-balancing loss is the live router's too, because it is
+there to change what the router chooses next.
 
-transformers' routers differ in how they make weights of scores; in all of them `torch.topk` over the scores of the
-experts is the choice. Around a router's forward that call is recorded, or returns the recorded experts with their live
+transformers' routers turn scores into weights in different ways, and all of them choose by `torch.topk` over the scores
+of the experts. Inside a router's forward that call is recorded, or it returns the recorded experts with their live
 scores. Shapes: N tokens of a forward, X experts, K of them chosen by a router, C choices of all routers.
 """
 
@@ -49,11 +49,11 @@ class Router:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of recorded experts."""
+        """The dtype of recorded experts."""
         return torch.int8 if self.experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
 
     def is_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> bool:
-        """Whether a `topk` is the choice of experts; some routers choose groups of experts before."""
+        """Whether a call of `topk` chooses experts; some routers choose groups of experts by another one before."""
         width = self.columns.stop - self.columns.start
         return scores.dim() == 2 and scores.size(1) == self.experts and chosen.size(1) == width
 
@@ -64,15 +64,15 @@ class Routing:
     Attributes:
         experts_NC: the experts to replay, `LIVE` where the router chooses; None: record.
         counts_N: how often the padded batch would have computed each token.
-        changed, replayed: choices of routers that were replayed, and those among them that the live router would have
-            made otherwise; each weighted with `counts_N`.
+        replayed: number of replayed choices, one for each router and token, weighted with `counts_N`.
+        changed: number of those for which the live router would have chosen other experts.
     """
 
     def __init__(self, experts_NC: torch.Tensor | None = None, counts_N: torch.Tensor | None = None) -> None:
         self.experts_NC, self.counts_N = experts_NC, counts_N
         self.changed: torch.Tensor | int = 0
         self.replayed: torch.Tensor | int = 0
-        self._recorded: dict[tuple[int, int], torch.Tensor] = {}  # by first token and first column
+        self._recorded: dict[int, dict[int, torch.Tensor]] = {}  # by first token, and by first column
         self._choices = 0  # of all routers
 
     def choose(self, router: Router, first: int, counting: bool, scores_NX: torch.Tensor, live: Any) -> Any:
@@ -80,11 +80,12 @@ class Routing:
 
         Args:
             first: number of the first of these tokens in the forward.
-            live: what it would return.
+            counting: add to `changed` and `replayed`.
+            live: what `topk` returned.
         """
         live_NK = live[1]
         if self.experts_NC is None:
-            self._recorded[first, router.columns.start] = live_NK.to(router.dtype)
+            self._recorded.setdefault(first, {})[router.columns.start] = live_NK.to(router.dtype)
             self._choices = router.choices
             return live
         tokens = slice(first, first + len(scores_NX))
@@ -104,18 +105,16 @@ class Routing:
         Raises:
             ModelError: the forward left out a router.
         """
-        parts: dict[int, list[torch.Tensor]] = {}
-        for (first, _), part in sorted(self._recorded.items(), key=lambda entry: entry[0]):
-            parts.setdefault(first, []).append(part)
+        passes = [[part for _, part in sorted(parts.items())] for _, parts in sorted(self._recorded.items())]
         self._recorded.clear()
-        if not parts or any(sum(part.size(1) for part in row) != self._choices for row in parts.values()):
+        if not passes or any(sum(part.size(1) for part in parts) != self._choices for parts in passes):
             raise _unknown("a forward chose experts without its routers")
-        return torch.cat([torch.cat([part.to(row[0].device) for part in row], dim=1) for row in parts.values()])
+        return torch.cat([torch.cat([part.to(parts[0].device) for part in parts], dim=1) for parts in passes])
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where routers are in a forward: its routing, the number of the first token, whether they are counted."""
+    """The part of a forward that runs: its routing, the number of its first token, whether choices are counted."""
 
     routing: Routing
     first: int
@@ -141,7 +140,7 @@ class _Choice(TorchFunctionMode):
 
 
 @contextmanager
-def _at(place: _Place | None) -> Iterator[None]:
+def _at(place: _Place) -> Iterator[None]:
     token = _place.set(place)
     try:
         yield
@@ -151,31 +150,30 @@ def _at(place: _Place | None) -> Iterator[None]:
 
 @contextmanager
 def routed(model: Any, routing: Routing | None, first: int = 0) -> Iterator[None]:
-    """Inside, the routers of a model record or replay; recomputation under gradient checkpointing replays the same.
+    """Inside, the routers of a model record or replay; so do those of layers that gradient checkpointing runs again.
 
     Args:
-        routing: None: nothing is recorded or replayed.
+        routing: of the forward; None: nothing is recorded or replayed.
         first: number of the first of these tokens in the forward.
     """
     if routing is None:
         yield
         return
-    with ExitStack() as stack:
-        stack.enter_context(_at(_Place(routing, first)))
+    place = _Place(routing, first)
+    with _at(place), ExitStack() as stack:
         for module in model.modules() if torch.is_grad_enabled() else ():
             if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
-                routed_again = functools.partial(_checkpoint, checkpoint)
+                routed_again = functools.partial(_checkpoint, checkpoint, place)
                 stack.enter_context(assigned(module, _gradient_checkpointing_func=routed_again))
         yield
 
 
-def _checkpoint(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer under gradient checkpointing, again at the same place when it is recomputed."""
-    place, runs = _place.get(), itertools.count()
+def _checkpoint(checkpoint: Callable[..., Any], place: _Place, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer under gradient checkpointing; its recomputation replays the same experts, and is not counted."""
+    runs = itertools.count()
 
     def run(*inputs: Any) -> Any:
-        first_run = next(runs) == 0
-        with _at(None if place is None else replace(place, counting=place.counting and first_run)):
+        with _at(replace(place, counting=next(runs) == 0)):
             return function(*inputs)
 
     return checkpoint(run, *args)
@@ -185,7 +183,7 @@ def _checkpoint(checkpoint: Callable[..., Any], function: Callable[..., Any], *a
 
 
 def install_routers(model: Any) -> None:
-    """Let the routers of a model record and replay, inside `routed`; once for a model.
+    """Let the routers of a model record and replay inside `routed`.
 
     Raises:
         ModelError: the model has no experts, or chooses them in a way that is not known.
@@ -249,10 +247,10 @@ def _install(module: Any, router: Router) -> None:
 
 
 def _verify(module: Any) -> None:
-    """Run a router on random numbers: what is recorded is what it chose, and what is replayed is what it returns.
+    """Check on random numbers that a router returns the experts that are recorded and those that are replayed.
 
     Raises:
-        ModelError: one of the two does not hold.
+        ModelError: it does not, or it cannot be run.
     """
     name, generator = type(module).__name__, torch.Generator().manual_seed(0)
     router = Router(slice(0, module.top_k), module.top_k, module.num_experts)

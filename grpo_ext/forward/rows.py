@@ -136,11 +136,6 @@ class TokenRows:
         ids = self.ids_N.new_zeros(mask.shape).masked_scatter(mask, self.ids_N)
         return ids, mask.long(), width
 
-    def in_padded(self, multiple: int = 1) -> torch.Tensor:
-        """For each token of `padded` its place in `ids_N`, -1 for padding; (B, L)."""
-        _, mask, _ = self.padded(multiple)
-        return torch.full(mask.shape, -1).masked_scatter(mask.bool(), torch.arange(len(self.ids_N)))
-
     def attention_mask(self, tokens_BL: torch.Tensor) -> torch.Tensor:
         """1 on the tokens of a padded batch that attention sees; `tokens_BL` as of `padded`."""
         if self.attended_N is None:

@@ -173,9 +173,9 @@ class ForwardRunner:
             record_experts: record the experts of each token.
 
         Returns:
-            The log-probabilities, and the recorded experts, as in `TokenRows.experts_NC`.
+            The log-probabilities, and the recorded experts, as in `LogProbs.experts_NC`.
         """
-        parts = self._run_chunks(model, rows, limits, record_experts=record_experts)
+        parts = self._run_chunks(model, rows, limits, with_entropy=False, record_experts=record_experts)
         experts = [part.experts_NC for part in parts if part.experts_NC is not None]
         return torch.cat([part.logps_S for part in parts]), torch.cat(experts) if experts else None
 
@@ -195,7 +195,7 @@ class ForwardRunner:
         """
         width = inputs["completion_ids"].size(1)
         if override is None:
-            output, device = self._forward(model, rows, True, with_router), inputs["completion_ids"].device
+            output, device = self._forward(model, rows, with_router=with_router), inputs["completion_ids"].device
             assert output.entropies_S is not None
             shape = (output.places_2S, len(rows), width)
             logps, entropies = (in_columns(v, *shape).to(device) for v in (output.logps_S, output.entropies_S))
@@ -230,17 +230,17 @@ class ForwardRunner:
             ConfigError: sampling masks or experts are replayed, and those of these tokens are not known.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
-        if request is None and self.args.replays:
+        if request is None and self.args.replay_settings:
             raise ConfigError(
-                f"{self.args.replays}: _get_per_token_logps_and_entropies was called with other tensors than it was "
-                "given, and what was recorded of these is not known; leave it out."
+                f"{self.args.replay_settings}: _get_per_token_logps_and_entropies was called with other tensors than "
+                "it was given, and what was recorded of these is not known; leave replay out."
             )
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
+        options = {"with_entropy": compute_entropy, "with_router": compute_aux_loss}
         if request is not None and request.limits is not None:
-            parts = self._run_chunks(model, rows, request.limits, compute_entropy, compute_aux_loss)
+            parts = self._run_chunks(model, rows, request.limits, **options)
         else:
-            chunks = self._cut(model, rows, batch_size)
-            parts = [self._forward(model, rows.part(part), compute_entropy, compute_aux_loss) for part in chunks]
+            parts = [self._forward(model, rows.part(part), **options) for part in self._cut(model, rows, batch_size)]
         routers = [part.router for part in parts if part.router is not None]
         aux_loss = None
         if routers:
@@ -265,13 +265,7 @@ class ForwardRunner:
         return cut_in_order(sizes, batch_size or len(rows), max_tokens, form)
 
     def _run_chunks(
-        self,
-        model: Any,
-        rows: TokenRows,
-        limits: tuple[int | None, int | None, int],
-        with_entropy: bool = False,
-        with_router: bool = False,
-        record_experts: bool = False,
+        self, model: Any, rows: TokenRows, limits: tuple[int | None, int | None, int], **options: bool
     ) -> list[LogProbs]:
         """Run a rollout in chunks that fit into memory, canonical units in bitwise mode; see `rollout_log_probs`."""
         with self.accelerator.autocast():
@@ -284,8 +278,7 @@ class ForwardRunner:
             chunks = [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(len(rows)), unit)]
 
         def work(piece: Sequence[int]) -> LogProbs:
-            part = rows.part(slice(piece[0], piece[-1] + 1))
-            return self._forward(model, part, with_entropy, with_router, record_experts)
+            return self._forward(model, rows.part(slice(piece[0], piece[-1] + 1)), **options)
 
         # where a forward is a collective, every process runs as many; a process with fewer chunks repeats its last one
         forwards = max_over_processes(len(chunks), self.accelerator.device) if self.sharded else len(chunks)
@@ -296,16 +289,13 @@ class ForwardRunner:
             outputs += parts if number < len(chunks) else []
         return outputs
 
-    def _forward(
-        self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool, record_experts: bool = False
-    ) -> LogProbs:
-        """Run rows in one forward, with gradients where they are on."""
+    def _forward(self, model: Any, rows: TokenRows, **options: bool) -> LogProbs:
+        """Run rows in one forward, with gradients where they are on; `options` as of `lay_out`."""
         form, policy = self.choice.form(model), base_model_of(model)
         # outside `in_form_of`, a backward pass under gradient checkpointing would run the layers again in another form
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy
         if again or rows.attended_N is not None:
             form = "padded"
-        options: dict[str, Any] = {"with_router": with_router, "with_entropy": with_entropy, "multiple": self.multiple}
-        options |= {"suppressed": self.suppressed, "record_experts": record_experts}
+        fixed: dict[str, Any] = {"multiple": self.multiple, "suppressed": self.suppressed}
         with self.accelerator.autocast():
-            return run_rows(form, model, rows, self.accelerator.device, **options)
+            return run_rows(form, model, rows, self.accelerator.device, **fixed, **options)

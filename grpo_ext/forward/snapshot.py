@@ -64,8 +64,8 @@ def refuse_replaced_forward(model: nn.Module, by_user: bool = False) -> None:
     """Refuse a model whose copy would run the weights of the original.
 
     Args:
-        by_user: TRL has not replaced the forwards of the model and of its base yet, so they count too, but not the head
-            that an earlier trainer of this package has left. Otherwise a copy gets those of its class.
+        by_user: also refuse forwards of the model and of its base, unless an earlier trainer of this package replaced
+            them (called before TRL does). Otherwise these are accepted: a copy gets the forwards of its class.
 
     Raises:
         ModelError: names the module whose forward was replaced.

@@ -78,7 +78,7 @@ class Recorder(LogitsProcessor):
     _before_B: torch.Tensor | None = None  # log-sum of the scores before the filters
     _bounded: tuple[torch.Tensor, ...] = ()  # counts and ids of the scores that are drawn from
     _numbers_B: torch.Tensor | None = None  # of the rows that are left, among all
-    _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # numbers, probabilities, mass, counts and ids
+    _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # numbers of rows, and columns of `add`
     _parts: dict[int, list[TokenRecord]] = field(default_factory=dict)  # of each row, on the host
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -103,9 +103,8 @@ class Recorder(LogitsProcessor):
             mass = ((scores_BV.gather(1, tokens_B1).squeeze(1) - self._before_B).exp() / probabilities_B,)
         if self._numbers_B is None:
             self._numbers_B = torch.arange(len(tokens_B), device=tokens_B.device)
-        if self.experts is not None:
-            self.experts.add(self._numbers_B)
-        self._steps.append((self._numbers_B, probabilities_B, *mass, *self._bounded))
+        experts = () if self.experts is None else (self.experts.newest(len(tokens_B)),)
+        self._steps.append((self._numbers_B, probabilities_B, *mass, *self._bounded, *experts))
         if len(self._steps) == _AT_ONCE:
             self._flush()
 
@@ -120,6 +119,8 @@ class Recorder(LogitsProcessor):
             return
         numbers_N, probabilities_N, *others = (torch.cat(column).cpu() for column in zip(*self._steps))
         self._steps.clear()
+        if self.experts is not None:
+            self.experts.steps.append((numbers_N, others.pop()))
         order_N = numbers_N.argsort(stable=True)
         logps_N = probabilities_N.log().float()[order_N]
         mass_N = torch.ones_like(logps_N) if self.temperature is None else others.pop(0).float()[order_N]

@@ -26,7 +26,7 @@ class Sampled:
         ids: new token ids.
         logps: the log-probability of each, of an engine that returns them.
         record: of this trainer's own sampler.
-        experts_NC: the experts of the tokens before, and of these, that this sampler recorded (`routing_replay`).
+        experts_NC: the experts of the tokens before and of these, as the engine recorded them (`routing_replay`).
     """
 
     ids: list[int]
@@ -38,9 +38,8 @@ class Sampled:
         """The first tokens."""
         logps = None if self.logps is None else self.logps[:tokens]
         record = None if self.record is None else self.record.first(tokens)
-        experts = self.experts_NC
-        if experts is not None:
-            experts = experts[: len(experts) - max(len(self.ids) - tokens, 0)]
+        cut = max(len(self.ids) - tokens, 0)
+        experts = None if self.experts_NC is None else self.experts_NC[: len(self.experts_NC) - cut]
         return Sampled(self.ids[:tokens], logps, record, experts)
 
 
@@ -123,12 +122,12 @@ class Transcript:
         """The experts of prompt and completion; `LIVE` for what followed the last token that was sampled."""
         if self.experts_NC is None:
             return None
-        missing = len(self.prompt_ids) + len(self.ids) - len(self.experts_NC)
+        missing = len(self.prompt_ids) + len(self.ids) - len(self.experts_NC)  # below 0 for a prompt alone
         return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=LIVE)
 
 
 def share_prompt_experts(transcripts: Sequence[Transcript]) -> None:
-    """Give all completions of a prompt the experts that were recorded first for it; a pack runs the prompt once."""
+    """Give all completions of a prompt the experts that its first one has; a pack runs the prompt once."""
     firsts: dict[tuple[int, ...], torch.Tensor] = {}
     for transcript in transcripts:
         if (experts_NC := transcript.experts_NC) is not None:
@@ -138,8 +137,8 @@ def share_prompt_experts(transcripts: Sequence[Transcript]) -> None:
 
 
 def _continued(before_NC: torch.Tensor | None, turn_NC: torch.Tensor | None) -> torch.Tensor | None:
-    """The experts after a turn, which ran all tokens before it: those recorded first stay."""
+    """The experts after a turn, which ran all earlier tokens again; what was recorded first stays."""
     if before_NC is None or turn_NC is None:
         return turn_NC
-    again_NC = turn_NC[: len(before_NC)]
-    return torch.cat([torch.where(before_NC == LIVE, again_NC, before_NC), turn_NC[len(before_NC) :]])
+    ran = len(before_NC) - 1  # all but the last token
+    return torch.cat([before_NC[:ran], turn_NC[ran:]])

@@ -47,7 +47,7 @@ class RolloutWorker:
 
     Attributes:
         logps: returns the log-probabilities (S,) of the completion tokens of rows, under the policy or the reference,
-            and the experts (N, C) of all tokens where the policy records them.
+            and the experts (N, C) of all tokens where that forward records them.
         engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
         clock: adds up the seconds of the phases.
         show_environments: called with the transcripts once their environments are reset.
@@ -181,9 +181,8 @@ class RolloutWorker:
             of_model = dataclasses.replace(rows, experts_NC=None) if by_reference else rows
             logps_S, experts_NC = self.logps(of_model, terms, by_reference)
             if counted and experts_NC is not None:
-                lengths = [prompt + tokens for prompt, tokens in zip(rows.prompts_B, rows.completions_B)]
-                for transcript, part_NC in zip(local.transcripts, experts_NC.split(lengths)):
-                    transcript.experts_NC = part_NC
+                for transcript, (start, stop) in zip(local.transcripts, itertools.pairwise(rows.starts_B)):
+                    transcript.experts_NC = experts_NC[start:stop]
                 share_prompt_experts(local.transcripts)
             return list(logps_S.cpu().split(list(rows.completions_B))) if counted else []
 
@@ -205,8 +204,8 @@ class RolloutWorker:
         if local.terms.replay:
             records = [t.record or TokenRecord.neutral(len(t.ids)) for t in shown]
             kept_tokens = KeptTokens.cut([r.counts_T for r in records], [r.ids_K for r in records], lengths)
-        recorded = [t.experts for t in shown if t.experts is not None]  # none yet, where this forward records them
-        experts_NC = torch.cat(recorded) if recorded else None
+        experts_B = [experts for t in shown if (experts := t.experts) is not None]
+        experts_NC = torch.cat(experts_B) if experts_B else None  # recorded by the forward of these rows
         prompts = [len(t.prompt_ids) for t in shown]
         return TokenRows(ids, prompts, lengths, same, images, kept=kept_tokens, experts_NC=experts_NC)
 

@@ -256,11 +256,11 @@ class StepPlanner:
         """
         rows = inputs[CONTEXT_KEY].rows_of(inputs) if CONTEXT_KEY in inputs else None
         if rows is None:
-            if self.args.replays:
+            if self.args.replay_settings:
                 raise ConfigError(
-                    f"{self.args.replays}: an override of compute_loss or _compute_loss passes on other tokens or "
-                    "masks than it was given, and what was recorded of these is not known; pass on the same tensors, "
-                    "or leave it out."
+                    f"{self.args.replay_settings}: an override of compute_loss or _compute_loss passes on other tokens "
+                    "or masks than it was given, and what was recorded of these is not known; pass on the same "
+                    "tensors, or leave replay out."
                 )
             images = self.images.of_batch(inputs, training)
             rows = TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)

@@ -71,9 +71,9 @@ def waiting_sampler(seconds: Iterator[float]) -> Any:
     return sample
 
 
-def scored_elsewhere(forwards: Any, model: Any, rows: Any, *args: Any) -> torch.Tensor:
+def scored_elsewhere(forwards: Any, model: Any, rows: Any, *args: Any) -> tuple[torch.Tensor, None]:
     """Log-probabilities that another device has computed, and the wait for them is in that for the sampler."""
-    return torch.full((sum(rows.completions_B),), -3.0)
+    return torch.full((sum(rows.completions_B),), -3.0), None
 
 
 def with_lag(lag: int, sampling: list[float] | None = None, reward_s: float = 0.0, scores_here: bool = True) -> float:
