@@ -86,7 +86,7 @@ class RolloutWorker:
                 with contextlib.suppress(Exception):
                     self.add_logprobs(LocalRollout(rows.request, terms))
             raise
-        share_prompt_experts(local.transcripts)
+        share_prompt_experts(local.transcripts, local.request.num_generations)
         self.add_logprobs(local)
         self.add_rewards(local)
         return local
@@ -184,7 +184,7 @@ class RolloutWorker:
                 lengths = [prompt + tokens for prompt, tokens in zip(rows.prompts_B, rows.completions_B)]
                 for transcript, part_NC in zip(local.transcripts, experts_NC.split(lengths)):
                     transcript.experts_NC = part_NC
-                share_prompt_experts(local.transcripts)
+                share_prompt_experts(local.transcripts, local.request.num_generations)
             return list(logps_S.cpu().split(list(rows.completions_B))) if counted else []
 
         with self.clock.phase("logps"):

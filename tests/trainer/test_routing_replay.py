@@ -11,6 +11,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError
 from grpo_ext.forward.routing import LIVE
 from grpo_ext.rollouts.batch import EXPERTS
+from grpo_ext.rollouts.transcript import Transcript, share_prompt_experts
 from tests.support.drop_in import conversations
 from tests.support.float64 import float64_throughout
 from tests.support.tiny import given_rollout, prompts, tiny_model
@@ -94,6 +95,14 @@ def test_experts_are_recorded_however_completions_are_sampled(tmp_path, settings
             assert torch.equal(row_NC, expected_NC)
             assert bool((row_NC[-1] == LIVE).all())
         assert bool((row_NC[:-1] != LIVE).all())
+
+
+def test_a_group_shares_the_experts_of_its_prompt_and_no_other_group_has_them():
+    transcripts = [Transcript({}, key=0, place=n, prompt_ids=[5, 6]) for n in range(4)]
+    for number, transcript in enumerate(transcripts):
+        transcript.experts_NC = torch.full((3, 2), number)
+    share_prompt_experts(transcripts, num_generations=2)
+    assert [t.experts_NC[:, 0].tolist() for t in transcripts] == [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 2, 3]]
 
 
 class OwnTurn(GRPOTrainer):
