@@ -201,10 +201,10 @@ def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
     Raises:
         ConfigError: vLLM does not start with them: they are newer than it, or its platform cannot keep them.
     """
-    if not options:
+    engine = getattr(vllm_generation, "LLM", None)
+    if not options or engine is None:  # TRL says so where vLLM is not installed
         yield
         return
-    engine = vllm_generation.LLM
 
     def start(**settings: Any) -> Any:
         try:
@@ -227,6 +227,8 @@ def why_no_experts(mode: str) -> str | None:
     """Why vLLM returns no experts of its tokens (`mode`: TRL's `vllm_mode`), as a clause; None where it does."""
     if mode == "server":
         return "TRL's client of a vLLM server returns no experts"
+    if not hasattr(vllm_generation, "LLM"):
+        return None  # not installed, which TRL says
     vllm = importlib.import_module("vllm")
     if "enable_return_routed_experts" not in parameters_of(vllm.EngineArgs):
         return f"vLLM {vllm.__version__} returns no experts (EngineArgs has no enable_return_routed_experts)"

@@ -40,6 +40,8 @@ def check_values(settings: Mapping[str, Any]) -> None:
         ("beta", "0 or more", lambda value: 0 <= value < math.inf),
         ("temperature", "a number above 0", lambda value: 0 < value < math.inf),
         ("top_entropy_quantile", "a number from 0 to 1", lambda value: 0 <= value <= 1),
+        ("top_p", "a number above 0, 1 at most", lambda value: 0 < value <= 1),
+        ("routing_replay", "True or False", lambda value: isinstance(value, bool)),
     ):
         if not isinstance(settings[name], (int, float)) or not allowed(settings[name]):
             raise ConfigError(f"{name}={settings[name]!r}: use {takes}.")

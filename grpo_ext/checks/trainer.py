@@ -146,6 +146,13 @@ def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
         )
     if config.dynamic_sampling:
         _refuse_dynamic_sampling(trainer, config)
+    kwargs: Any = config.gradient_checkpointing_kwargs or {}
+    if trainer.aux_loss_enabled and config.gradient_checkpointing and kwargs.get("use_reentrant"):
+        raise ConfigError(
+            "router_aux_loss_coef with gradient_checkpointing_kwargs={'use_reentrant': True}: router logits carry no "
+            "gradient there, so the auxiliary loss would have none; leave use_reentrant out, or set "
+            "router_aux_loss_coef=0."
+        )
 
 
 def _refuse_dynamic_sampling(trainer: Any, config: GRPOConfig) -> None:

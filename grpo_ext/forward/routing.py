@@ -209,24 +209,31 @@ def routers_of(model: Any) -> list[Router]:
 
 def _layers(model: Any) -> Iterator[tuple[int, list[Any]]]:
     """The number and the routers of each layer with experts: one, or with PEFT's `modules_to_save` its copies too."""
+    layer = None
     for path, block in model.named_modules():
-        if not isinstance(getattr(block, "experts", None), nn.Module):
+        # inside a layer: copies of a block that PEFT wraps whole
+        inside = layer is not None and path.startswith(f"{layer}.")
+        if inside or not isinstance(getattr(block, "experts", None), nn.Module):
             continue
+        layer = path
         modules = [module for name, module in block.named_modules() if name and _is_router(module)]
         if not modules:
-            raise _unknown(f"{path} ({type(block).__name__}) has no router of its own")
+            raise _unknown(f"{path} ({type(block).__name__}) holds no module with whole numbers top_k and num_experts")
         yield next((int(part) for part in path.split(".") if part.isdigit()), -1), modules
 
 
 def _is_router(module: nn.Module) -> bool:
     numbers = (getattr(module, name, None) for name in ("top_k", "num_experts"))
-    return all(isinstance(number, int) for number in numbers) and not hasattr(module, "experts")
+    # a wrapper of PEFT has the attributes of the router that it calls
+    others = ("experts", "original_module")
+    return all(isinstance(number, int) for number in numbers) and not any(hasattr(module, name) for name in others)
 
 
 def _unknown(reason: str) -> ModelError:
     return ModelError(
-        f"routing_replay=True does not know how this model chooses its experts: {reason}. It knows routers of "
-        "transformers that choose with torch.topk over the scores of all experts; leave routing_replay out."
+        f"routing_replay=True does not know how this model chooses its experts: {reason}. It takes a router that is "
+        "a module with whole numbers top_k and num_experts, and that chooses with torch.topk over the scores of all "
+        "experts. Leave routing_replay out."
     )
 
 
@@ -250,7 +257,7 @@ def _verify(module: Any) -> None:
     """Check on random numbers that a router returns the experts that are recorded and those that are replayed.
 
     Raises:
-        ModelError: it does not, or it cannot be run.
+        ModelError: it does not, it gives a replayed expert no weight, or it cannot be run.
     """
     name, generator = type(module).__name__, torch.Generator().manual_seed(0)
     router = Router(slice(0, module.top_k), module.top_k, module.num_experts)
@@ -260,23 +267,31 @@ def _verify(module: Any) -> None:
     if hidden is None:
         raise _unknown(f"{name} has no weight with a row for each expert")
     values = {path: torch.randn(shape, generator=generator) for path, shape in shapes.items()}
-    tokens_NH = torch.randn(8, hidden, generator=generator)
+    tokens_NH = torch.randn(8, hidden, generator=generator) / hidden**0.5  # of these, no softmax is zero
 
-    def chosen(routing: Routing) -> torch.Tensor | None:
+    def run(routing: Routing) -> Any:
         with torch.no_grad(), _Choice(router, _Place(routing, 0)):
-            return _experts_in(torch.func.functional_call(module, values, (tokens_NH,)), router)
+            return torch.func.functional_call(module, values, (tokens_NH,))
 
     recording = Routing()
     try:
-        live = chosen(recording)
+        live = run(recording)
+        if not recording._recorded:
+            raise _unknown(f"{name} does not choose with torch.topk")
         recorded = recording.take().long()
         others = (recorded + 1) % router.experts
-        replayed = chosen(Routing(others))
+        replayed = run(Routing(others))
+    except ModelError:
+        raise
     except Exception as error:  # whatever another class of router needs
         raise _unknown(f"{name} cannot be recorded and replayed on random numbers ({error})") from error
-    for what, expected, returned in (("recorded", recorded, live), ("replayed", others, replayed)):
+    for what, expected, outputs in (("recorded", recorded, live), ("replayed", others, replayed)):
+        returned = _experts_in(outputs, router)
         if returned is None or not torch.equal(expected.sort(1).values, returned.sort(1).values):
             raise _unknown(f"{name} returns other experts than were {what}")
+    weights = [output for output in replayed if output.is_floating_point() and output.shape == others.shape]
+    if any(bool((weights_NK == 0).any()) for weights_NK in weights):
+        raise _unknown(f"{name} gives no weight to experts outside the groups that it chooses before")
 
 
 def _experts_in(outputs: Any, router: Router) -> torch.Tensor | None:

@@ -155,15 +155,18 @@ class RolloutBatch:
         ids = tokens(self["prompt_ids"], self["completion_ids"])
         same = [torch.equal(prompt, following) for prompt, following in itertools.pairwise(ids[::2])]
         same = same_prompts(same, images)
+        experts = None
+        if EXPERTS in self.columns:
+            parts = [row_NC[: n + m] for row_NC, n, m in zip(self[EXPERTS], prompts, completions)]
+            pairs = zip(same, itertools.pairwise(parts), prompts)  # groups of one prompt may have other experts
+            same = [text and torch.equal(one[:n], other[:n]) for text, (one, other), n in pairs]
+            experts = torch.cat(parts)
         attended = None
         if any(self.gaps):
             attended = torch.cat(tokens(self["prompt_mask"], self["completion_mask"])).bool()
         kept_tokens = None
         if KEPT_COUNTS in self.columns:
             kept_tokens = KeptTokens.cut(list(self[KEPT_COUNTS]), list(self[KEPT_IDS]), completions)
-        experts = None
-        if EXPERTS in self.columns:
-            experts = torch.cat([row_NC[: n + m] for row_NC, n, m in zip(self[EXPERTS], prompts, completions)])
         return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept_tokens, experts)
 
     def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:

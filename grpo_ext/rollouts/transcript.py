@@ -126,13 +126,16 @@ class Transcript:
         return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=LIVE)
 
 
-def share_prompt_experts(transcripts: Sequence[Transcript]) -> None:
-    """Give all completions of a prompt the experts that its first one has; a pack runs the prompt once."""
-    firsts: dict[tuple[int, ...], torch.Tensor] = {}
+def share_prompt_experts(transcripts: Sequence[Transcript], num_generations: int) -> None:
+    """Give the completions of a group that have the same prompt the experts recorded first; a pack runs it once.
+
+    Another group with this prompt has its own, because it may be on another process.
+    """
+    firsts: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
     for transcript in transcripts:
         if (experts_NC := transcript.experts_NC) is not None:
-            length = len(transcript.prompt_ids)
-            first = firsts.setdefault(tuple(transcript.prompt_ids), experts_NC[:length])
+            length, group = len(transcript.prompt_ids), transcript.place // num_generations
+            first = firsts.setdefault((group, tuple(transcript.prompt_ids)), experts_NC[:length])
             transcript.experts_NC = torch.cat([first, experts_NC[length:]])
 
 

@@ -50,7 +50,9 @@ def replayed_filters(args: Any, rollout_func: Any) -> dict[str, Any] | None:
     }
     names = ", ".join(f"{name}={value}" for name, value in filters.items())
     others[f"{names} on a vLLM server (TRL's client returns no masks)"] = filters and args.vllm_mode == "server"
-    remedy = "Leave one of the two out; settings that leave tokens out, as min_tokens, can be replayed with top_k."
+    remedy = "Leave one of the two out."
+    if args.vllm_mode != "server":
+        remedy += " Settings that leave tokens out, as min_tokens, can be replayed with top_k."
     refuse_combination("sampling_mask='replay'", others, remedy)
     return filters
 
@@ -66,7 +68,8 @@ def mask_record(ids: list[int], logps: list[float | None] | None, kept_ids: list
     """
     if kept_ids is not None and len(kept_ids) == len(ids):
         record = TokenRecord.of_kept(kept_ids, logps)
-        if int((record.ids_K == torch.tensor(ids).repeat_interleave(record.counts_T)).sum()) == len(ids):
+        token_K = torch.arange(len(ids)).repeat_interleave(record.counts_T)
+        if len(token_K[record.ids_K == torch.tensor(ids)[token_K]].unique()) == len(ids):
             return record
     returned = "none" if kept_ids is None else f"{len(kept_ids)}, or some without the token that was sampled,"
     raise RolloutError(

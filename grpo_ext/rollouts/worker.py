@@ -86,7 +86,7 @@ class RolloutWorker:
                 with contextlib.suppress(Exception):
                     self.add_logprobs(LocalRollout(rows.request, terms))
             raise
-        share_prompt_experts(local.transcripts)
+        share_prompt_experts(local.transcripts, local.request.num_generations)
         self.add_logprobs(local)
         self.add_rewards(local)
         return local
@@ -183,7 +183,7 @@ class RolloutWorker:
             if counted and experts_NC is not None:
                 for transcript, (start, stop) in zip(local.transcripts, itertools.pairwise(rows.starts_B)):
                     transcript.experts_NC = experts_NC[start:stop]
-                share_prompt_experts(local.transcripts)
+                share_prompt_experts(local.transcripts, local.request.num_generations)
             return list(logps_S.cpu().split(list(rows.completions_B))) if counted else []
 
         with self.clock.phase("logps"):

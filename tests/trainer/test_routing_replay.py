@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from datasets import Dataset
+
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError
 from grpo_ext.forward.routing import LIVE
 from grpo_ext.rollouts.batch import EXPERTS
+from grpo_ext.rollouts.ragged import Ragged
+from grpo_ext.rollouts.transcript import Transcript, share_prompt_experts
 from tests.support.drop_in import conversations
 from tests.support.float64 import float64_throughout
 from tests.support.tiny import given_rollout, prompts, tiny_model
@@ -94,6 +98,14 @@ def test_experts_are_recorded_however_completions_are_sampled(tmp_path, settings
             assert torch.equal(row_NC, expected_NC)
             assert bool((row_NC[-1] == LIVE).all())
         assert bool((row_NC[:-1] != LIVE).all())
+
+
+def test_a_group_shares_the_experts_of_its_prompt_and_no_other_group_has_them():
+    transcripts = [Transcript({}, key=0, place=n, prompt_ids=[5, 6]) for n in range(4)]
+    for number, transcript in enumerate(transcripts):
+        transcript.experts_NC = torch.full((3, 2), number)
+    share_prompt_experts(transcripts, num_generations=2)
+    assert [t.experts_NC[:, 0].tolist() for t in transcripts] == [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 2, 3]]
 
 
 class OwnTurn(GRPOTrainer):
@@ -201,3 +213,25 @@ def test_tokens_whose_experts_are_not_known_end_the_run(tmp_path):
 
 def test_the_difference_to_the_sampler_is_rounding(tmp_path):
     assert logs(tmp_path, **REPLAY)[0]["sampling/logp_difference"] < METRIC
+
+
+def test_an_auxiliary_loss_without_a_gradient_is_refused(tmp_path):
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ConfigError, match="router_aux_loss_coef.*use_reentrant"):
+        make(tmp_path / "aux", moe(), **settings)
+    make(tmp_path / "none", moe(router_aux_loss_coef=0.0), router_aux_loss_coef=0.0, **settings)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("routing_replay", "no"), ("top_p", 90)])
+def test_values_that_would_mean_something_else_are_refused(tmp_path, setting, value):
+    with pytest.raises(ConfigError, match=f"{setting}={value!r}: use"):
+        make(tmp_path, **{setting: value})
+
+
+def test_groups_of_one_prompt_whose_experts_differ_run_it_each(tmp_path):
+    batch = trained(tmp_path, train_dataset=Dataset.from_dict({"prompt": ["abc>"] * 8}), **REPLAY).first
+    assert all(batch.token_rows().same_prompt)
+    experts = list(batch[EXPERTS])
+    experts[4:8] = [(row_NC + 1) % 4 for row_NC in experts[4:8]]
+    batch.columns[EXPERTS] = Ragged.of(experts)
+    assert [row for row, same in enumerate(batch.token_rows().same_prompt, start=1) if not same] == [4, 8]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from grpo_ext.errors import ModelError
@@ -154,13 +155,40 @@ class Twice(Functional):
         return scores, scores, experts.flip(0)
 
 
-@pytest.mark.parametrize(("router", "name"), [(Functional, "Functional"), (Twice, "Twice"), (nn.Identity, "router of")])
+@pytest.mark.parametrize(
+    ("router", "name"), [(Functional, "Functional"), (Twice, "Twice"), (nn.Identity, "top_k and num_experts")]
+)
 def test_a_router_that_is_not_known_is_refused_by_name(router, name):
     model = architecture("mixtral")
     for layer in model.model.layers:
         layer.mlp.gate = router()
     with pytest.raises(ModelError, match=f"routing_replay=True does not know.*{name}"):
         install_routers(model)
+
+
+def test_a_router_that_gives_replayed_experts_no_weight_is_refused():
+    sizes = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16}
+    sizes |= {"n_routed_experts": 8, "moe_intermediate_size": 16, "num_key_value_heads": 4, "n_group": 4}
+    sizes |= {"num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    install_routers(architecture("deepseek_v2", topk_group=1, topk_method="greedy", **sizes))
+    with pytest.raises(ModelError, match="DeepseekV2TopkRouter gives no weight to experts outside the groups"):
+        install_routers(architecture("deepseek_v2", topk_group=1, topk_method="group_limited_greedy", **sizes))
+
+
+@pytest.mark.parametrize("part", ["gate", "mlp", "experts"])
+def test_a_part_that_peft_trains_whole_is_counted_once(part):
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[part], task_type="CAUSAL_LM")
+    model = get_peft_model(architecture("qwen3_moe"), adapter).get_base_model()
+    install_routers(model)
+    ids, recording = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1)), Routing()
+    with torch.no_grad(), routed(model, recording):
+        model(ids)
+    experts_NC = recording.take()
+    assert experts_NC.shape == (18, 8)  # two of each of four layers
+    replaying = Routing(others(experts_NC, 4), torch.ones(18))
+    with torch.no_grad(), routed(model, replaying):
+        model(ids)
+    assert 0 < int(replaying.changed) <= int(replaying.replayed) == 18 * 4
 
 
 def test_models_without_known_experts_are_refused():
