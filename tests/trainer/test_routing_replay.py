@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
@@ -217,7 +216,7 @@ def test_the_difference_to_the_sampler_is_rounding(tmp_path):
 
 def test_an_auxiliary_loss_without_a_gradient_is_refused(tmp_path):
     settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    with pytest.raises(ConfigError, match="router_aux_loss_coef.*use_reentrant"):
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef.*use_reentrant"):
         make(tmp_path / "aux", moe(), **settings)
     make(tmp_path / "none", moe(router_aux_loss_coef=0.0), router_aux_loss_coef=0.0, **settings)
 
