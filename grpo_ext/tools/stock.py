@@ -26,7 +26,9 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
     Raises:
         GrpoExtError: names them.
     """
-    if used := [f"{name}={settings[name]!r}" for name in sorted(ALGORITHM) if settings.get(name)]:
+    filters = (settings.get("top_p") or 1.0) < 1 or any(map(settings.get, ("top_k", "min_p", "generation_kwargs")))
+    without = set() if filters else {"sampling_mask"}  # which changes nothing where all tokens are kept
+    if used := [f"{name}={settings[name]!r}" for name in sorted(ALGORITHM - without) if settings.get(name)]:
         raise GrpoExtError(
             f"{', '.join(used)}: stock TRL has no such setting and would learn something else; leave it out to "
             "compare with stock TRL."

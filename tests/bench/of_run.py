@@ -63,7 +63,8 @@ def options_of(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     refuse_ours(settings)
     if (name := model.model_name_or_path) is not None and not name.endswith(".json"):
         find_model(name, load)
-    skipped = {*left_out(settings), *OF_A_SHAPE, "model_name_or_path", "dtype"}
+    # masks are replayed with filters, which have been refused
+    skipped = {*left_out(settings), *OF_A_SHAPE, "model_name_or_path", "dtype", "sampling_mask"}
     used = {**fields_of(settings, GRPOConfig), **fields_of(settings, ModelConfig), "model_init_kwargs": load}
     return {name: value for name, value in used.items() if name not in skipped}, dtype
 

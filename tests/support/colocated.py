@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -87,10 +88,9 @@ class Engine:
 
 class Generation(vllm_generation.VLLMGeneration):
     def _init_vllm(self) -> None:
-        before = dict(os.environ)
-        super()._init_vllm()
-        os.environ.clear()  # TRL leaves a rank there, which a further trainer would take for a launcher's
-        os.environ.update(before)
+        # TRL leaves a rank there, which a further trainer would take for a launcher's
+        with mock.patch.dict(os.environ):
+            super()._init_vllm()
 
 
 def stand_in(put: Callable[..., None], kind: Callable[..., Any] = Engine) -> list[Engine]:

@@ -9,7 +9,7 @@ import trl
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import GrpoExtError
-from grpo_ext.tools.stock import ALGORITHM, stock_config
+from grpo_ext.tools.stock import ALGORITHM, refuse_ours, stock_config
 from tests.support.toy_recipe import load_recipe
 
 CONFIG = {"global_batch_size": 16, "rollout_batch_size": 32, "per_device_train_batch_size": 4, "seed": 1}
@@ -66,3 +66,10 @@ def test_the_rollout_batch_of_trl_s_names_reaches_stock_trl(tmp_path):
     stock = load_recipe().stock_arguments(ours)
     assert {name: getattr(stock, name) for name in sizes} == sizes
     assert stock.generation_batch_size == 16
+
+
+def test_replayed_masks_are_refused_with_a_filter_alone():
+    refuse_ours({"sampling_mask": "replay", "top_p": 1.0, "top_k": 0})
+    for name, value in (("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("generation_kwargs", {"typical_p": 0.5})):
+        with pytest.raises(GrpoExtError, match="sampling_mask"):
+            refuse_ours({"sampling_mask": "replay", name: value})
