@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -26,7 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
-from ..runtime.attributes import assigned
+from ..runtime.attributes import assigned, wrap_forward
 
 LIVE = -1  # instead of an expert: the router chooses
 _CHOICES = (torch.topk, torch.Tensor.topk)
@@ -52,10 +51,14 @@ class Router:
         """The dtype of recorded experts."""
         return torch.int8 if self.experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
 
+    @property
+    def width(self) -> int:
+        """How many experts it chooses for a token."""
+        return self.columns.stop - self.columns.start
+
     def is_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> bool:
         """Whether a call of `topk` chooses experts; some routers choose groups of experts by another one before."""
-        width = self.columns.stop - self.columns.start
-        return scores.dim() == 2 and scores.size(1) == self.experts and chosen.size(1) == width
+        return scores.dim() == 2 and scores.size(1) == self.experts and chosen.size(1) == self.width
 
 
 class Routing:
@@ -238,19 +241,13 @@ def _unknown(reason: str) -> ModelError:
 
 
 def _install(module: Any, router: Router) -> None:
-    # the function: a deep copy of the model would call a bound method with these weights
-    bound = module.forward
-    below: Callable[..., Any] = getattr(bound, "__func__", lambda module, *args, **kwargs: bound(*args, **kwargs))
-
-    @functools.wraps(type(module).forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(below: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         if (place := _place.get()) is None:
             return below(self, *args, **kwargs)
         with _Choice(router, place):
             return below(self, *args, **kwargs)
 
-    forward.of_grpo_ext = router  # type: ignore[attr-defined]
-    module.forward = types.MethodType(forward, module)
+    wrap_forward(module, forward, mark=router)
 
 
 def _verify(module: Any) -> None:
@@ -296,7 +293,7 @@ def _verify(module: Any) -> None:
 
 def _experts_in(outputs: Any, router: Router) -> torch.Tensor | None:
     """The experts (N, K) in what a router returns: as ids, or as the scores (N, X) that are not zero."""
-    width = router.columns.stop - router.columns.start
+    width = router.width
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
     for tensor in tensors:
         if not tensor.is_floating_point() and tensor.shape[1:] == (width,):

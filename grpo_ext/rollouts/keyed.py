@@ -111,6 +111,11 @@ def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and _truncates(name, value)}
 
 
+def truncating_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of TRL's settings that leave out tokens; `generation_kwargs` may hold others."""
+    return truncating({name: settings.get(name) for name in ("top_p", "top_k", "min_p")})
+
+
 def _truncates(name: str, value: float) -> bool:
     if name in ("top_p", "typical_p"):
         return value < 1

@@ -42,7 +42,7 @@ class TokenRecord:
 
     @classmethod
     def of_kept(cls, kept_ids: Sequence[Sequence[int]], logps: Sequence[float | None] | None) -> TokenRecord:
-        """Records from the `kept_ids` and log-probabilities of a `rollout_func`; NaN where it gives none."""
+        """Records from the `kept_ids` and log-probabilities of a `rollout_func` or of vLLM; NaN where there are none."""
         tokens = len(kept_ids)
         known = [math.nan if value is None else value for value in logps or [None] * tokens]
         counts = torch.tensor([len(ids) for ids in kept_ids], dtype=torch.int32)

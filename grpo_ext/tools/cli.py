@@ -111,9 +111,9 @@ def plan(
     half = bool(settings.get("bf16", not settings.get("fp16"))) or bool(settings.get("fp16"))  # TRL's default is bf16
     bound = None
     if settings.get("sampling_mask") == "replay":
-        from ..rollouts.keyed import most_kept, truncating  # loads torch
+        from ..rollouts.keyed import most_kept, truncating_in  # loads torch
 
-        bound = most_kept(truncating({name: settings.get(name) for name in ("top_p", "top_k", "min_p")}))
+        bound = most_kept(truncating_in(settings))
     sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "longest": longest, "half": half, "most_kept": bound}
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, ahead=ahead, **sizes))
     if (model := settings.get("model_name_or_path")) is not None:

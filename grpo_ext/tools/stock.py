@@ -26,7 +26,9 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
     Raises:
         GrpoExtError: names them.
     """
-    filters = (settings.get("top_p") or 1.0) < 1 or any(map(settings.get, ("top_k", "min_p", "generation_kwargs")))
+    from ..rollouts.keyed import truncating_in  # loads torch
+
+    filters = truncating_in(settings) or settings.get("generation_kwargs")
     without = set() if filters else {"sampling_mask"}  # which changes nothing where all tokens are kept
     if used := [f"{name}={settings[name]!r}" for name in sorted(ALGORITHM - without) if settings.get(name)]:
         raise GrpoExtError(

@@ -52,6 +52,20 @@ def make(folder: Any, model: Any = "qwen2", reward: Any = letter_reward, cls: An
     return cls(args=trl.GRPOConfig(**settings), **parts)
 
 
+def trained_with_first(trainer: Any) -> Any:
+    """The trainer once it has trained, with the completions of its first step as `first`."""
+    prepare = trainer._prepare_inputs
+
+    def keep_first(rows: Any) -> Any:
+        batch = prepare(rows)
+        trainer.first = getattr(trainer, "first", batch)
+        return batch
+
+    trainer._prepare_inputs = keep_first
+    trainer.train()
+    return trainer
+
+
 def other(folder: Any, **changes: Any) -> GRPOTrainer:
     """The same, which saves a checkpoint of every step."""
     return make(folder, **{**SAVE, **changes})

@@ -18,7 +18,7 @@ from tests.support.drop_in import conversations
 from tests.support.float64 import float64_throughout
 from tests.support.tiny import given_rollout, prompts, tiny_model
 from tests.support.tool_runs import count, sampled, transcript_reward
-from tests.support.trainers import change, make, other, parameters
+from tests.support.trainers import change, make, other, parameters, trained_with_first
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 REPLAY = {"routing_replay": True}
@@ -31,18 +31,7 @@ def moe(**settings: Any) -> Any:
 
 
 def trained(folder: Any, **settings: Any) -> Any:
-    """A trainer that has trained, with the completions of its first step as `first`."""
-    trainer = make(folder, **{"model": moe(), "max_steps": 1, **settings})
-    prepare = trainer._prepare_inputs
-
-    def keep_first(rows: Any) -> Any:
-        batch = prepare(rows)
-        trainer.first = getattr(trainer, "first", batch)
-        return batch
-
-    trainer._prepare_inputs = keep_first
-    trainer.train()
-    return trainer
+    return trained_with_first(make(folder, **{"model": moe(), "max_steps": 1, **settings}))
 
 
 def logs(folder: Any, **settings: Any) -> list[dict[str, Any]]:

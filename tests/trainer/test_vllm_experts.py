@@ -18,7 +18,7 @@ from tests.support.colocated import Engine, stand_in
 from tests.support.drop_in import conversations
 from tests.support.tiny import tiny_model
 from tests.support.tool_runs import count, sampled, transcript_reward
-from tests.support.trainers import make
+from tests.support.trainers import make, trained_with_first
 from tests.tolerances import METRIC
 
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate", "routing_replay": True, "max_steps": 1, "top_k": 0}
@@ -78,18 +78,7 @@ def engines(monkeypatch) -> list[Any]:
 
 
 def trained(folder: Any, **settings: Any) -> Any:
-    """A trainer that has trained, with the completions of its first step as `first`."""
-    trainer = make(folder, **{**COLOCATE, "model": moe(), **settings})
-    prepare = trainer._prepare_inputs
-
-    def keep_first(rows: Any) -> Any:
-        batch = prepare(rows)
-        trainer.first = getattr(trainer, "first", batch)
-        return batch
-
-    trainer._prepare_inputs = keep_first
-    trainer.train()
-    return trainer
+    return trained_with_first(make(folder, **{**COLOCATE, "model": moe(), **settings}))
 
 
 def rows_of(trainer: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
