@@ -53,6 +53,9 @@ OVERRIDES = (
 )
 
 
+# the argument of models and of `generate` that takes a cache; "cache" since transformers 5.24
+_PREPARED: Any = transformers.GenerationMixin.prepare_inputs_for_generation
+CACHE = "cache" if "cache" in inspect.signature(_PREPARED).parameters else "past_key_values"
 # transformers' cache layer that stores nothing; None in versions without one
 DummyLayer: type | None = getattr(transformers.cache_utils, "DummyLayer", None)
 _PARSES_BY_TOOLS = "tools" in inspect.signature(_parse_response).parameters  # since TRL 1.16

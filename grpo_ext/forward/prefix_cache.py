@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..compat import DummyLayer
+from ..compat import CACHE, DummyLayer
 from ..runtime.attributes import assigned
 from .routing import Routing, routed
 
@@ -125,8 +125,8 @@ def _layers(config: Any, behaviour: type) -> list[Any]:
 
 def why_own_cache(policy: Any) -> str | None:
     """Why a causal language model does not run on transformers' default cache, as a sentence; None if it does."""
-    if "past_key_values" not in inspect.signature(policy.forward).parameters:
-        return f"{type(policy).__name__} takes no past_key_values"
+    if CACHE not in inspect.signature(policy.forward).parameters:
+        return f"{type(policy).__name__} takes no {CACHE}"
     return None if policy._supports_default_dynamic_cache() else f"{type(policy).__name__} has a cache of its own"
 
 
@@ -182,13 +182,13 @@ def run_after_prompts(
     recorded = Cache(layers=_layers(config, _Recorded))
     passed = {**prompts, "use_cache": False, "return_dict": True}  # or the model would create a cache
     with routed(backbone, routing):
-        first = backbone(**passed, past_key_values=recorded)
+        first = backbone(**passed, **{CACHE: recorded})
     passed |= {"input_ids": completions.input_ids, "attention_mask": completions.attention_mask, **completions.instead}
     if completions.position_ids is not None:
         passed["position_ids"] = completions.position_ids
     cache = _continued(recorded, config, completions.prompt_B, prompts["input_ids"].size(1))
     with routed(backbone, routing, prompts["input_ids"].numel()):
-        second = backbone(**passed, past_key_values=cache)
+        second = backbone(**passed, **{CACHE: cache})
     outputs = (first, second)
     hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])
     routers = zip(*(getattr(output, "router_logits", None) or () for output in outputs))

@@ -17,6 +17,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import EosTokenCriteria
 
+from ..compat import CACHE
 from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
 from ..forward.reference import base_model_of
@@ -231,7 +232,7 @@ def compact_decode(
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
-    model_kwargs["past_key_values"].reorder_cache(rows_B)
+    model_kwargs[CACHE].reorder_cache(rows_B)
     logits, rows = logits[rows_B], _Rows(input_ids[rows_B], stopping_criteria, generation_config.pad_token_id)
     while True:
         scores = logits_processor(rows.ids, logits)
@@ -242,7 +243,7 @@ def compact_decode(
         if sum(ended) * _LEAVE_SHARE >= len(ended):
             index, places = remaining_rows(ended, rows_B.device)
             _select(model_kwargs, logits_processor, index, len(ended))
-            for layer in model_kwargs["past_key_values"].layers:
+            for layer in model_kwargs[CACHE].layers:
                 layer.keep(index, places) if isinstance(layer, GrowingLayer) else layer.reorder_cache(index)
             rows.keep(index)
             choice.keep(index)

@@ -18,6 +18,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..batching.sizes import BatchGeometry
+from ..compat import CACHE
 from ..errors import PrecisionError
 from ..forward.architecture import cached_numbers
 from ..forward.images import TOKEN_TYPES, RowImages
@@ -220,12 +221,12 @@ def sample_chunk(
         of_prompts = inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES}
         rows_B = torch.tensor(numbers, device=settings.device)
         decode = functools.partial(compact_decode, rows_B=rows_B, choice=choice, of_prompts=tuple(of_prompts))
-        inputs |= {"custom_generate": decode, "past_key_values": RolloutCache(model, settings.device)}
+        inputs |= {"custom_generate": decode, CACHE: RolloutCache(model, settings.device)}
     with routed(model, None if experts is None else experts.routing):
         output = model.generate(**inputs, generation_config=config)
     if choice is not None and choice.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")
-    ids_B = [_until_eos(row, frozenset(settings.eos_token_ids)) for row in output[:, width:].tolist()]
+    ids_B = [_until_eos(row, settings.eos_token_ids) for row in output[:, width:].tolist()]
     lengths, none_B = [len(ids) for ids in ids_B], [None] * len(rows)
     records = none_B if choice is None else choice.recorder.records(lengths)
     experts_B = none_B if experts is None else experts.experts(contexts, numbers, lengths)
@@ -242,7 +243,7 @@ def _model_inputs(
     return {"input_ids": input_ids.to(settings.device), "attention_mask": attention_mask.to(settings.device)}
 
 
-def _until_eos(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+def _until_eos(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     for i, token in enumerate(tokens):
         if token in eos_token_ids:
             return tokens[: i + 1]
