@@ -91,17 +91,17 @@ def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Ten
 def choose_by_blocks(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`choose` for CUDA: inverse transform over blocks of the vocabulary, then over the tokens of one block.
 
-    Differs from `choose` in float32 probabilities, and in that only the sums of blocks are float64, which leaves
-    tensors (B, V) of float32. Running sums are of whole numbers, because CUDA's of floats differ from run to run and
-    may fall. Probabilities below 2**-52 are rounded to a multiple of it, so boundaries between tokens move by less than
-    V * 2**-52.
+    Differs from `choose` in float32 probabilities and sums of a block, which leaves tensors (B, V) of float32. Running
+    sums are of whole numbers, because CUDA's of floats differ from run to run and may fall. Boundaries between tokens
+    move by float32's rounding of a block's sum (relative 2**-24 and a little), and by less than V * 2**-52.
     """
     vocabulary = scores_BV.size(-1)
     probabilities_BV = torch.softmax(scores_BV, dim=-1, dtype=torch.float32)
     if rest := -vocabulary % _BLOCK:
         probabilities_BV = torch.nn.functional.pad(probabilities_BV, (0, rest))
     blocks_BNK = probabilities_BV.unflatten(-1, (-1, _BLOCK))
-    shares_BN = (blocks_BNK.sum(dim=-1, dtype=torch.float64).nan_to_num(0.0) * 2.0**52).long()
+    # cast after the sum: `sum(dtype=float64)` would cast all of (B, V) first
+    shares_BN = (blocks_BNK.sum(dim=-1).double().nan_to_num(0.0) * 2.0**52).long()
     cdf_BN = shares_BN.cumsum(dim=-1)
     total_B = cdf_BN[:, -1]
     # below the total, because a product with a number below 1 is rounded to one below it

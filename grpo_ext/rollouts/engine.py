@@ -159,9 +159,10 @@ class TransformersEngine:
         free = available_bytes(self.settings.device)
         if free is None or config.max_new_tokens is None:
             return None
-        policy = base_model_of(model)
+        policy, kind = base_model_of(model), self.settings.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else policy.dtype
         tokens = max(len(row.prompt_ids) + len(row.ids) for row in chunk) + config.max_new_tokens
-        cache = cached_numbers(policy.config, tokens) * policy.dtype.itemsize * _ROOM
+        cache = cached_numbers(policy.config, tokens) * dtype.itemsize * _ROOM
         return int(free // (cache + policy.config.get_text_config().vocab_size * _SCORE_BYTES))
 
     def _sample(

@@ -8,7 +8,7 @@ import os
 
 # parts of names: kernels of attention, the sampler, a step in each form, the same bits, adapters, TF32; the compiler of
 # flex attention takes minutes
-FIRST = ("kernels_give", "sampler", "half_a_billion", "same_bits", "adapter", "tf32")
+FIRST = ("kernels_give", "sampled", "half_a_billion", "same_bits", "adapter", "tf32")
 LAST = "flex"
 
 

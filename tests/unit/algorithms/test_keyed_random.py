@@ -164,6 +164,19 @@ def test_blocks_choose_what_the_distribution_function_chooses(vocabulary):
     assert (choose_by_blocks(scores, 1 - u)[0] != choose(scores, u)[0]).sum() > 1000
 
 
+def test_no_tensor_of_the_vocabulary_is_float64_on_cuda():
+    scores, uniforms = torch.randn(8, 4096), torch.rand(8, dtype=torch.float64)
+
+    def largest(rule) -> int:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            rule(scores, uniforms)
+        return max(event.self_cpu_memory_usage for event in profile.key_averages())
+
+    # the sum over calls of one operator: the probabilities, and no second tensor of their size
+    assert largest(choose_by_blocks) < 1.5 * scores.nbytes
+    assert largest(choose) >= 2 * scores.nbytes
+
+
 def test_rare_tokens_of_a_block_are_as_frequent_as_they_are_probable():
     probabilities = torch.full((4,), 2.0**-40)
     probabilities[0] = 1 - 3 * 2.0**-40

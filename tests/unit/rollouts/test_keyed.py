@@ -312,6 +312,11 @@ def test_a_cache_that_is_foreseen_not_to_fit_is_cut_beforehand(model, monkeypatc
         assert asked == [7, 7, 6]
         assert found == engine_of(model, sharded=True, together=20).generate(transcripts(range(20)), config, 4)
     assert asked[3:] == [20]  # calls are collectives
+    monkeypatch.setattr(engine_module, "available_bytes", lambda device: 10 * one - 1)
+    asked.clear()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # in which the cache holds half the bytes
+        engine_of(model, together=20).generate(transcripts(range(20)), config, 4)
+    assert asked == [10, 10]
 
 
 def test_forwards_that_only_join_those_of_other_processes_change_no_tokens(model, monkeypatch):
