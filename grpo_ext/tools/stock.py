@@ -21,11 +21,7 @@ ALGORITHM = {
 
 
 def refuse_ours(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that change what is learned and that stock TRL does not have.
-
-    Raises:
-        GrpoExtError: names them.
-    """
+    """Raise a GrpoExtError for settings that change what is learned and that stock TRL does not have."""
     filters = (settings.get("top_p") or 1.0) < 1 or any(map(settings.get, ("top_k", "min_p", "generation_kwargs")))
     without = set() if filters else {"sampling_mask"}  # which changes nothing where all tokens are kept
     if used := [f"{name}={settings[name]!r}" for name in sorted(ALGORITHM - without) if settings.get(name)]:
