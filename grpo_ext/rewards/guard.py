@@ -59,11 +59,7 @@ def start(function: Callable[[], Any]) -> Future[Any]:
 
 
 def result_in_time(future: Future[Any], seconds: float | None, setting: str) -> Any:
-    """The result of a future; without one after `seconds` it is cancelled.
-
-    Raises:
-        CallTimeout: there is none. A thread keeps running, because a thread cannot be stopped.
-    """
+    """The result of a future, or a CallTimeout after `seconds`; it is cancelled then, but a thread runs on."""
     if not wait([future], seconds).done:
         future.cancel()
         raise CallTimeout(seconds, setting)
