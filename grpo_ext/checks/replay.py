@@ -19,11 +19,7 @@ _NOT_REPLAYED: dict[str, Any] = {
 
 
 def check_replay(trainer: Any) -> None:
-    """Refuse sampling and forwards that cannot be recorded or replayed, where that is asked for.
-
-    Raises:
-        ConfigError: names the setting or the override.
-    """
+    """Raise a ConfigError for sampling and forwards that cannot be recorded, or replayed, as the settings ask."""
     if trainer.args.replays_masks:
         _check_masks(trainer)
     if trainer.args.routing_replay:

@@ -103,11 +103,7 @@ def check_arguments(
 
 
 def refuse_overrides(trainer: Any) -> None:
-    """Refuse overrides that would not be called, or not with the weights that sample.
-
-    Raises:
-        ConfigError: names the override and what to override instead.
-    """
+    """Raise a ConfigError for overrides that would not be called, or not with the weights that sample."""
     if method := overridden(trainer, "_tool_call_loop"):
         raise ConfigError(
             f"{method} would not be called: this trainer answers tools transcript by transcript. Override "
@@ -242,17 +238,12 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
 
 
 def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
-    """With `rollout_lag`: refuse models, data and ways to sample that cannot be combined with it.
-
-    Raises:
-        ConfigError, ModelError: with the reason and the remedy.
-    """
-    sampling = own_sampling(trainer) or own_generate(trainer.model)
-    foreign = sampling is not None or not (trainer.use_vllm or samples_by_key(trainer))
+    """Refuse models, data and ways to sample that `rollout_lag` cannot be combined with."""
+    sampling = _other_sampling(trainer) or own_generate(trainer.model)
     noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
-        f"{sampling or 'beam search, do_sample=False or a paged cache'} (it would sample with the weights that are "
-        "trained; only this trainer's own sampling runs on a copy of them)": foreign,
+        f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
+        "copy of them)": sampling,
         f"{''.join(noise[:1])} (two threads would draw from one stream of random numbers; use disable_dropout=True "
         "and no NEFTune)": noise,
         "weights in 8 bits (a copy and the model cannot share their scales, which bitsandbytes hands to the layer that "
@@ -296,24 +287,26 @@ def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -
     return longest + trainer.max_completion_length
 
 
-def check_bitwise(trainer: Any) -> None:
-    """Refuse parts that would break the same bits.
+def _other_sampling(trainer: Any) -> str | None:
+    """What samples in the place of vLLM and of this trainer's own sampling; None where nothing does."""
+    override = own_sampling(trainer)
+    if override is None and (trainer.use_vllm or samples_by_key(trainer)):
+        return None
+    generate = own_generate(trainer.accelerator.unwrap_model(trainer.model))
+    return override or generate or "beam search, do_sample=False or a paged cache"
 
-    Raises:
-        ConfigError: names it.
-    """
+
+def check_bitwise(trainer: Any) -> None:
+    """Raise a ConfigError for parts that would break the same bits."""
     models = [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]
     client = getattr(trainer._rollouts.worker.engine, "client", None)
-    override = own_sampling(trainer)
-    foreign = override is not None or not (trainer.use_vllm or samples_by_key(trainer))
-    override = override or own_generate(trainer.accelerator.unwrap_model(trainer.model))
+    sampling = _other_sampling(trainer)
     others = {
         f"reward models ({', '.join(models)}; the bits of a score depend on the batch it is computed in, so use a "
         "function that scores one completion at a time)": models,
         "this vLLM engine (it does not report that its bits are the same in every batch; set VLLM_BATCH_INVARIANT=1 "
         "where it starts, on an NVIDIA GPU)": trainer.use_vllm and not compat.is_batch_invariant(client),
-        f"{override or 'beam search or do_sample=False'} (only this trainer's own sampling has the same bits in every "
-        "split)": foreign,
+        f"{sampling} (only this trainer's own sampling has the same bits in every split)": sampling,
     }
     others |= unfit_kernels(trainer.accelerator.device, "linear_attention" in layer_kinds(trainer.model.config))
     refuse_combination("bitwise_invariant=True", others, "Turn one of the two off.")

@@ -27,24 +27,19 @@ class LossScaler:
 
     Args:
         overflow_anywhere: from whether this process found an overflow to whether any did (a collective).
-
-    Attributes:
-        value: what the loss is multiplied by before the backward pass.
-        window: steps without an overflow before the scale doubles.
-        hysteresis: overflows before it halves; each skips its step.
-        minimum: the scale never falls below; an overflow there is an error.
-        patience: overflows until the scale halves, 1 or more.
-        steps: steps so far, skipped ones included.
-        last_overflow: the step of the last overflow, counted from 0; -1: none.
-        skipped: skipped steps so far.
     """
 
-    value, window, hysteresis, minimum = 2.0**16, 1000, 2, 1.0  # DeepSpeed's
+    # the values are DeepSpeed's
+    value = 2.0**16  # what the loss is multiplied by before the backward pass
+    window = 1000  # steps without an overflow before the scale doubles
+    hysteresis = 2  # overflows before it halves; each skips its step
+    minimum = 1.0  # the scale never falls below; an overflow there is an error
 
     def __init__(self, overflow_anywhere: Callable[[bool], bool]) -> None:
-        self.overflow_anywhere, self.patience = overflow_anywhere, self.hysteresis
-        self.steps = self.skipped = self._reported = 0
-        self.last_overflow = -1
+        self.overflow_anywhere = overflow_anywhere
+        self.patience = self.hysteresis  # overflows until the scale halves, 1 or more
+        self.steps = self.skipped = self._reported = 0  # so far; steps include skipped ones
+        self.last_overflow = -1  # the step, counted from 0; -1: none
         self._overflow: bool | None = None  # of the unscaled gradients; None: not unscaled yet
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -74,20 +69,12 @@ class LossScaler:
         return None if self._overflow else optimizer.step(*args, **kwargs)
 
     def update(self) -> None:
-        """Move the scale after a step.
-
-        Raises:
-            PrecisionError: on every process alike: it overflowed and cannot fall any more.
-        """
+        """Move the scale after a step, on every process alike."""
         overflow, self._overflow = bool(self._overflow), None
         self.move(overflow)
 
     def move(self, overflow: bool) -> None:
-        """Count a step whose gradients did or did not overflow, and move the scale.
-
-        Raises:
-            PrecisionError: an overflow where the scale cannot fall any more.
-        """
+        """Count a step, which overflowed or did not, and move the scale; a PrecisionError where it cannot fall."""
         step, self.steps = self.steps, self.steps + 1
         if not overflow:
             clean = step - self.last_overflow - 1  # steps before this one

@@ -29,23 +29,22 @@ def bad_weight(model: torch.nn.Module) -> str | None:
     return next((name for name, parameter in model.named_parameters() if not is_finite(parameter.detach())), None)
 
 
-class FirstModule:
-    """The first module, in order of execution and inside before outside, that made a non-finite number."""
+@contextmanager
+def first_module(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Inside, the list gets the first module of a model that makes a non-finite number of finite ones.
 
-    name: str | None = None
+    First in order of execution, inside before outside.
+    """
+    first: list[str] = []
 
-    @contextmanager
-    def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Inside, every module of a model is watched."""
+    def look(module: torch.nn.Module, inputs: Any, output: Any, name: str) -> None:
+        if not first and not is_finite(output) and is_finite(inputs):
+            first.append(f"{name or 'the model'} ({type(module).__name__})")
 
-        def look(module: torch.nn.Module, inputs: Any, output: Any, name: str) -> None:
-            if self.name is None and not is_finite(output) and is_finite(inputs):
-                self.name = f"{name or 'the model'} ({type(module).__name__})"
-
-        with ExitStack() as hooks:
-            for name, module in model.named_modules():
-                hooks.callback(module.register_forward_hook(functools.partial(look, name=name)).remove)
-            yield
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(functools.partial(look, name=name)).remove)
+        yield first
 
 
 @contextmanager
@@ -55,10 +54,10 @@ def explaining(what: str, model: torch.nn.Module, fp16: bool, sharded: bool) -> 
     Raises:
         PrecisionError: at the end, on every process, with the weight or the first module that is not finite.
     """
-    first, weight = FirstModule(), None if sharded else bad_weight(model)
-    with torch.no_grad(), first.watching(model):
+    weight = None if sharded else bad_weight(model)
+    with torch.no_grad(), first_module(model) as first:
         yield
-    module = first_of_all_processes(first.name)
+    module = first_of_all_processes(first[0] if first else None)
     raise PrecisionError(f"{what}: {explanation(weight, module, fp16)}.")
 
 

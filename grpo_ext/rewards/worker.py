@@ -28,11 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def pack(value: Any) -> bytes:
-    """Pickle a value that holds functions for another interpreter: those of `__main__` by value, the others by name.
-
-    Raises:
-        Exception: something in it cannot be pickled.
-    """
+    """Pickle a value that holds functions for another interpreter: those of `__main__` by value, the others by name."""
     pickled, modules = cloudpickle.dumps(value), sys.modules.copy()  # which another thread may add to
     names = [name for name in modules if name.startswith(FILE_MODULE_PREFIX) and name.encode() in pickled]
     files = {name: modules[name].__file__ for name in names}
@@ -54,21 +50,14 @@ class RewardCall:
     """One call of a reward function, with what it logged by `log_metric` and `log_extra`.
 
     A call holds the same completions for every number of processes, so its metrics and columns are the same too.
-
-    Attributes:
-        function: its name.
-        number: its place among the reward functions.
-        first: place of the call's first completion in the rollout batch, over all processes.
-        rows: completions of the call.
-        metrics: names and values, in the order logged.
-        columns: values by column, at best one for each completion of the call.
     """
 
-    function: str
-    number: int
-    first: int
-    rows: int
-    metrics: list[tuple[str, float]] = field(default_factory=list)
+    function: str  # its name
+    number: int  # its place among the reward functions
+    first: int  # place of the call's first completion in the rollout batch, over all processes
+    rows: int  # completions of the call
+    metrics: list[tuple[str, float]] = field(default_factory=list)  # names and values, in the order logged
+    # values by column, at best one for each completion of the call
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
     def moved(self, places: int) -> RewardCall:
@@ -112,11 +101,7 @@ _loaded: dict[int, Callable[..., Any]] = {}  # the functions of this process, by
 
 
 def load(key: int, packed: bytes, name: str) -> None:
-    """Load a function, which imports the modules that it names, to be called by its key.
-
-    Raises:
-        ConfigError: the function of this name cannot be loaded.
-    """
+    """Load a function and the modules that it names, to be called by its key; a ConfigError where that fails."""
     try:
         _loaded[key] = unpack(packed)
     except BaseException as error:
@@ -127,21 +112,13 @@ def load(key: int, packed: bytes, name: str) -> None:
 
 
 def call_loaded(key: int, seed: int, keywords: dict[str, Any], record: RewardCall) -> Attempt:
-    """`call_function` for a function that this process has loaded.
-
-    Raises:
-        RemoteError: the function raised.
-    """
+    """`call_function` for a function that this process has loaded; what it raises becomes a RemoteError."""
     function = _loaded[key]
-    _seed(seed)
-    try:
-        return call_function(function, keywords, record)
-    except BaseException as error:  # sys.exit() too: the call failed
-        raise RemoteError(f"{type(error).__name__}: {error}") from error
-
-
-def _seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(seed)
+    try:
+        return call_function(function, keywords, record)
+    except BaseException as error:  # sys.exit() too: the call failed
+        raise RemoteError(f"{type(error).__name__}: {error}") from error

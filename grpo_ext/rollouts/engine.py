@@ -24,7 +24,7 @@ from ..forward.architecture import cached_numbers
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.reference import base_model_of
 from ..forward.routing import routed
-from ..precision.non_finite import FirstModule, bad_weight, explanation
+from ..precision.non_finite import bad_weight, explanation, first_module
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
 from .decoding import RolloutCache, compact_decode, decodes_compactly, own_generate, unique, without_router_logits
@@ -176,10 +176,10 @@ class TransformersEngine:
         except PrecisionError as error:
             if settings.sharded:  # a second forward would be a collective without the other processes
                 raise
-            first = FirstModule()
-            with first.watching(model), contextlib.suppress(PrecisionError):
+            with first_module(model) as first, contextlib.suppress(PrecisionError):
                 sample_chunk(model, *arguments)
-            raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, settings.fp16)}.") from None
+            module = first[0] if first else None
+            raise PrecisionError(f"{error}: {explanation(bad_weight(model), module, settings.fp16)}.") from None
 
 
 def sample_chunk(

@@ -19,6 +19,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from filelock import FileLock, Timeout
+from huggingface_hub.utils.sha import sha_fileobj
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -34,11 +35,8 @@ _PARTIAL = "_writing-"  # begins the names of folders that are not whole
 
 def file_hash(path: Path) -> str:
     """SHA-256 of a file, as hexadecimal digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return sha_fileobj(file).hex()
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -80,11 +78,7 @@ def _sync(path: Path) -> None:
 
 
 def read_listing(folder: Path) -> dict[str, Any] | None:
-    """The listing of a checkpoint; None where there is none (a checkpoint of another trainer).
-
-    Raises:
-        CheckpointError: the listing is broken.
-    """
+    """The listing of a checkpoint, or a CheckpointError; None where there is none (a checkpoint of another trainer)."""
     path = folder / LISTING
     if not path.is_file():
         return None
@@ -227,11 +221,7 @@ def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) ->
 
 
 def create_output_dir(folder: str) -> None:
-    """Create a run's folder, if it does not exist.
-
-    Raises:
-        ConfigError: it cannot be created, or no file can be created in it.
-    """
+    """Create a run's folder, if it does not exist; a ConfigError where no file can be created in it."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -270,18 +260,13 @@ def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
         CheckpointError: another run holds the folder to resume in.
         ConfigError: the folder cannot be written to.
     """
-    if not in_place:
-        return _take_free(folder)
-    if (lock := _acquire(folder, _PATIENCE)) is None:
+    if in_place:
+        if (lock := _acquire(folder, _PATIENCE)) is not None:
+            return folder, lock
         raise CheckpointError(
             f"{folder} belongs to another run, which has not ended, and two runs would overwrite each other's "
             "checkpoints; wait until that one has ended, end it, or name another output_dir."
         )
-    return folder, lock
-
-
-def _take_free(folder: str) -> tuple[str, FileLock]:
-    """The first of `folder`, `folder-2`, ... without checkpoints and without another run, with its lock."""
     name, numbers, reasons = folder, itertools.count(2), list[str]()
     while (lock := None if checkpoints(name) else _acquire(name)) is None or checkpoints(name):
         held = "belongs to another run, which has not ended"

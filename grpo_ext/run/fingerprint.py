@@ -237,12 +237,12 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 
 def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
     """Hashes of every trainable parameter, and of every tensor the optimizer keeps for it."""
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    hashes = {f"parameter/{names[id(p)]}": tensor_hash(p) for p in model.parameters() if id(p) in names}
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    hashes = {f"parameter/{name}": tensor_hash(parameter) for parameter, name in names.items()}
     for parameter, values in getattr(optimizer, "state", {}).items():
         for key, value in values.items():
-            if isinstance(value, torch.Tensor) and id(parameter) in names:
-                hashes[f"optimizer/{names[id(parameter)]}/{key}"] = tensor_hash(value)
+            if isinstance(value, torch.Tensor) and parameter in names:
+                hashes[f"optimizer/{names[parameter]}/{key}"] = tensor_hash(value)
     return hashes
 
 

@@ -30,16 +30,12 @@ class TrainingInterrupted(SystemExit):
 
 
 class InterruptWatch(TrainerCallback):
-    """Listens for signals, and lets all processes stop together at the end of a step.
-
-    Attributes:
-        requested: this process was asked to stop.
-        stopping: one of the processes was; the run ends after this step.
-    """
+    """Listens for signals, and lets all processes stop together at the end of a step."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self.requested = self.stopping = False
+        self.requested = False  # this process was asked to stop
+        self.stopping = False  # one of the processes was; the run ends after this step
 
     def say(self, sentence: str) -> None:
         """Print a line, on the main process."""
@@ -67,11 +63,12 @@ class InterruptWatch(TrainerCallback):
         if self.requested and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
-        first, self.requested = not self.requested, True
-        if first:
-            with suppress(OSError, RuntimeError):  # the console may be gone, or in the middle of a line
-                # on a new line, below the terminal's ^C or a bar
-                self.say("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.")
+        if self.requested:
+            return
+        self.requested = True
+        with suppress(OSError, RuntimeError):  # the console may be gone, or in the middle of a line
+            # on a new line, below the terminal's ^C or a bar
+            self.say("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.")
 
     @contextmanager
     def listening(self) -> Iterator[None]:

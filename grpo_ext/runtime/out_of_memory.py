@@ -78,13 +78,12 @@ class Halving:
             piece = rows[start : start + size]
             try:
                 results.append(work(piece))
+                start += size
+                continue
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error).splitlines()[0]
-            else:
-                start += size
-                continue
             clear_device_cache(garbage_collection=True)
             if not self.enabled or len(piece) == 1:
                 raise MemoryShortageError(
@@ -99,17 +98,11 @@ class Halving:
 
 @dataclass
 class MicroBatchLimits:
-    """The size of a micro-batch: as set, or smaller where memory ran out.
+    """The size of a micro-batch: as set, or smaller where memory ran out."""
 
-    Attributes:
-        rows: completions.
-        tokens: tokens, or None.
-        failures: how often memory ran out.
-    """
-
-    rows: int
+    rows: int  # completions
     tokens: int | None = None
-    failures: int = 0
+    failures: int = 0  # how often memory ran out
 
     def shrink(self, largest_rows: int, largest_tokens: int) -> str:
         """Halve after a step that failed; returns the new limit as text.

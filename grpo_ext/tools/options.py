@@ -128,11 +128,7 @@ def demo_of(settings: Mapping[str, Any]) -> Demo | None:
 
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
-    """Settings as the dataclasses that they configure.
-
-    Raises:
-        ConfigError: a setting is refused, by this package, TRL or transformers.
-    """
+    """Settings as the dataclasses that they configure; a ConfigError where these, TRL or transformers refuse one."""
     try:
         script, training, model = (kind(**fields_of({"lora_dropout": 0.0, **settings}, kind)) for kind in OPTIONS)
     except GrpoExtError:

@@ -21,11 +21,7 @@ ALGORITHM = {
 
 
 def refuse_ours(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that change what is learned and that stock TRL does not have.
-
-    Raises:
-        GrpoExtError: names them.
-    """
+    """Raise a GrpoExtError for settings that change what is learned and that stock TRL does not have."""
     from ..rollouts.keyed import truncating_in  # loads torch
 
     filters = truncating_in(settings) or settings.get("generation_kwargs")
