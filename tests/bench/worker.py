@@ -6,25 +6,15 @@ Answers each line with one JSON line: seconds by phase, memory, tokens.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
-import re
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-
-from grpo_ext.run.log import peak_memory_mib
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.stock import OURS, stock_config
 
@@ -35,6 +25,9 @@ _END_SHARE = 3.0  # ragged answers end after a third of the longest on average: 
 
 def _words(vocabulary: int) -> Any:
     """A tokenizer whose token i is the word `w{i}`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, vocabulary)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -44,6 +37,9 @@ def _words(vocabulary: int) -> Any:
 
 
 def _model(spec: dict[str, Any], quantization: Any) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     dtype, load = getattr(torch, spec["dtype"]), spec["options"].get("model_init_kwargs") or {}
     if isinstance(spec["model"], str):
@@ -60,6 +56,8 @@ class FixedRollouts:
     """The rollouts of a shape: prompts, completions and rewards, the same for every trainer."""
 
     def __init__(self, shape: Shape, vocabulary: int) -> None:
+        import random
+
         source = random.Random(0)
 
         def tokens(count: int) -> list[int]:
@@ -110,34 +108,73 @@ class FixedRollouts:
         return sum(self.shape.prompt + sum(map(len, group)) for group in self.trained)
 
 
-def _reset_peak() -> None:
-    """Start a new peak of `_memory`; where there is no /proc, that of the process goes on."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+class _Memory:
+    """Peak memory since the last reset, MiB: the accelerator's, or this process's resident set."""
 
+    def __init__(self) -> None:
+        import torch
 
-def _memory() -> tuple[float, float]:
-    """MiB now and at the peak: of the accelerator, or this process's resident set."""
-    if torch.cuda.is_available():
-        return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
-    now = psutil.Process().memory_info().rss / 2**20
-    try:  # unlike getrusage's peak, this one can be reset
-        peak = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
-    except OSError:
-        peak = None
-    return now, int(peak[1]) / 1024 if peak else peak_memory_mib(torch.device("cpu")) or now
+        self.cuda = torch.cuda.is_available()
+
+    def reset(self) -> None:
+        import torch
+
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            return
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+        except OSError:
+            pass  # not Linux: the peak is that of the whole run
+
+    def now_and_peak(self) -> tuple[float, float]:
+        import psutil
+        import torch
+
+        from grpo_ext.run.log import peak_memory_mib
+
+        if self.cuda:
+            return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
+        now = psutil.Process().memory_info().rss / 2**20
+        try:  # unlike getrusage's peak, this one can be reset
+            with open("/proc/self/status") as file:
+                return now, next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
+        except (OSError, StopIteration):
+            return now, peak_memory_mib(torch.device("cpu")) or now
 
 
 def _now() -> float:
     """Seconds, when the device has done the work it has been given."""
+    import torch
+
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
+class _Clock:
+    """Seconds by phase, from wrapped methods."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def wrap(self, owner: Any, method: str, phase: Callable[[], str | None]) -> None:
+        inner = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            name = phase()
+            start = _now()
+            result = inner(*args, **kwargs)
+            if name:
+                self.seconds[name] += _now() - start
+            return result
+
+        setattr(owner, method, timed)
+
+
 def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> tuple[Any, FixedRollouts]:
+    import torch
     import trl
     from datasets import Dataset
 
@@ -187,57 +224,57 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
     return trainer, rollouts
 
 
-class _Server(TrainerCallback):
-    """Does one optimizer step for each line of input, and answers what it took.
+class _Server:
+    """Answers the benchmark: waits for a request, says what the step took.
 
     Attributes:
-        tokens: of a step.
-        layout: the form that completions run in, and how many of them fit in a forward.
         base: MiB of the process with its model loaded.
-        seconds: by phase, since the last request.
+        layout: the form that completions run in, and how many of them fit in a forward.
     """
 
     def __init__(self, answers: Any) -> None:
-        self.answers, self.base, self.start = answers, 0.0, 0.0
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.tokens: Callable[[], float] = float
+        self.answers, self.clock, self.memory, self.base = answers, _Clock(), _Memory(), 0.0
         self.layout: Callable[[], dict[str, Any]] = dict
 
     def answer(self, content: dict[str, Any]) -> None:
         self.answers.write(json.dumps(content) + "\n")
         self.answers.flush()
 
-    def time(self, owner: Any, method: str, phase: str, only: Callable[[], bool] = lambda: True) -> None:
-        """Add the seconds of a method to a phase, of its calls when `only` says so."""
-        inner = getattr(owner, method)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            counts, start = only(), _now()
-            result = inner(*args, **kwargs)
-            if counts:
-                self.seconds[phase] += _now() - start
-            return result
-
-        setattr(owner, method, timed)
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+    def wait(self) -> None:
         if sys.stdin.readline().strip() != "step":
             os._exit(0)
-        self.seconds.clear()
-        _reset_peak()
+        self.clock.seconds.clear()
+        self.memory.reset()
 
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.start = _now()
-
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds["optimizer"] = _now() - self.start
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        peak = _memory()[1]
-        seconds = {phase: self.seconds[phase] for phase in PHASES}
-        seconds["forward/backward"] = max(self.seconds["step"] - self.seconds["prepare"], 0.0)
+    def report(self, tokens: float) -> None:
+        peak = self.memory.now_and_peak()[1]
+        seconds = {phase: self.clock.seconds[phase] for phase in PHASES}
+        seconds["forward/backward"] = max(self.clock.seconds["step"] - self.clock.seconds["prepare"], 0.0)
         memory = {"working_mib": peak - self.base, "peak_mib": peak}
-        self.answer({"seconds": seconds, "tokens": self.tokens(), **memory, **self.layout()})
+        self.answer({"seconds": seconds, "tokens": tokens, **memory, **self.layout()})
+
+    def callback(self) -> Any:
+        """Does one optimizer step for each request."""
+        from transformers import TrainerCallback
+
+        server = self
+
+        class Serve(TrainerCallback):
+            tokens: Callable[[], float]  # of a step
+
+            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                server.wait()
+
+            def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+                self.start = _now()
+
+            def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+                server.clock.seconds["optimizer"] = _now() - self.start
+
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                server.report(self.tokens())
+
+        return Serve()
 
 
 def main() -> None:
@@ -247,19 +284,22 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     quiet_libraries()
+    import torch
+
     from grpo_ext.forward.architecture import attention_sizes, weight_sizes
     from grpo_ext.forward.reference import base_model_of
 
     spec = json.loads(sys.argv[1])
-    shape = Shape(**spec["shape"])
+    shape, callback = Shape(**spec["shape"]), server.callback()
     with tempfile.TemporaryDirectory() as folder:
-        trainer, rollouts = _trainer(spec, shape, folder, server)
-        server.tokens = _counting(trainer) if shape.samples else lambda: rollouts.tokens
-        server.time(trainer, "_generate_single_turn", "rollout")
+        trainer, rollouts = _trainer(spec, shape, folder, callback)
+        callback.tokens = _counting(trainer) if shape.whole else lambda: rollouts.tokens
+        clock = server.clock
+        clock.wrap(trainer, "_generate_single_turn", lambda: "rollout")
         scoring = "_get_per_token_logps_and_entropies"
-        server.time(trainer, scoring, "log-probs", lambda: not torch.is_grad_enabled())
-        server.time(trainer, "_prepare_inputs", "prepare")
-        server.time(trainer, "training_step", "step")
+        clock.wrap(trainer, scoring, lambda: None if torch.is_grad_enabled() else "log-probs")
+        clock.wrap(trainer, "_prepare_inputs", lambda: "prepare")
+        clock.wrap(trainer, "training_step", lambda: "step")
         model = base_model_of(trainer.model)
         (body, head), (width, _) = weight_sizes(model), attention_sizes(model.config)
         adapters = sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
@@ -267,7 +307,7 @@ def main() -> None:
         if spec["who"] == OURS:
             runner = trainer._step_planner  # cuts a micro-batch that does not fit
             server.layout = lambda: {"form": runner.forwards.choice.form(model), "micro": runner.limits.rows}
-        server.base = _memory()[0]
+        server.base = server.memory.now_and_peak()[0]
         if shape.sample:
             _serve_sampling(trainer, server)
         trainer.train()
@@ -295,15 +335,16 @@ def _counting(trainer: Any) -> Callable[[], float]:
 def _serve_sampling(trainer: Any, server: _Server) -> None:
     """Sample the first rollout again and again; ours under another seed each time, as stock TRL does by itself."""
     item = next(iter(trainer.get_train_dataloader()))
+    sampled = _counting(trainer)
     trainer.model.train()
     while True:
-        server.on_step_begin()
+        server.wait()
         trainer.args.seed += 1
         trainer._buffered_inputs = None
         if hasattr(trainer, "_rollouts"):  # ours
             trainer._rollouts.hold(None, None)
         trainer._prepare_inputs(item)
-        server.on_step_end()
+        server.report(sampled())
 
 
 if __name__ == "__main__":
