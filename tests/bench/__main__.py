@@ -6,7 +6,6 @@ Takes a run's file and options as recipes/grpo.py does, and its own below.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,20 +21,6 @@ SHAPE_HELP = (
     "A shape, instead of the reference shapes: their names, or text like "
     "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample,whole'."
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One shape as it is measured.
-
-    Attributes:
-        model: id, folder or configuration.
-        micro: for each trainer, the micro-batch sizes to choose the fastest of.
-    """
-
-    shape: Any
-    model: Any
-    micro: dict[str, list[int]]
 
 
 def say_dim(sentence: str) -> None:
@@ -64,9 +49,10 @@ def bench(
     and precision, on completions of random tokens. --model_name_or_path may be a config.json (random weights).
     """
     load_libraries()
-    from .measuring import run_shape
-    from .of_run import left_out, options_of, refuse_sizes, shape_of
+    from .measuring import MICRO, run_shape
+    from .of_run import left_out, model_of, options_of, refuse_sizes, shape_of
     from .results import as_tables, record_of
+    from .shapes import MODELS
 
     settings = settings_of(context, config)
     searched = {who: integers(text, "micro-batches") for who, text in ((STOCK, stock_micro), (OURS, our_micro)) if text}
@@ -76,16 +62,18 @@ def bench(
         name = "the run" if config is None else config.stem
         of_run, micro, precision = shape_of(settings, name, prompt_length, mean_completion_length)
         options |= precision
-        plan = planned({of_run: micro}, source, searched)
+        shapes = {of_run: micro}
     else:
         refuse_sizes(settings)
-        plan = planned(chosen_shapes(shape or [], long), source, searched)
+        shapes = chosen_shapes(shape or [], long)
+    model = model_of(source) if source else None
     if without := left_out(settings):
         say_dim(f"without {', '.join(without)}")
     how = {"model": source, "dtype": dtype, "rounds": rounds, "options": options, "searched": searched}
     results = []
-    for one in plan:
-        results.append(run_shape(one.shape, one.model, rounds, one.micro, dtype, say_dim, options))
+    for one, fixed in shapes.items():
+        sizes = {STOCK: MICRO, OURS: MICRO, **{who: [size] for who, size in zip((STOCK, OURS), fixed)}, **searched}
+        results.append(run_shape(one, model or MODELS[one.model], rounds, sizes, dtype, say_dim, options))
         if json_file is not None:
             json_file.write_text(json.dumps(record_of(results, how), indent=1) + "\n")
     for table in as_tables(results):
@@ -101,20 +89,6 @@ def chosen_shapes(texts: list[str], long: bool) -> dict[Any, tuple[int, ...]]:
     known = {shape.name: shape for shape in (*SHORT, *REFERENCE)}
     shapes = [known[text] if text in known else parse_shape(text) for text in texts]
     return {shape: () if long else SHORT.get(shape, ()) for shape in shapes}
-
-
-def planned(shapes: dict[Any, tuple[int, ...]], source: str | None, searched: dict[str, list[int]]) -> list[Measured]:
-    """What is measured of each shape: a model that is named, or the shape's own; micro-batches as `searched` says."""
-    from .measuring import MICRO
-    from .of_run import model_of
-    from .shapes import MODELS
-
-    plan = []
-    for shape, micro in shapes.items():
-        fixed = {who: [size] for who, size in zip((STOCK, OURS), micro)}
-        sizes = {STOCK: [*MICRO], OURS: [*MICRO], **fixed, **searched}
-        plan.append(Measured(shape, model_of(source) if source else MODELS[shape.model], sizes))
-    return plan
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def as_tables(results: Sequence[Result]) -> list[Table]:
     return [phases, compared]
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """The kind of machine, without its name."""
     return {
         "system": platform.system(),
@@ -98,7 +98,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
 
@@ -112,10 +112,9 @@ def _cpu() -> str:
 
 def record_of(results: Sequence[Result], settings: Mapping[str, Any]) -> dict[str, Any]:
     """All figures as plain values, with when, on what, with what and how they were measured."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(device),
+        "machine": machine(),
         "versions": versions(),
         "settings": dict(settings),
         "results": [dataclasses.asdict(r) | {"speed_up": r.speed_up} for r in results],

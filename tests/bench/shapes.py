@@ -85,29 +85,28 @@ SHORT = {
     Shape("real vocabulary, 2 groups", 40, 1, 45, groups=2, whole=True, model="smollm2-135m"): (8, 16),
 }
 
-MODELS: dict[str, dict[str, Any]] = {
-    "reference": {  # 28 million weights
-        "model_type": "qwen2",
-        "vocab_size": 8192,
-        "hidden_size": 512,
-        "intermediate_size": 1280,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
+
+def decoder(
+    kind: str, vocabulary: int, width: int, inner: int, layers: int, heads: int, key_heads: int, positions: int = 4096
+) -> dict[str, Any]:
+    """The configuration of a language model, for random weights."""
+    return {
+        "model_type": kind,
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": True,
-    },
-    "smollm2-135m": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
+    }
+
+
+MODELS = {
+    "reference": decoder("qwen2", 8192, 512, 1280, 8, 8, 8),  # 28 million weights
+    "smollm2-135m": decoder("llama", 49152, 576, 1536, 30, 9, 3, positions=8192),
+    "qwen2.5-0.5b": decoder("qwen2", 151936, 896, 4864, 24, 14, 2),
 }
 
 

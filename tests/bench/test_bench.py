@@ -14,22 +14,12 @@ from tests.bench import measuring
 from tests.bench.__main__ import app
 from tests.bench.measuring import fastest_micro, run_shape
 from tests.bench.results import Result, as_tables
-from tests.bench.shapes import PHASES, REFERENCE, SHORT, Shape, parse_shape
+from tests.bench.shapes import PHASES, REFERENCE, SHORT, Shape, decoder, parse_shape
 from tests.bench.worker import FixedRollouts
 from tests.support.tiny import stock_scores
 from tests.support.toy_recipe import CONFIGS, toy_model
 
-TINY = {
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+TINY = decoder("qwen2", 64, 32, 64, 1, 2, 2, positions=128)
 
 
 def test_a_shape_is_read_from_text():

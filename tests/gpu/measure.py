@@ -17,27 +17,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from grpo_ext.errors import LaunchError
+from grpo_ext.run.log import versions
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.bench.measuring import Worker, spec_of
-from tests.bench.shapes import Shape
+from tests.bench.results import machine
+from tests.bench.shapes import MODELS, Shape, decoder
 
-HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
-TOY_MODEL = HALF_B | {"vocab_size": 512, "hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2}
+HALF_B, TOY_MODEL = MODELS["qwen2.5-0.5b"], decoder("qwen2", 512, 56, 64, 2, 14, 2)
 SHAPES = (
     Shape("long prompt", 1024, 128, 1024, groups=8),
     Shape("ragged answers", 128, 64, 1792, skewed=True, groups=8),
@@ -47,7 +37,6 @@ TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{OURS}, {form}": (OURS, {"forward": form}) for form in ("packed", "prefix", "padded")},
     STOCK: (STOCK, {}),
 }
-PACKAGES = ("torch", "triton", "transformers", "trl", "accelerate", "peft", "datasets", "flash-attn", "kernels")
 TESTS_SHARE = 0.45  # of the time
 ROUNDS = 3
 
@@ -74,23 +63,6 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def about(toy: bool) -> dict[str, Any]:
-    import torch
-
-    machine: dict[str, Any] = {"versions": {name: installed(name) for name in PACKAGES}, "cuda": torch.version.cuda}
-    if toy or not torch.cuda.is_available():
-        return machine | {"device": "cpu"}
-    properties = torch.cuda.get_device_properties(0)
-    return machine | {"device": properties.name, "device_gib": round(properties.total_memory / 2**30, 1)}
 
 
 def run_tests(toy: bool, seconds: float) -> dict[str, Any]:
@@ -169,8 +141,8 @@ def main() -> int:
     else:
         one_device()
     start = time.monotonic()
-    result = about(options.toy)
-    if result["device"] == "cpu" and not options.toy:
+    result: dict[str, Any] = {"machine": machine(), "versions": versions()}
+    if result["machine"]["gpu"] is None and not options.toy:
         parser.error("there is no CUDA device; --toy rehearses on the CPU")
     result["tests"] = run_tests(options.toy, TESTS_SHARE * options.seconds)
     model, shapes = (TOY_MODEL, TOY_SHAPES) if options.toy else (HALF_B, SHAPES)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.precision.loss_scaler import LossScaler
 from grpo_ext.tools.plan import MemoryLayout, measure, memory_of
+from tests.bench.shapes import MODELS
 from tests.support.gpu import TOY, needs_gpu
 from tests.support.rollouts import give_completions
 from tests.support.tiny import letter_reward, tiny_tokenizer
@@ -22,17 +23,7 @@ from tests.support.tiny import letter_reward, tiny_tokenizer
 pytestmark = [pytest.mark.gpu, needs_gpu]
 fp16 = pytest.mark.skipif(TOY, reason="no fp16 on the CPU")
 PRECISIONS = [pytest.param("fp16", marks=fp16), "bf16"]
-HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+HALF_B = {**MODELS["qwen2.5-0.5b"], "pad_token_id": 0, "eos_token_id": 1}
 SMALL = {**HALF_B, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 if TOY:
     HALF_B = SMALL = {**SMALL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
@@ -53,7 +44,7 @@ def train(
     sizes = {"global_batch_size": 32, "num_generations": GROUP, "per_device_train_batch_size": 8}
     sizes |= {"max_steps": 3, **settings}
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.float32),
+        model=AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.float32),
         reward_funcs=letter_reward,
         args=GRPOConfig(
             str(folder),
@@ -94,7 +85,7 @@ def test_a_model_of_half_a_billion_weights_trains(record_property, tmp_path, pre
     assert bool(torch.isfinite(update).all())
     assert float(update.norm()) > 0
     assert isinstance(trainer.accelerator.scaler, LossScaler) == (precision == "fp16")
-    config = Qwen2Config(**HALF_B)
+    config = AutoConfig.for_model(**HALF_B)
     sizes = measure(config, compute="float16" if precision == "fp16" else "bfloat16")
     expected = memory_of(sizes, MemoryLayout("ddp", 1, PROMPT + GROUP * COMPLETION, 1))["training"]
     peak = expected if TOY else torch.cuda.max_memory_allocated()

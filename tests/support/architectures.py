@@ -23,6 +23,11 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GROUPED_EXPERTS = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+}
 _DELTA = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -37,19 +42,8 @@ _MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "mistral": {"sliding_window": 6},
     "gemma2": {"sliding_window": 6},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
-    "deepseek_v3": {
-        **_LATENT,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-        "head_dim": None,
-    },
+    "gpt_oss": {**_LOCAL_EXPERTS, "sliding_window": 6},
+    "deepseek_v3": {**_LATENT, **_GROUPED_EXPERTS, "num_key_value_heads": 4, "q_lora_rank": 16, "head_dim": None},
     "llama4_text": {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8},
     "qwen3_next": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_5_text": _DELTA,
@@ -65,8 +59,7 @@ _MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention", "mamba", "attention"],
         "layers_block_type": ["mamba", "attention", "mamba", "attention"],
         "mamba_expand": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        **_LOCAL_EXPERTS,
         "shared_intermediate_size": 16,
     },
     "nemotron_h": {
@@ -91,17 +84,14 @@ _MODELS: dict[str, dict[str, Any]] = {
         "head_dim": None,
     },
     # experts alone
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": _LOCAL_EXPERTS,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": _EXPERTS,
-    "glm4_moe": {
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
-    },
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": _GROUPED_EXPERTS,
+    "phimoe": _LOCAL_EXPERTS,
     # these run no completions behind a cached prompt
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
-    "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8},
+    "minimax": {**_LOCAL_EXPERTS, "block_size": 8},
     "mamba2": {
         "num_heads": 8,
         "head_dim": 8,

@@ -38,6 +38,7 @@ REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "max_steps": 6}
 CUT = {"global_batch_size": 9, "rollout_batch_size": 36, "rollout_chunk_size": 12}
 # a setting of DDP that older versions of transformers do not have
 STATIC = {name: True for name in ("ddp_static_graph",) if name in TrainingArguments.__dataclass_fields__}
+FILTERED = {"top_p": 0.8, "sampling_mask": "replay"}
 # half precision: the next rollout could take another token, and two runs from there
 ONE_ROLLOUT = {"rollout_batch_size": 32, "max_steps": 2}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -68,15 +69,7 @@ if find_spec("bitsandbytes") is None:
 
 # sampled ahead of training: losses with ratios, one and two rollout batches ahead
 AHEAD = {
-    "ahead_gspo": Case(
-        {
-            "importance_sampling_level": "sequence",
-            "rollout_lag": 2,
-            "max_steps": 5,
-            "top_p": 0.8,
-            "sampling_mask": "replay",
-        }
-    ),
+    "ahead_gspo": Case({"importance_sampling_level": "sequence", "rollout_lag": 2, "max_steps": 5, **FILTERED}),
     "ahead_cispo": Case({"loss_type": "cispo", "epsilon_high": 1.01, "rollout_lag": 1, **TWO_STEPS, "max_steps": 9}),
     "ahead_two_sided": Case(
         {"loss_type": "grpo", "delta": 1.02, "epsilon": 0.01, "rollout_lag": 2, **REUSED, "max_steps": 13}
@@ -144,7 +137,7 @@ CASES = {
     "padded": Case({"forward": "padded", **TWO_STEPS}),
     "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4}),
     "sampling": Case({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1}),
-    "replayed": Case({"top_p": 0.8, "temperature": 0.8, "sampling_mask": "replay", "beta": 0.1, **REUSED}),
+    "replayed": Case({**FILTERED, "temperature": 0.8, "beta": 0.1, **REUSED}),
     "routed": Case({"routing_replay": True, "gradient_checkpointing": True, **REUSED}, model="moe"),
     "rollout_func_few": Case(
         {"global_batch_size": 8, "rollout_chunk_size": 4, "beta": 0.1}, rollout_func=gathering_rollout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import make_flat_list_of_images
 from transformers.processing_utils import ImagesKwargs
 
-from tests.support.tiny import tiny_tokenizer, tool
+from tests.support.tiny import tiny_tokenizer, tool, with_calls
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -60,16 +61,9 @@ class QwenProcessor(ProcessorMixin):
     def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> BatchFeature:
         texts, found = [text] if isinstance(text, str) else list(text), {}
         if images is not None:
-            flat = [image for row in images for image in (row if isinstance(row, list) else [row])]
-            found = dict(self.image_processor(images=flat, return_tensors="pt"))
+            found = dict(self.image_processor(images=make_flat_list_of_images(images), return_tensors="pt"))
             counts = iter((found["image_grid_thw"].prod(1) // 4).tolist())
-            pieces = [row.split(IMAGE) for row in texts]
-            texts = [
-                "".join(
-                    part + IMAGE * (next(counts) if number < len(row) - 1 else 0) for number, part in enumerate(row)
-                )
-                for row in pieces
-            ]
+            texts = [re.sub(IMAGE, lambda match: IMAGE * next(counts), row) for row in texts]
         options = {name: kwargs[name] for name in ("padding", "return_tensors") if name in kwargs}
         tokens = self.tokenizer(texts, **options)
         image = self.tokenizer.convert_tokens_to_ids(IMAGE)
@@ -258,15 +252,12 @@ def picture_reward(prompts: Any, completions: Any, **kwargs: Any) -> list[float]
 
 def calling(processor: Any) -> Any:
     """The processor, for which a completion with a vowel calls the tool `look`."""
-    tokenizer = processor.tokenizer
 
-    def parse_response(ids: list[int], **kwargs: Any) -> dict[str, Any]:
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        call = {"type": "function", "function": {"name": "look", "arguments": {"number": len(text)}}}
-        calls = [call] if set(text) & set("aeiou") else []
-        return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+    def looks(ids: list[int]) -> list[tuple[str, int]]:
+        text = processor.tokenizer.decode(ids, skip_special_tokens=True)
+        return [("look", len(text))] if set(text) & set("aeiou") else []
 
-    tokenizer.response_template, tokenizer.parse_response = {}, parse_response
+    with_calls(processor.tokenizer, looks)
     return processor
 
 

@@ -51,6 +51,11 @@ def scoring(act: Callable[[int], None], rank: int | None = None) -> Any:
     return act_and_score
 
 
+def arming(arm: Callable[[], Any], rank: int | None = None) -> Any:
+    """A reward function whose first call arms what happens later."""
+    return scoring(lambda call: arm() if call == 1 else None, rank)
+
+
 def wrap(owner: Any, name: str, wrapped: Callable[..., Any]) -> None:
     """Put `wrapped(inner, *args)` in the place of a function; once, in a launch of several runs."""
     inner = vars(owner).get(f"_plain_{name}") or getattr(owner, name)
@@ -59,64 +64,50 @@ def wrap(owner: Any, name: str, wrapped: Callable[..., Any]) -> None:
 
 
 def dying(moment: str, at: int, rank: int = 0) -> Any:
-    """SIGKILL for one process at the `at`-th time it reaches a moment; the first call of the rewards arms it."""
+    """SIGKILL for one process at the `at`-th time it reaches a moment."""
+    owner, name, _ = MOMENTS[moment]
+    count = [0]
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    owner, name, _ = MOMENTS[moment]
+    def counted(inner: Any, *args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return die() if count[0] == at else inner(*args, **kwargs)
 
-    def act(call: int) -> None:
-        if owner is None:
-            return die() if call == at else None
-        if call > 1:
-            return None
-        count = [0]
-
-        def counted(inner: Any, *args: Any, **kwargs: Any) -> Any:
-            count[0] += 1
-            return die() if count[0] == at else inner(*args, **kwargs)
-
-        return wrap(owner, name, counted)
-
-    return scoring(act, rank)
+    if owner is None:
+        return scoring(lambda call: die() if call == at else None, rank)
+    return arming(lambda: wrap(owner, name, counted), rank)
 
 
 def dying_after(seconds: float, rank: int = 0) -> Any:
     """SIGKILL for one process some time after the first call of the rewards."""
 
-    def act(call: int) -> None:
-        if call == 1:
-            timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
+    def arm() -> None:
+        timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
 
-    return scoring(act, rank)
+    return arming(arm, rank)
 
 
 def out_of_memory(at: int, rank: int) -> Any:
     """No memory for one process's `at`-th forward with gradients, after that forward's work is done."""
+    count = [0]
 
-    def act(call: int) -> None:
-        if call > 1:
-            return
-        count = [0]
+    def counted(inner: Any, *args: Any) -> Any:
+        loss = inner(*args)
+        count[0] += 1
+        if count[0] == at:
+            loss.backward()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return loss
 
-        def counted(inner: Any, *args: Any) -> Any:
-            loss = inner(*args)
-            count[0] += 1
-            if count[0] == at and int(os.environ.get("RANK", "0")) == rank:
-                loss.backward()
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-            return loss
-
-        wrap(GRPOTrainer, "_compute_loss", counted)
-
-    return scoring(act)
+    return arming(lambda: wrap(GRPOTrainer, "_compute_loss", counted), rank)
 
 
 def jittery(longest: float) -> Any:
-    """Delays of up to `longest` seconds in sampling, rewards and training; the first call of the rewards arms it."""
+    """Delays of up to `longest` seconds in sampling, rewards and training."""
 
     def wait() -> None:
         time.sleep(random.SystemRandom().uniform(0, longest))  # other ones in every process and every run
@@ -146,16 +137,15 @@ def failing_on(rank: int, at: int) -> Any:
 
 
 def watched_collectives() -> Any:
-    """An error for a collective that is not run by the main thread; the first call of the rewards arms it."""
+    """An error for a collective that is not run by the main thread."""
 
     def watched(inner: Any, *args: Any, **kwargs: Any) -> Any:
         assert threading.current_thread() is threading.main_thread(), "a collective beside training"
         return inner(*args, **kwargs)
 
-    def act(call: int) -> None:
-        if call == 1:
-            for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"):
-                wrap(dist, name, watched)
-            assert threading.current_thread() is not threading.main_thread(), "rewards were called in the main thread"
+    def arm() -> None:
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"):
+            wrap(dist, name, watched)
+        assert threading.current_thread() is not threading.main_thread(), "rewards were called in the main thread"
 
-    return scoring(act)
+    return arming(arm)

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 from tests.support import forks
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.forks import ROOT
 
 
 def environment(**more: str) -> dict[str, str]:

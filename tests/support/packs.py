@@ -37,13 +37,6 @@ def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> 
     return TokenRows(torch.cat(ids), own, [length for lengths in completions for length in lengths], same)
 
 
-def loss_of(form: Form, model: Any, batch: Any) -> torch.Tensor:
-    output = run_rows(form, model, batch, next(model.parameters()).device)
-    logps, entropies = output.logps_S, output.entropies_S
-    weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype).view_as(logps)
-    return (weights * logps).sum() + 0.3 * (weights * entropies).sum()
-
-
 def assert_same_router_counts(form: Form, model: Any, batch: Any) -> None:
     """The router's statistics in a form are those of the padded batch."""
     found = []
@@ -64,7 +57,10 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def gradient(form: Form, model: Any, batch: Any) -> torch.Tensor:
     model.zero_grad()
-    loss = loss_of(form, model, batch)
+    output = run_rows(form, model, batch, next(model.parameters()).device)
+    logps, entropies = output.logps_S, output.entropies_S
+    weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype).view_as(logps)
+    loss = (weights * logps).sum() + 0.3 * (weights * entropies).sum()
     with in_form(base_model_of(model), form):
         loss.backward()
     parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]

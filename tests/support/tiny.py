@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -97,6 +97,21 @@ def tool(function: Any) -> Any:
     """A function of one number, with a docstring of which TRL makes its schema."""
     function.__doc__ = f"The tool {function.__name__}.\n\nArgs:\n    number: A number."
     return function
+
+
+def with_calls(tokenizer: Any, called: Callable[[list[int]], list[tuple[str, int]]]) -> Any:
+    """The tokenizer, which finds in the ids of a completion the calls that `called` returns: (tool, number)."""
+
+    def parse_response(ids: list[int], **kwargs: Any) -> dict[str, Any]:
+        calls = [
+            {"type": "function", "function": {"name": name, "arguments": {"number": number}}}
+            for name, number in called(list(ids))
+        ]
+        message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+        return message | ({"tool_calls": calls} if calls else {})
+
+    tokenizer.response_template, tokenizer.parse_response = {}, parse_response
+    return tokenizer
 
 
 def given_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:

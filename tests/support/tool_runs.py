@@ -25,7 +25,7 @@ from grpo_ext.rollouts import engine
 from tests.support.drop_in import conversations
 from tests.support.launch import leave
 from tests.support.rollouts import share_forwards
-from tests.support.tiny import tiny_model, tiny_tokenizer, tool
+from tests.support.tiny import tiny_model, tiny_tokenizer, tool, with_calls
 from tests.support.trainers import make, parameters
 
 DELAYS = random.SystemRandom()  # other ones in every process and every run
@@ -177,17 +177,7 @@ def sampled(called: Callable[[list[int]], list[str]]) -> Any:
     """A tokenizer that finds calls in any tokens."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-
-    def parse_response(ids: list[int], **kwargs: Any) -> dict[str, Any]:
-        calls = [
-            {"type": "function", "function": {"name": name, "arguments": {"number": sum(ids) + place}}}
-            for place, name in enumerate(called(list(ids)))
-        ]
-        message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
-        return message | ({"tool_calls": calls} if calls else {})
-
-    tokenizer.response_template, tokenizer.parse_response = {}, parse_response
-    return tokenizer
+    return with_calls(tokenizer, lambda ids: [(name, sum(ids) + place) for place, name in enumerate(called(ids))])
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from tests.support.forks import ROOT
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 
 TOY = {"max_position_embeddings": 512, "tie_word_embeddings": True, "initializer_range": 0.02}

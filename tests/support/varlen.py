@@ -48,14 +48,22 @@ def _sequences(
 
 
 def _scores(
-    query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float | None, left: int | None, right: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    causal: bool,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> torch.Tensor:
     """(H, queries, keys) of one sequence; the last query is at the last key, and sees so many keys on each side."""
     key = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * (query.size(-1) ** -0.5 if scale is None else scale)
     seen, shift = torch.ones(scores.shape[1:], dtype=torch.bool), key.size(0) - query.size(0)
-    seen = seen.tril(shift + (0 if causal else right)) if causal or right is not None else seen
-    return scores.masked_fill(~(seen if left is None else seen.triu(shift - left)), -torch.inf)
+    if causal or window_size_right is not None:
+        seen = seen.tril(shift + (0 if causal else window_size_right))
+    if window_size_left is not None:
+        seen = seen.triu(shift - window_size_left)
+    return scores.masked_fill(~seen, -torch.inf)
 
 
 def forward(
@@ -69,10 +77,7 @@ def forward(
     dropout: float,
     causal: bool,
     return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     assert not dropout
     assert not return_debug_mask
@@ -80,7 +85,7 @@ def forward(
     out, lse = torch.empty_like(query), torch.empty(query.size(1), query.size(0), dtype=kind)
     query, key, value = (x.double() for x in (query, key, value))
     for q, k in _sequences(query, key, cum_q, cum_k, max_q, max_k):
-        scores = _scores(query[q], key[k], causal, scale, window_size_left, window_size_right)
+        scores = _scores(query[q], key[k], causal, **options)
         lse[:, q] = scores.logsumexp(-1)
         values = value[k].repeat_interleave(query.size(1) // key.size(1), dim=1)
         out[q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
@@ -102,23 +107,18 @@ def backward(
     causal: bool,
     rng_state: torch.Tensor,
     unused: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     assert not dropout
     assert lse.is_contiguous()
-    factor = query.size(-1) ** -0.5 if scale is None else scale
+    factor = query.size(-1) ** -0.5 if options.get("scale") is None else options["scale"]
     assert grad.dtype == out.dtype == query.dtype
     grads = d_query, d_key, d_value = tuple(torch.empty_like(x) for x in (query, key, value))
     grad, query, key, value, out, lse = (x.double() for x in (grad, query, key, value, out, lse))
     for q, k in _sequences(query, key, cum_q, cum_k, max_q, max_k):
         repeats, heads = query.size(1) // key.size(1), key.size(1)
         keys, values = (x[k].repeat_interleave(repeats, dim=1) for x in (key, value))
-        weights = torch.exp(
-            _scores(query[q], key[k], causal, scale, window_size_left, window_size_right) - lse[:, q, None]
-        )
+        weights = torch.exp(_scores(query[q], key[k], causal, **options) - lse[:, q, None])
         toward = torch.einsum("qhd,khd->hqk", grad[q], values) - (grad[q] * out[q]).sum(-1).T[:, :, None]
         toward = weights * toward * factor
         d_query[q] = torch.einsum("hqk,khd->qhd", toward, keys)

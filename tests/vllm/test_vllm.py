@@ -150,7 +150,7 @@ def server(tmp_path_factory, request):
     port = get_free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
     command += ["--dtype", "float32", "--port", str(port), "--max-model-len", "128", "--enforce-eager"]
-    command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "tests.vllm.from_file.FileWeights"]
+    command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "tests.vllm.on_the_cpu.FileWeights"]
     command += getattr(request, "param", [])
     env = environment() | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with (folder / "log").open("w") as log:

@@ -13,8 +13,7 @@ from peft import LoraConfig
 
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, change, make
-from tests.vllm.from_file import send_by_file
-from tests.vllm.on_the_cpu import in_float32, keep_weights
+from tests.vllm.on_the_cpu import in_float32, send_by_file
 
 SETTINGS: dict[str, Any] = {
     "use_vllm": True,
@@ -35,7 +34,6 @@ def main(folder: Path, control: str, server: str = "", lag: int = 0) -> None:
             With "alone" and "merged" an adapter is trained, and sent so; "masks" replays sampling masks.
         server: that samples, instead of an engine of this process; lag: `rollout_lag`.
     """
-    keep_weights()
     in_float32()
     engine: dict[str, Any] = dict(COLOCATE)
     if server:

@@ -1,0 +1,181 @@
+"""What parts of the trainer bring, where `make bench` does not show it: medians of interleaved runs, a Markdown table.
+
+    python -m tests.bench.effects ahead     seconds per step with `rollout_lag`; some minutes
+    python -m tests.bench.effects rewards   seconds per step with `reward_workers`; two minutes
+    python -m tests.bench.effects routing   what `routing_replay` keeps in bfloat16; a minute
+
+`ahead` and `rewards` simulate other devices: what runs there waits as long as training takes, and returns random tokens
+(sampling) or a constant (old log-probabilities, which no run without a lag needs here).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from grpo_ext.forward.runner import ForwardRunner
+from grpo_ext.rollouts import engine
+from grpo_ext.rollouts.transcript import Sampled
+from tests.support.tiny import letter_reward, prompts, tiny_model
+from tests.support.trainers import change, error, make, on
+
+Run = Callable[[int], dict[str, float]]  # takes the number of the round
+STEPS, FIRST = 14, 2  # of a timed run; those before it is timed
+LENGTH = 48
+
+
+def print_medians(cases: dict[str, Run], rounds: int) -> None:
+    """Run the cases in turn and print the median of each value."""
+    results = [{name: run(number) for name, run in cases.items()} for number in range(rounds)]
+    columns = {column: None for result in results[0].values() for column in result}
+    print("| | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
+    for name in cases:
+        values = [[result[name].get(column, float("nan")) for result in results] for column in columns]
+        print(f"| {name} | " + " | ".join(f"{statistics.median(value):.2g}" for value in values) + " |")
+
+
+def seconds_per_step(model: Any, reward: Callable[..., list[float]], **settings: Any) -> dict[str, float]:
+    sizes = {"global_batch_size": 32, "per_device_train_batch_size": 16, "num_generations": 8}
+    ends: list[float] = []
+    clock = on("on_step_end", lambda state: ends.append(time.perf_counter()))
+    with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
+        parts = {"train_dataset": prompts(64), "callbacks": [clock]}
+        # nothing is learned, so that all steps take the same time
+        make(folder, model, reward, **parts, **sizes, max_steps=STEPS, learning_rate=1e-6, **settings).train()
+    return {"seconds per step": (ends[-1] - ends[FIRST - 1]) / (STEPS - FIRST)}
+
+
+# ---- rollout_lag ----
+
+
+def waiting_sampler(seconds: Iterator[float]) -> Any:
+    tokens = random.Random(1)
+
+    def sample(model: Any, rows: Any, *args: Any) -> list[Sampled]:
+        time.sleep(next(seconds))
+        return [Sampled([tokens.randrange(3, 30) for _ in range(LENGTH)]) for _ in rows]
+
+    return sample
+
+
+def scored_elsewhere(forwards: Any, model: Any, rows: Any, *args: Any) -> tuple[torch.Tensor, None]:
+    """Log-probabilities that another device has computed, and the wait for them is in that for the sampler."""
+    return torch.full((sum(rows.completions_B),), -3.0), None
+
+
+def with_lag(
+    lag: int, number: int, sampling: list[float] | None = None, reward_s: float = 0.0, scores_here: bool = True
+) -> dict[str, float]:
+    """A run where sampling takes these times (None: is done here), and a reward waits."""
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        time.sleep(reward_s)
+        return letter_reward(prompts, completions)
+
+    sampler = engine.sample_chunk if sampling is None else waiting_sampler(iter(sampling))
+    forwards = ForwardRunner.rollout_log_probs if scores_here else scored_elsewhere
+    model = tiny_model(hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    sizes = {"rollout_chunk_size": 32, "max_completion_length": LENGTH}
+    with (
+        mock.patch.object(engine, "sample_chunk", sampler),
+        mock.patch.object(ForwardRunner, "rollout_log_probs", forwards),
+    ):
+        return seconds_per_step(model, reward, rollout_lag=lag, **sizes)
+
+
+def ahead() -> dict[str, Run]:
+    instant = [0.0] * (STEPS + 3)
+    times = [with_lag(0, number, instant)["seconds per step"] for number in range(4)]
+    training = statistics.median(times[1:])  # after a warm-up
+    print(f"training takes {training:.2f} s a step, and what waits as long\n")
+    draw = random.Random(2)
+    ragged = [training * draw.lognormvariate(-0.32, 0.8) for _ in instant]  # a mean of about one training step
+    equal = [training for _ in instant]
+    shapes: dict[str, dict[str, Any]] = {
+        "a reward waits, sampling takes no time": {"sampling": instant, "reward_s": training, "scores_here": False},
+        "a device of its own": {"sampling": equal, "scores_here": False},
+        "a server, old log-probabilities here": {"sampling": equal},
+        "a device of its own, ragged": {"sampling": ragged, "scores_here": False},
+        "the same cores": {},
+        "a reward waits, the same cores": {"reward_s": training},
+    }
+    return {
+        f"{name}, lag {lag}": partial(with_lag, lag, **shape)
+        for name, shape in shapes.items()
+        for lag in ((0, 1, 2) if "device" in name else (0, 1))
+    }
+
+
+# ---- reward_workers ----
+
+
+def with_workers(workers: int, milliseconds: float, computes: bool, number: int) -> dict[str, float]:
+    """A run with a reward that computes (processor time) or waits for so long for each completion."""
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        seconds = len(completions) * milliseconds / 1000
+        end = time.thread_time() + seconds
+        if not computes:
+            time.sleep(seconds)
+        while computes and time.thread_time() < end:
+            pass
+        return [float(len(text) % 5) for text in completions]
+
+    sizes = {"rollout_chunk_size": 8, "max_completion_length": 16}
+    return seconds_per_step(tiny_model(), reward, reward_workers=workers, **sizes)
+
+
+def rewards() -> dict[str, Run]:
+    no_reward = partial(with_workers, 0, 0.0, True)
+    no_reward(0)  # warm-up
+    cases: dict[str, Run] = {
+        f"{kind}, {workers} workers": partial(with_workers, workers, 20.0, kind == "computes")
+        for kind in ("computes", "waits")
+        for workers in (0, 1, 2)
+    }
+    return {**cases, "no reward": no_reward}
+
+
+# ---- routing_replay ----
+
+
+def with_experts(kind: str, replay: bool, seed: int) -> dict[str, float]:
+    """One rollout batch of 64 completions in micro-batches of 16 and of 3; the scores of experts lie close."""
+    changes, log = [], {}
+    for size in (16, 3):
+        model = tiny_model(kind, seed, **({"num_experts": 16, "num_experts_per_tok": 4} if kind == "moe" else {}))
+        for name, weight in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):  # those of a router differ little from their mean
+                weight.data = weight.data.mean(0) + 0.03 * (weight.data - weight.data.mean(0))
+        sizes = {"global_batch_size": 64, "per_device_train_batch_size": size, "max_completion_length": 32}
+        terms = {"bf16": True, "router_aux_loss_coef": 0.0, "routing_replay": replay}
+        parts = {"train_dataset": prompts(24, seed), "seed": seed, "max_steps": 1}
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = make(folder, model, **sizes, **terms, **parts)
+            changes.append(change(trainer))
+        log = trainer.state.log_history[0]
+    logged = {name: log[name] for name in ("sampling/logp_difference", "routing/changed_share") if name in log}
+    return {"update error of two splits": error(*changes), **logged}
+
+
+def routing() -> dict[str, Run]:
+    cases = {"dense": ("qwen2", False), "MoE": ("moe", False), "MoE, replayed": ("moe", True)}
+    return {name: partial(with_experts, *case) for name, case in cases.items()}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("ahead", "rewards", "routing"))
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each case; with routing, each of another seed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print_medians({"ahead": ahead, "rewards": rewards, "routing": routing}[options.what](), options.rounds)
