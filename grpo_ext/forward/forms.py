@@ -21,15 +21,7 @@ from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
 from ..runtime.transfer import to_device
 from .architecture import layer_kinds
-from .attention import (
-    LAYOUT,
-    PACKED,
-    SUPPORTED,
-    TakesNoPacks,
-    joint_parts_by_window,
-    packed_attention,
-    plain_attention,
-)
+from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, joint_parts_by_window, packed_attention, plain_attention
 from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
@@ -153,7 +145,8 @@ def lay_out(
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
     masks = None if masks is None else replace(masks, **moved)
-    targets = Targets(predictor_S, tokens_S, with_entropy, with_router, masks, routing)
+    targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, masks=masks, routing=routing)
+    targets.entropy, targets.router = with_entropy, with_router
     return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N)
 
 

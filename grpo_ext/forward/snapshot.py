@@ -140,12 +140,7 @@ class Snapshot:
     """
 
     def __init__(
-        self,
-        policy: nn.Module,
-        reference: nn.Module | None,
-        reference_moves: bool,
-        device: Any,
-        prepare: Any,
+        self, policy: nn.Module, reference: nn.Module | None, reference_moves: bool, device: Any, prepare: Any
     ) -> None:
         self.device, self.abandoned = torch.device(device), threading.Event()
         trained: Tensors = {name: p for name, p in policy.named_parameters() if p.requires_grad}

@@ -243,10 +243,8 @@ def _model_inputs(
 
 
 def _until_eos(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
-    for i, token in enumerate(tokens):
-        if token in eos_token_ids:
-            return tokens[: i + 1]
-    return tokens
+    end = next((place for place, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
+    return tokens[: end + 1]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..batching.micro_batches import Form, MicroBatch, MicroBatchLayout, StepSiz
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
 from ..errors import ConfigError, MemoryShortageError
-from ..forward.rows import TokenRows, padded_ids_and_mask
+from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..forward.runner import ForwardRunner
 from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
 from ..rollouts.images import ImageSource
@@ -43,6 +43,7 @@ from .statistics import (
     count_step,
     counted,
     set_statistics,
+    token_tensors,
 )
 
 logger = get_logger(__name__)
@@ -103,9 +104,7 @@ class Attempt:
         with out_of_memory_on_all(accelerator, discard), without_gradients:
             for part in self.plan:
                 batch, rows = planner.collate(self.rollout, part.rows, settings.training)
-                _, entropies_BT, router, _ = planner.forwards.micro_batch_log_probs(
-                    model, batch, rows, settings.router, settings.log_probs_override
-                )
+                _, entropies_BT, router, _ = planner.forwards.micro_batch_log_probs(model, batch, rows, settings.router)
                 experts = None if router is None else router_statistics(router.logits, router.counts_BL, top_k)
                 measured.append(MicroBatchStatistics(part, entropies_BT, loss_mask(batch), experts))
         set_statistics(self.context, measured, settings.top_entropy_quantile)
@@ -121,7 +120,8 @@ class Attempt:
             ids, _ = padded_ids_and_mask(inputs)
             inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
         groups, sampler_logps = [self.rollout.groups[row] for row in part.rows], inputs.pop(SAMPLER_LOGPS, None)
-        inputs[CONTEXT_KEY] = MicroBatchContext.of(self.context, part, groups, rows, inputs, sampler_logps)
+        padded = Unchanged(*token_tensors(inputs))
+        inputs[CONTEXT_KEY] = MicroBatchContext(self.context, part, groups, rows, padded, sampler_logps)
         return inputs
 
     def log_values(self) -> dict[str, float]:
@@ -148,7 +148,6 @@ class StepPlanner:
         clock: takes the seconds of the phase "train".
         images: from the columns of completions to their images.
         pad_token_id: fills up micro-batches.
-        multiple: TRL's `pad_to_multiple_of`.
         cost: of a token, by which groups are assigned to processes.
         limits: the micro-batch size that fits.
     """
@@ -159,7 +158,6 @@ class StepPlanner:
     clock: PhaseClock
     images: ImageSource
     pad_token_id: int
-    multiple: int | None
     cost: TokenCost
     limits: MicroBatchLimits = field(init=False)
 
@@ -216,7 +214,7 @@ class StepPlanner:
             rank=self.accelerator.process_index,
             equal_counts=forwards.sharded,
         )
-        sizes = rollout.sizes(self.multiple)
+        sizes = rollout.sizes(self.forwards.multiple)
         rows = rollout.contributing_rows if settings.skip_zeros else range(len(rollout))
         return Attempt(
             planner=self,
@@ -241,7 +239,7 @@ class StepPlanner:
             constants: further entries of the dictionary.
         """
         selected = rollout.select(rows)
-        batch = selected.collate(self.pad_token_id, self.multiple) | (constants or {})
+        batch = selected.collate(self.pad_token_id, self.forwards.multiple) | (constants or {})
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return to_device(batch, self.accelerator.device), self._token_rows(selected, training)
 
@@ -277,11 +275,10 @@ class StepPlanner:
         step = StepContext(counted(mask.sum(1).tolist(), groups), StepMetrics(self.accelerator.device), top_k=top_k)
         if settings.top_entropy_quantile < 1.0:
             with torch.no_grad():
-                scores = self.forwards.micro_batch_log_probs(
-                    model, inputs, rows, settings.router, settings.log_probs_override
-                )
+                scores = self.forwards.micro_batch_log_probs(model, inputs, rows, settings.router)
             set_statistics(step, [MicroBatchStatistics(whole, scores.entropies, mask)], settings.top_entropy_quantile)
-        return {**inputs, CONTEXT_KEY: MicroBatchContext.of(step, whole, groups, rows, inputs)}
+        padded = Unchanged(*token_tensors(inputs))
+        return {**inputs, CONTEXT_KEY: MicroBatchContext(step, whole, groups, rows, padded)}
 
     # ---- Memory ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from ..algorithms.losses import LossConfig
 from ..forward.architecture import experts_per_token
-from ..forward.runner import LogProbsOverride
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,6 @@ class StepSettings:
         experts_per_token: of a MoE model.
         custom_loss: the user overrides the loss, so a micro-batch holds its images too.
         training: the step trains; False in an evaluation.
-        log_probs_override: the user's `_get_per_token_logps_and_entropies`; None: the trainer's.
     """
 
     skip_zeros: bool
@@ -33,17 +31,12 @@ class StepSettings:
     experts_per_token: int
     custom_loss: bool
     training: bool
-    log_probs_override: LogProbsOverride | None
 
 
-def step_settings_of(trainer: Any, custom_loss: bool, log_probs_override: LogProbsOverride | None) -> StepSettings:
-    """The settings of a step as they are now.
-
-    Args:
-        trainer: TRL's attributes; `args` is a `GRPOConfig`.
-        custom_loss, log_probs_override: as in `StepSettings`.
-    """
+def step_settings_of(trainer: Any) -> StepSettings:
+    """The settings of a step as they are now."""
     training, quantile, router = trainer.model.training, trainer.top_entropy_quantile, trainer.aux_loss_enabled
+    custom_loss = any(map(trainer._override_of, ("compute_loss", "_compute_loss")))
     # terms that are not zero at advantage 0; "vespo" logs a weight of every sequence
     always_adds = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or router or quantile < 1.0
     always_adds = always_adds or custom_loss or trainer.loss_type == "vespo"
@@ -54,15 +47,11 @@ def step_settings_of(trainer: Any, custom_loss: bool, log_probs_override: LogPro
         experts_per_token=experts_per_token(trainer.model),
         custom_loss=custom_loss,
         training=training,
-        log_probs_override=log_probs_override,
     )
 
 
 def loss_config_of(trainer: Any) -> LossConfig:
     """The settings of the loss as they are now, from where TRL reads them at each loss.
-
-    Args:
-        trainer: TRL's attributes; `args` is a `GRPOConfig`.
 
     Raises:
         ConfigError: one of them is unknown.
