@@ -201,7 +201,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             dataset = self._remove_unused_columns(dataset, description="Training")
         slices = self._rollouts.slices(self.num_generations)
         loader = make_loader(dataset, slices, self.args, bool(self.shuffle_dataset))
-        self._rollouts.read_from(loader.dataset)
+        self._rollouts.steps = loader.dataset
+        self._rollouts.images.prompts[True] = getattr(loader.dataset, "prompts", None)  # a stream has none
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:

@@ -84,7 +84,6 @@ def try_form(
 
     Args:
         model: as the loop calls it, without gradient checkpointing.
-        device: of the model's inputs.
         checkpointing_kwargs: of gradient checkpointing, under which layers may drop a cache; None without.
     """
     policy = base_model_of(model)
@@ -103,7 +102,9 @@ def try_form(
         except Exception as error:  # whatever a model does with what it does not expect
             if is_out_of_memory(error):
                 raise
-            return Trial(refused=f"{name} fails on {_described(form, error)}")
+            what = "completions after a cached prompt" if form == "prefix" else "a pack"
+            text = next(iter(str(error).splitlines()), "")
+            return Trial(refused=f"{name} fails on {what} ({type(error).__name__}: {text})")
         unit, perturbed = rounding_unit(policy, device), []
         for seed in range(_DRAWS):
             with _perturbed(policy, unit, seed):
@@ -121,11 +122,6 @@ def try_form(
                 "rounding): the model does something between tokens that this form does not keep"
             )
     return Trial(tokens=tokens)
-
-
-def _described(form: Form, error: Exception) -> str:
-    what = "completions after a cached prompt" if form == "prefix" else "a pack"
-    return f"{what} ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
 
 
 def _keeps_cache(

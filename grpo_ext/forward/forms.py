@@ -116,8 +116,7 @@ def lay_out(
 
     Args:
         policy: the causal language model, without wrappers.
-        with_router: ask for the router logits of a MoE model.
-        with_entropy: ask for entropies.
+        with_router, with_entropy: ask for the router logits of a MoE model, for entropies.
         multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
         suppressed: sets of token ids that sampling suppressed, which `rows.kept` refers to.
         record_experts: record the experts of each token, where `rows` have none to replay.

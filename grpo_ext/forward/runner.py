@@ -139,18 +139,10 @@ class ForwardRunner:
 
     @contextmanager
     def _requested(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        rows: TokenRows,
-        limits: tuple[int | None, int | None, int] | None = None,
+        self, ids: torch.Tensor, mask: torch.Tensor, rows: TokenRows, limits: Any = None
     ) -> Iterator[Request]:
-        """Inside, `padded_log_probs` of this thread knows the rows of these padded tensors.
-
-        Args:
-            limits: of `rollout_log_probs`; None for a micro-batch.
-        """
-        request = Request(self, rows, Unchanged(input_ids, attention_mask), limits)
+        """Inside, `padded_log_probs` of this thread knows the rows of these tensors; `limits` as in `Request`."""
+        request = Request(self, rows, Unchanged(ids, mask), limits)
         token = _request.set(request)
         try:
             yield request

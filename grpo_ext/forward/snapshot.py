@@ -131,7 +131,6 @@ class Snapshot:
     Args:
         policy: the model that is trained, as PEFT wraps it; reference: the one beside it, or None.
         reference_moves: the reference is trained along (`sync_ref_model`).
-        device: of the copies.
         prepare: puts what the run needs around the forward of a copy.
 
     Attributes:

@@ -124,8 +124,7 @@ class RolloutsAhead:
         worker: of the thread; it samples with the models of `snapshot`.
         form_of: gives the forward that a model runs.
         clock: of the main thread; it counts the seconds that one thread waits for the other.
-        steps: the steps of the training set.
-        max_steps: the number of optimizer steps of the run.
+        steps: the steps of the training set; max_steps: how many of them the run takes.
         send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
             server holds one set of weights at a time, so they are sent once it has answered all requests.
         jobs: submitted rollout batches, in order; the first of them until its rollout batch is held.

@@ -56,7 +56,6 @@ class EngineSettings:
     """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint; the others are fixed.
 
     Attributes:
-        device: of the model.
         eos_token_ids: any of these ends a completion.
         filler: a token, for rows that no result contains.
         pad: the padding token of TRL's dictionary.
@@ -249,12 +248,7 @@ def _until_eos(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """Samples with transformers' continuous batching, by TRL's `_generate_single_turn`.
-
-    Attributes:
-        turn: TRL's method.
-        model: returns the model that is trained.
-    """
+    """Samples with transformers' continuous batching, by `turn`, TRL's `_generate_single_turn`."""
 
     turn: Callable[..., Any]
     model: Callable[[], Any]

@@ -49,7 +49,6 @@ class Rollouts:
     """Makes rollout batches and holds the one that is trained on.
 
     Attributes:
-        worker: samples this process's part.
         memory: the number of completions that fit into one `generate`, of the thread that samples ahead too.
         sync_vllm: sends the current weights to vLLM.
         check: compares vLLM's log-probabilities with the trainer's; None without vLLM, or where it is turned off.
@@ -122,10 +121,6 @@ class Rollouts:
         if self.ahead is not None:
             self.ahead.close()
             self.ahead = None
-
-    def read_from(self, steps: Any) -> None:
-        """Take prompts from the training loader's data set of steps."""
-        self.steps, self.images.prompts[True] = steps, getattr(steps, "prompts", None)
 
     def completions_of(self, rows: StepRows, terms: Terms) -> RolloutBatch:
         """The completions of an optimizer step, or of an evaluation; the same on every process.

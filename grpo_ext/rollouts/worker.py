@@ -48,7 +48,6 @@ class RolloutWorker:
     Attributes:
         logps: returns the log-probabilities (S,) of the completion tokens of rows, under the policy or the reference,
             and the experts (N, C) of all tokens where that forward records them.
-        engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
         clock: adds up the seconds of the phases.
         show_environments: called with the transcripts once their environments are reset.
     """

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -61,10 +61,9 @@ class NativeGradients:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.accelerator = accelerator
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self) -> AbstractContextManager[None]:
         """A context for the backward passes of a step."""
-        yield
+        return nullcontext()
 
     def discard(self) -> None:
         """Throw the gradients away."""

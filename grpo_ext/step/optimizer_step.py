@@ -144,10 +144,8 @@ class StepPlanner:
     """Plans optimizer steps.
 
     Attributes:
-        args: the loop's configuration.
         clock: takes the seconds of the phase "train".
         images: from the columns of completions to their images.
-        pad_token_id: fills up micro-batches.
         cost: of a token, by which groups are assigned to processes.
         limits: the micro-batch size that fits.
     """
