@@ -181,11 +181,7 @@ class ForwardRunner:
     def micro_batch_log_probs(
         self, model: Any, inputs: dict[str, Any], rows: TokenRows, with_router: bool
     ) -> MicroBatchScores:
-        """Log-probabilities of a micro-batch that TRL's loss takes.
-
-        Args:
-            inputs: TRL's padded dictionary; rows: its tokens.
-        """
+        """Log-probabilities of a micro-batch for TRL's loss, from TRL's padded dictionary and the rows in it."""
         width = inputs["completion_ids"].size(1)
         if (override := self.override()) is None:
             output, device = self._forward(model, rows, with_router=with_router), inputs["completion_ids"].device

@@ -254,7 +254,6 @@ def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) ->
     them again.
 
     Args:
-        scored: of this process, padded.
         rows: of the call of the override; 0 for a process without prompts.
 
     Raises:

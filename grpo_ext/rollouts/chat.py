@@ -121,9 +121,6 @@ class Chat:
         They are rendered after a short conversation that calls the first of these tools, because some templates repeat
         its name.
 
-        Args:
-            answers: messages of the role "tool".
-
         Raises:
             DataError: the template renders a call in another way once an answer follows.
         """

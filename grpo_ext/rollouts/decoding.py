@@ -221,7 +221,6 @@ def compact_decode(
     Args:
         input_ids: (P, width), each prompt once.
         rows_B: for every row the number of its prompt.
-        choice: the keyed choice.
         of_prompts: arguments that only the forward of the prompts takes (images).
 
     Returns:

@@ -72,7 +72,7 @@ class OverriddenWorker(RolloutWorker):
         if turn is None or (sharded and (local.request.empty or not transcripts)):  # joins the forwards of others
             return super().sample_turn(local, transcripts)
         group = local.request.num_generations
-        sampled: dict[int, Sampled] = {}
+        sampled: list[Sampled] = []
         for chunk in [transcripts] if sharded else self.settings.chunks(transcripts, group):
             later = chunk[0].turns > 0
             images = [row.images or None for row in chunk]
@@ -84,8 +84,8 @@ class OverriddenWorker(RolloutWorker):
             ):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
             values = [None] * len(ids) if logps is None else logps
-            sampled |= {id(r): Sampled(list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
-        return [sampled[id(row)] for row in transcripts if id(row) in sampled]
+            sampled += [Sampled(list(tokens), value) for _, tokens, value in zip(chunk, ids, values)]
+        return sampled
 
     def turn_for_trl(
         self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None, config: Any, num_generations: int

@@ -72,7 +72,6 @@ class RolloutWorker:
         """This process's transcripts of a rollout batch, with log-probabilities and rewards.
 
         Args:
-            rows: one for each completion.
             repeat: how often a user's override has called TRL's method before; each draws other random numbers.
         """
         local = LocalRollout(rows.request, terms)

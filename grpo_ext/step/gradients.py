@@ -71,11 +71,7 @@ class NativeGradients:
             parameter.grad = None
 
     def finish(self, count: int) -> None:
-        """Sum over all processes; afterwards `.grad` is that of the step on every process.
-
-        Args:
-            count: backward passes of this process.
-        """
+        """Sum over all processes after `count` backward passes of this one; `.grad` is then the step's on each."""
         if self.accelerator.num_processes == 1:
             return
         parameters = list(self.parameters.values())

@@ -88,11 +88,7 @@ class Attempt:
             self.shortage = str(shortage)
 
     def measure(self, model: Any) -> None:
-        """Count the step, and measure its statistics where a term needs one, before the first forward with gradients.
-
-        Args:
-            model: computes the entropies and router outputs of the statistics.
-        """
+        """Count the step, and measure its statistics with `model` where a term needs one; before any gradient."""
         planner, settings, accelerator = self.planner, self.settings, self.planner.accelerator
         top_k = settings.experts_per_token
         self.context = count_step(self.rollout, StepMetrics(accelerator.device), top_k)
@@ -165,10 +161,6 @@ class StepPlanner:
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
         """Yield attempts at a step, each with smaller micro-batches, until one fits into memory.
 
-        Args:
-            model: as the loop calls it.
-            rollout: the completions of the step, those of all processes.
-
         Raises:
             MemoryShortageError: the smallest micro-batch does not fit.
         """
@@ -185,7 +177,7 @@ class StepPlanner:
             self._shrink(attempt, number)
 
     def evaluation(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Attempt:
-        """An attempt without gradients, in micro-batches of the evaluation's size; arguments as of `attempts`."""
+        """An attempt without gradients, in micro-batches of the evaluation's size."""
         return self._planned(model, rollout, settings, self.args.per_device_eval_batch_size, None)
 
     def _planned(
@@ -231,11 +223,7 @@ class StepPlanner:
     def collate(
         self, rollout: RolloutBatch, rows: Sequence[int], training: bool, constants: Inputs | None = None
     ) -> tuple[Inputs, TokenRows]:
-        """Collate completions into TRL's padded dictionary, on the device; returns it and the tokens without padding.
-
-        Args:
-            constants: further entries of the dictionary.
-        """
+        """TRL's padded dictionary of completions, with `constants`, on the device; and the tokens without padding."""
         selected = rollout.select(rows)
         batch = selected.collate(self.pad_token_id, self.forwards.multiple) | (constants or {})
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)

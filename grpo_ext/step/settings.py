@@ -11,6 +11,20 @@ from typing import Any
 from ..algorithms.losses import LossConfig
 from ..forward.architecture import experts_per_token
 
+# settings of the loss under TRL's names, by where TRL reads them
+_ON_TRAINER = (
+    "loss_type",
+    "importance_sampling_level",
+    "epsilon_low",
+    "epsilon_high",
+    "beta",
+    "off_policy_mask_threshold",
+)
+_IN_ARGS = (
+    *("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
@@ -60,20 +74,8 @@ def loss_config_of(trainer: Any) -> LossConfig:
     # TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target
     acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= args.entropy_target
     return LossConfig(
-        loss_type=trainer.loss_type,
-        importance_sampling_level=trainer.importance_sampling_level,
-        epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high,
-        delta=args.delta,
-        beta=trainer.beta,
-        use_bias_correction_kl=args.use_bias_correction_kl,
-        sapo_temperature_pos=args.sapo_temperature_pos,
-        sapo_temperature_neg=args.sapo_temperature_neg,
-        vespo_k_pos=args.vespo_k_pos,
-        vespo_lambda_pos=args.vespo_lambda_pos,
-        vespo_k_neg=args.vespo_k_neg,
-        vespo_lambda_neg=args.vespo_lambda_neg,
-        off_policy_mask_threshold=trainer.off_policy_mask_threshold,
+        **{name: getattr(trainer, name) for name in _ON_TRAINER},
+        **{name: getattr(args, name) for name in _IN_ARGS},
         max_completion_length=trainer.max_completion_length or 1,
         correct_sampling=trainer.use_vllm and trainer.vllm_importance_sampling_correction,
         aggregation=args.loss_aggregation,
