@@ -122,7 +122,6 @@ class RolloutsAhead:
 
     Attributes:
         worker: of the thread; it samples with the models of `snapshot`.
-        form_of: gives the forward that a model runs.
         clock: of the main thread; it counts the seconds that one thread waits for the other.
         steps: the steps of the training set; max_steps: how many of them the run takes.
         send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
@@ -132,7 +131,6 @@ class RolloutsAhead:
 
     worker: RolloutWorker
     snapshot: Snapshot
-    form_of: Callable[[Any], str]
     thread: RolloutThread
     clock: PhaseClock
     steps: StepDataset
@@ -186,7 +184,7 @@ class RolloutsAhead:
             worker.environments.pools = {name: [] for name in worker.environments.factories}
         local = worker.sample(rows, terms)
         models = [model for model in (snapshot.policy, snapshot.reference) if model is not None]
-        local.forms = tuple(map(self.form_of, models))
+        local.forms = tuple(map(worker.forwards.choice.form, models))
         return local, worker.clock.take() | {"wait_train": idle}
 
     def part_of(self, rows: StepRows) -> LocalRollout:

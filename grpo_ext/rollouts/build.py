@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from ..errors import ConfigError
 from ..forward.images import PromptProcessor
 from ..forward.reference import base_model_of
 from ..forward.routing import Router, routers_of
-from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner
 from ..precision.half import as_in_training
 from ..rewards.guard import Faults
@@ -104,7 +103,8 @@ def _worker(
             trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
 
     return OverriddenWorker(
-        logps=log_probabilities(trainer, forwards, lambda: (trainer.model, trainer.ref_model)),
+        forwards=forwards,
+        models=lambda: (trainer.model, trainer.ref_model),
         engine=_engine(trainer, settings, images, memory),
         chat=chat,
         environments=environments,
@@ -185,27 +185,6 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
 
     layers = trainer.model.config.get_text_config().num_hidden_layers
     return EngineCheck(functools.cache(surplus), rounding_bound(layers))
-
-
-def log_probabilities(
-    trainer: Any, forwards: ForwardRunner, models: Callable[[], tuple[Any, Any | None]]
-) -> Callable[[TokenRows, Terms, bool], tuple[torch.Tensor, torch.Tensor | None]]:
-    """A function that computes log-probabilities (S,) of a rollout's rows, and records the experts of their tokens.
-
-    Args:
-        models: returns the policy and the reference model; None where that is the policy without its adapter.
-    """
-
-    def score(rows: TokenRows, terms: Terms, by_reference: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        limits = (terms.batch_size, terms.max_tokens, terms.num_generations)
-        policy, reference = models()
-        model = reference if by_reference and reference is not None else policy
-        adapter_off = by_reference and reference is None
-        inner = trainer.accelerator.unwrap_model(policy)
-        with compat.as_reference(inner) if adapter_off else nullcontext(), forwards.without_gradients(model):
-            return forwards.rollout_log_probs(model, rows, limits, terms.record_experts and not by_reference)
-
-    return score
 
 
 def load_weights(trainer: Any) -> None:
