@@ -84,7 +84,6 @@ class FormBatch:
     """Rows as a form lays them out for a model.
 
     Attributes:
-        inputs: arguments of the model.
         targets: the completion tokens, and the positions in the flattened batch that predict them. In the prefix form
             that is the batch of the prompts, and after it that of the completions.
         counts_BL: how often the padded batch would have computed each token.

@@ -60,7 +60,6 @@ class Attempt:
         rollout: the completions of the step, those of all processes.
         sizes, form: the tokens of the completions, and how a forward holds them.
         rows: the completions that are run, on all processes; the others add nothing to the step.
-        plan: the micro-batches of this process.
         gradients: how gradients are added up; None where an engine (FSDP, DeepSpeed) does it, or nothing is trained.
         context: the step-wide counts and statistics; set by `measure`.
         shortage: why memory ran out, on this process or another; None where it did not.
@@ -143,7 +142,6 @@ class StepPlanner:
         clock: takes the seconds of the phase "train".
         images: from the columns of completions to their images.
         cost: of a token, by which groups are assigned to processes.
-        limits: the micro-batch size that fits.
     """
 
     accelerator: Accelerator

@@ -27,8 +27,6 @@ class StepContext:
     """Counts and statistics of a step, which its micro-batches share.
 
     Attributes:
-        counts: the denominators.
-        metrics: collects what is logged.
         entropy_keep: by rows of a micro-batch, 1 on the tokens above the step's entropy quantile; None without a
             quantile.
         expert_share: how often each expert is chosen per row (a token in a layer), (E,); None without a router.
@@ -73,7 +71,6 @@ class MicroBatchContext:
     a user's overrides of them, and into copies of the dictionary.
 
     Attributes:
-        step: counts and statistics of the step.
         part: the completions, by their rows of the step.
         groups: the group of each completion.
         rows: the tokens, without padding.
