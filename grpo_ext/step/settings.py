@@ -13,12 +13,8 @@ from ..forward.architecture import experts_per_token
 
 # settings of the loss under TRL's names, by where TRL reads them
 _ON_TRAINER = (
-    "loss_type",
-    "importance_sampling_level",
-    "epsilon_low",
-    "epsilon_high",
-    "beta",
-    "off_policy_mask_threshold",
+    *("loss_type", "importance_sampling_level", "off_policy_mask_threshold"),
+    *("epsilon_low", "epsilon_high", "beta"),
 )
 _IN_ARGS = (
     *("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg"),
