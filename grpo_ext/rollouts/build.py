@@ -82,7 +82,7 @@ def _worker(
     trainer: Any, images: ImageSource, forwards: ForwardRunner, memory: Halving, clock: PhaseClock
 ) -> OverriddenWorker:
     """The worker of the main thread, on the models that are trained."""
-    args, accelerator, factories = trainer.args, trainer.accelerator, trainer.environment_factories
+    args, factories = trainer.args, trainer.environment_factories
     chat = Chat(
         trainer.processing_class,
         trainer.tools or (),
@@ -109,11 +109,10 @@ def _worker(
         chat=chat,
         environments=environments,
         toolbox=Toolbox(trainer._standalone_tools, environments, loop),
-        rewards=RewardRunner(accelerator.device, faults, workers, loop, profile),
+        rewards=RewardRunner(trainer.accelerator.device, faults, workers, loop, profile),
         images=images,
         clock=clock,
         settings=settings,
-        accelerator=accelerator,
         show_environments=show_environments,
     )
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from ..algorithms.keyed_random import mix
 from ..forward.images import images_in
@@ -34,7 +33,6 @@ class OverriddenWorker(RolloutWorker):
         active_chunk: the transcripts that a user's `_generate_single_turn` samples for; None outside of it.
     """
 
-    accelerator: Accelerator = field(kw_only=True)
     active_rollout: LocalRollout | None = None
     active_chunk: list[Transcript] | None = None
     _super_calls: int = field(default=0, init=False)  # by the override that runs
@@ -80,7 +78,7 @@ class OverriddenWorker(RolloutWorker):
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
             with (
                 assigned(self, active_chunk=chunk, _super_calls=0),
-                uneven_gathers(self.accelerator, refused_in="_generate_single_turn"),
+                uneven_gathers(self.forwards.accelerator, refused_in="_generate_single_turn"),
             ):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
             values = [None] * len(ids) if logps is None else logps
