@@ -102,9 +102,7 @@ def try_form(
         except Exception as error:  # whatever a model does with what it does not expect
             if is_out_of_memory(error):
                 raise
-            what = "completions after a cached prompt" if form == "prefix" else "a pack"
-            text = next(iter(str(error).splitlines()), "")
-            return Trial(refused=f"{name} fails on {what} ({type(error).__name__}: {text})")
+            return Trial(refused=f"{name} fails on {_described(form, error)}")
         unit, perturbed = rounding_unit(policy, device), []
         for seed in range(_DRAWS):
             with _perturbed(policy, unit, seed):
@@ -122,6 +120,11 @@ def try_form(
                 "rounding): the model does something between tokens that this form does not keep"
             )
     return Trial(tokens=tokens)
+
+
+def _described(form: Form, error: Exception) -> str:
+    what = "completions after a cached prompt" if form == "prefix" else "a pack"
+    return f"{what} ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
 
 
 def _keeps_cache(
