@@ -38,7 +38,7 @@ from .forward.routing import install_routers
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
 from .precision.non_finite import explaining
 from .rollouts.batch import RolloutBatch
-from .rollouts.build import LOGPS, build_rollouts, terms_of
+from .rollouts.build import build_rollouts, terms_of
 from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
 from .rollouts.vllm_weights import engine_options
@@ -53,7 +53,7 @@ from .step.evaluation import PassAtK
 from .step.gradients import accumulating, replicate
 from .step.loss import assemble_loss
 from .step.optimizer_step import Attempt, StepPlanner
-from .step.settings import StepSettings, loss_config_of, step_settings_of
+from .step.settings import loss_config_of, step_settings_of
 from .step.statistics import CONTEXT_KEY, MicroBatchContext
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
@@ -155,15 +155,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.args.routing_replay:
             install_routers(base_model_of(self.model))
         self._forwards, self._rollouts = build_rollouts(self, self._clock)
-        sampling = self._rollouts.worker.settings
         self._step_planner = StepPlanner(
             accelerator=self.accelerator,
             args=self.args,
             forwards=self._forwards,
             clock=self._clock,
             images=self._rollouts.images,
-            pad_token_id=sampling.pad,
-            multiple=sampling.multiple,
+            pad_token_id=self._rollouts.worker.settings.pad,
             cost=token_cost(base_model_of(self.model)),
         )
         self._keeper = RunKeeper(self, user_args)
@@ -203,7 +201,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             dataset = self._remove_unused_columns(dataset, description="Training")
         slices = self._rollouts.slices(self.num_generations)
         loader = make_loader(dataset, slices, self.args, bool(self.shuffle_dataset))
-        self._rollouts.read_from(loader.dataset)
+        self._rollouts.steps = loader.dataset
+        self._rollouts.images.prompts[True] = getattr(loader.dataset, "prompts", None)  # a stream has none
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -233,7 +232,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         completions = self._completions_of(inputs)
-        settings = self._step_settings()
+        settings = step_settings_of(self)
         # more than one where memory runs out, each with smaller micro-batches
         for attempt in self._step_planner.attempts(model, completions, settings):
             with attempt.running():
@@ -276,7 +275,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Loss of the whole evaluation set, on every process."""
         with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names():
             completions = self._prepare_inputs(inputs)
-            evaluation = self._step_planner.evaluation(self.model, completions, self._step_settings())
+            evaluation = self._step_planner.evaluation(self.model, completions, step_settings_of(self))
             evaluation.measure(self.model)
             for micro_batch in self._with_events(map(evaluation.micro_batch, evaluation.plan)):
                 self._loss_of(self.model, micro_batch)
@@ -313,11 +312,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._passes.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
         return batch
 
-    def _step_settings(self) -> StepSettings:
-        """The settings of a step as they are now."""
-        custom_loss = any(map(self._override_of, ("compute_loss", "_compute_loss")))
-        return step_settings_of(self, custom_loss, self._override_of(LOGPS))
-
     def _with_events(self, micro_batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Micro-batches, and between two the event of callbacks; to transformers' loop the step is one batch."""
         event = "on_substep_end" if self.model.training else "on_prediction_step"
@@ -344,9 +338,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         `inputs[CONTEXT_KEY]` carries the step-wide counts; without it the batch is taken as the whole step.
         """
         if CONTEXT_KEY not in inputs:
-            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, self._step_settings())
-        rows, with_router = self._step_planner.tokens_of(inputs, self.model.training), self.aux_loss_enabled
-        scores = self._forwards.micro_batch_log_probs(model, inputs, rows, with_router, self._override_of(LOGPS))
+            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, step_settings_of(self))
+        rows = self._step_planner.tokens_of(inputs, self.model.training)
+        scores = self._forwards.micro_batch_log_probs(model, inputs, rows, self.aux_loss_enabled)
         return assemble_loss(loss_config_of(self), inputs, scores)
 
     def _log_step(self, values: dict[str, float]) -> float:

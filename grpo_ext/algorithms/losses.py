@@ -300,14 +300,11 @@ def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages: torch.Tens
 
 
 def entropy_threshold(entropies_N: torch.Tensor, top_quantile: float, tolerance: float = 1e-5) -> float:
-    """Entropy above which a token is in the top `top_quantile` of the step (arXiv 2506.01939).
+    """Entropy above which a token is in the top `top_quantile` of the step's loss tokens (arXiv 2506.01939).
 
     Linear interpolation between order statistics, as `torch.quantile`, without its limit of 16 million entries. The
     first tokens of a group have one entropy in exact arithmetic; `tolerance` (nats) keeps rounding from choosing
     between them.
-
-    Args:
-        entropies_N: entropies of all the step's tokens that carry loss.
     """
     if entropies_N.numel() == 0:
         return math.inf

@@ -101,7 +101,6 @@ class MicroBatchLayout:
     Attributes:
         max_rows: completions per micro-batch.
         max_tokens: tokens per micro-batch, or None.
-        form: how a forward holds its rows.
         cost: what a token costs, to assign groups to processes by.
         unit_rows: completions per canonical unit, which is then the micro-batch; None cuts by the sizes above.
         processes, rank: of the run, and which of them this process is.

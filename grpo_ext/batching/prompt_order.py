@@ -41,6 +41,11 @@ class RolloutRequest:
     num_generations: int
     first_prompt: int = 0
 
+    @property
+    def name(self) -> tuple[int, int]:
+        """Of the rollout batch: its epoch, and its index in the epoch."""
+        return self.epoch, self.layout.rollout
+
 
 @dataclass(frozen=True)
 class StepRows(Sequence[dict[str, Any]]):
@@ -145,26 +150,22 @@ class EpochSteps(Sampler[list[int]]):
         return ([self.epoch * self.num_steps + step] for step in range(self.num_steps))
 
 
+@dataclass(eq=False)
 class StepDataset(Dataset):
     """A map-style data set of optimizer steps over a map-style data set of prompts.
 
-    Args:
+    Attributes:
         layout: the steps of an epoch.
         seed, shuffle: what the order of the prompts follows from.
         ahead: rows are asked for before their step (`rows`), so the steps come without.
     """
 
-    def __init__(
-        self,
-        prompts: Any,
-        layout: EpochLayout | list[StepLayout],
-        rule: ProcessSlices,
-        seed: int = 0,
-        shuffle: bool = False,
-        ahead: bool = False,
-    ) -> None:
-        self.prompts, self.layout, self.rule = prompts, layout, rule
-        self.seed, self.shuffle, self.ahead = seed, shuffle, ahead
+    prompts: Any
+    layout: EpochLayout | list[StepLayout]
+    rule: ProcessSlices
+    seed: int = 0
+    shuffle: bool = False
+    ahead: bool = False
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -221,7 +221,6 @@ def _segments(
     """Query, key, value and mask of the prompt and of each completion, whose keys are the prompt's and its own.
 
     Args:
-        states: query, key and value of the group.
         mask: of one sequence that is at least as long as the prompt with any of its completions.
     """
     query, key, value = states

@@ -136,9 +136,6 @@ class ForwardChoice:
         A form that one process refuses is refused on all, and the next one is compared. Completions of one token
         cannot show a fault, and a few tokens may hide it; then the completions of the next step are compared too.
 
-        Args:
-            model: as the loop calls it.
-
         Raises:
             MemoryShortageError: on every process, where the comparison does not fit on one of them.
         """

@@ -84,7 +84,6 @@ def try_form(
 
     Args:
         model: as the loop calls it, without gradient checkpointing.
-        device: of the model's inputs.
         checkpointing_kwargs: of gradient checkpointing, under which layers may drop a cache; None without.
     """
     policy = base_model_of(model)
@@ -144,11 +143,7 @@ def _keeps_cache(
 
 
 def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -> tuple[Outputs, torch.Tensor]:
-    """The outputs of modules at the positions that predict some completion tokens, and the log-probabilities of all.
-
-    Args:
-        later_S: which of the completion tokens.
-    """
+    """The outputs of modules at the positions that predict `later_S`, and all completions' log-probabilities."""
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
     # in the prefix form the batch of the completions comes last

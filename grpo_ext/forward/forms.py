@@ -21,15 +21,7 @@ from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
 from ..runtime.transfer import to_device
 from .architecture import layer_kinds
-from .attention import (
-    LAYOUT,
-    PACKED,
-    SUPPORTED,
-    TakesNoPacks,
-    joint_parts_by_window,
-    packed_attention,
-    plain_attention,
-)
+from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, joint_parts_by_window, packed_attention, plain_attention
 from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
@@ -92,7 +84,6 @@ class FormBatch:
     """Rows as a form lays them out for a model.
 
     Attributes:
-        inputs: arguments of the model.
         targets: the completion tokens, and the positions in the flattened batch that predict them. In the prefix form
             that is the batch of the prompts, and after it that of the completions.
         counts_BL: how often the padded batch would have computed each token.
@@ -124,8 +115,7 @@ def lay_out(
 
     Args:
         policy: the causal language model, without wrappers.
-        with_router: ask for the router logits of a MoE model.
-        with_entropy: ask for entropies.
+        with_router, with_entropy: ask for the router logits of a MoE model, for entropies.
         multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
         suppressed: sets of token ids that sampling suppressed, which `rows.kept` refers to.
         record_experts: record the experts of each token, where `rows` have none to replay.
@@ -153,7 +143,8 @@ def lay_out(
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
     masks = None if masks is None else replace(masks, **moved)
-    targets = Targets(predictor_S, tokens_S, with_entropy, with_router, masks, routing)
+    targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, masks=masks, routing=routing)
+    targets.entropy, targets.router = with_entropy, with_router
     return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N)
 
 

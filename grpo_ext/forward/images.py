@@ -59,7 +59,6 @@ class PromptProcessor:
     """Prepares the rows of a model that takes images.
 
     Args:
-        processor: of the model.
         template: the chat template and its arguments, as TRL passes them.
         image_token: id of the token that stands for an image or a part of it; None if there is none.
     """
@@ -150,7 +149,6 @@ class RowImages:
 
         Args:
             chosen: the rows of the batch, among these.
-            ids_BL: padded token ids of the batch.
             prompts_B: tokens of the prompts; later turns of a conversation may be among them.
             prompt_columns: columns up to the end of the prompts.
             pixels: include the pixels, and not only the arguments that say where images are.

@@ -121,8 +121,8 @@ class LogProbs:
     experts_NC: torch.Tensor | None = None
 
 
-class Targets:
-    """The tokens whose log-probabilities a forward returns; a plain class, because FSDP copies dataclass arguments.
+class Targets(types.SimpleNamespace):
+    """The tokens whose log-probabilities a forward returns; no dataclass, because FSDP copies dataclass arguments.
 
     Attributes:
         predictor_S: positions in the flattened input whose hidden states predict the tokens.
@@ -132,17 +132,12 @@ class Targets:
         routing: records or replays the experts of the input's tokens; None: neither.
     """
 
-    def __init__(
-        self,
-        predictor_S: torch.Tensor,
-        tokens_S: torch.Tensor,
-        entropy: bool = True,
-        router: bool = False,
-        masks: SamplingMasks | None = None,
-        routing: Routing | None = None,
-    ) -> None:
-        self.predictor_S, self.tokens_S, self.entropy, self.router = predictor_S, tokens_S, entropy, router
-        self.masks, self.routing = masks, routing
+    predictor_S: torch.Tensor
+    tokens_S: torch.Tensor
+    entropy: bool = True
+    router: bool = False
+    masks: SamplingMasks | None = None
+    routing: Routing | None = None
 
 
 def _backbone(model: Any) -> Any:

@@ -124,8 +124,7 @@ class TokenRows:
     def padded(self, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Ids and mask (B, L) in TRL's layout, and the number of completion columns T, at least one.
 
-        Args:
-            multiple: the widths of prompts and completions are multiples of it.
+        Prompts and completions are filled up to a multiple of `multiple` columns.
         """
         prompt = ceil_div(max(*self.prompts_B, 1), multiple) * multiple
         width = ceil_div(max(*self.completions_B, 1), multiple) * multiple
@@ -144,12 +143,9 @@ class TokenRows:
 
 
 def in_columns(values_S: torch.Tensor, places_2S: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """Values of `TokenRows.targets` in TRL's layout: (rows, width), zero elsewhere.
+    """Values of `TokenRows.targets`, by `TokenRows.places`, in TRL's layout: (rows, width), zero elsewhere.
 
     They stay connected to the graph where there are none, so that every process can run its backward pass.
-
-    Args:
-        places_2S: of `TokenRows.places`, on the device of the values.
     """
     row_S, column_S = places_2S
     empty = values_S.new_zeros(rows * width)

@@ -25,6 +25,7 @@ from ..errors import ConfigError
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
+from ..runtime.transfer import to_device
 from .architecture import experts_per_token
 from .choice import ForwardChoice
 from .forms import in_form, run_rows
@@ -79,6 +80,8 @@ class ForwardRunner:
         args: `forward`, `unit_rows`, `pad_to_multiple_of` and the arguments of gradient checkpointing.
         refused: forms that no model of this run takes, with the reason.
         suppressed: sets of token ids that sampling suppresses, which completions refer to (`sampling_mask="replay"`).
+        override: returns the user's `_get_per_token_logps_and_entropies`, which is called as TRL calls it; None
+            without one.
     """
 
     def __init__(
@@ -87,8 +90,9 @@ class ForwardRunner:
         args: GRPOConfig,
         refused: Mapping[Form, str] | None = None,
         suppressed: Sequence[torch.Tensor] = (),
+        override: Callable[[], LogProbsOverride | None] = lambda: None,
     ) -> None:
-        self.accelerator, self.args, self.suppressed = accelerator, args, suppressed
+        self.accelerator, self.args, self.suppressed, self.override = accelerator, args, suppressed, override
         multiple: Any = args.pad_to_multiple_of
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
@@ -103,7 +107,7 @@ class ForwardRunner:
 
     def copy(self, accelerator: Accelerator) -> ForwardRunner:
         """A runner for another thread, with that thread's accelerator."""
-        runner = ForwardRunner(accelerator, self.args, self.choice.all_refused, self.suppressed)
+        runner = ForwardRunner(accelerator, self.args, self.choice.all_refused, self.suppressed, self.override)
         runner.memory = self.memory
         return runner
 
@@ -134,19 +138,11 @@ class ForwardRunner:
                 model.gradient_checkpointing_enable(kwargs)
 
     @contextmanager
-    def requested(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        rows: TokenRows,
-        limits: tuple[int | None, int | None, int] | None = None,
+    def _requested(
+        self, ids: torch.Tensor, mask: torch.Tensor, rows: TokenRows, limits: Any = None
     ) -> Iterator[Request]:
-        """Inside, `padded_log_probs` of this thread knows the rows of these padded tensors.
-
-        Args:
-            limits: of `rollout_log_probs`; None for a micro-batch.
-        """
-        request = Request(self, rows, Unchanged(input_ids, attention_mask), limits)
+        """Inside, `padded_log_probs` of this thread knows the rows of these tensors; `limits` as in `Request`."""
+        request = Request(self, rows, Unchanged(ids, mask), limits)
         token = _request.set(request)
         try:
             yield request
@@ -154,16 +150,12 @@ class ForwardRunner:
             _request.reset(token)
 
     def knows(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:
-        """Whether these are the tensors of `requested`, unchanged."""
+        """Whether these are the tensors of a request, unchanged."""
         request = _request.get()
         return request is not None and request.tensors.are(input_ids, attention_mask)
 
     def rollout_log_probs(
-        self,
-        model: Any,
-        rows: TokenRows,
-        limits: tuple[int | None, int | None, int],
-        record_experts: bool = False,
+        self, model: Any, rows: TokenRows, limits: tuple[int | None, int | None, int], record_experts: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities (S,) of this process's part of a rollout batch, without gradients; all processes together.
 
@@ -173,28 +165,25 @@ class ForwardRunner:
             record_experts: record the experts of each token.
 
         Returns:
-            The log-probabilities, and the recorded experts, as in `LogProbs.experts_NC`.
+            The log-probabilities, and the recorded experts, as in `LogProbs.experts_NC`; none by an override.
         """
+        if (override := self.override()) is not None:
+            ids, mask, width = rows.padded(self.multiple)
+            images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
+            ids, mask, images = to_device((ids, mask, images), self.accelerator.device)
+            with self._requested(ids, mask, rows, limits):
+                logps_BT, _, _ = override(model, ids, mask, width, batch_size=limits[0], **images)
+            return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)]), None
         parts = self._run_chunks(model, rows, limits, with_entropy=False, record_experts=record_experts)
         experts = [part.experts_NC for part in parts if part.experts_NC is not None]
         return torch.cat([part.logps_S for part in parts]), torch.cat(experts) if experts else None
 
     def micro_batch_log_probs(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        rows: TokenRows,
-        with_router: bool,
-        override: LogProbsOverride | None,
+        self, model: Any, inputs: dict[str, Any], rows: TokenRows, with_router: bool
     ) -> MicroBatchScores:
-        """Log-probabilities of a micro-batch that TRL's loss takes.
-
-        Args:
-            inputs: TRL's padded dictionary; rows: its tokens.
-            override: the user's `_get_per_token_logps_and_entropies`, which is called as TRL calls it.
-        """
+        """Log-probabilities of a micro-batch for TRL's loss, from TRL's padded dictionary and the rows in it."""
         width = inputs["completion_ids"].size(1)
-        if override is None:
+        if (override := self.override()) is None:
             output, device = self._forward(model, rows, with_router=with_router), inputs["completion_ids"].device
             assert output.entropies_S is not None
             shape = (output.places_2S, len(rows), width)
@@ -205,7 +194,7 @@ class ForwardRunner:
         if not images and rows.images is not None:
             images = rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
         options: Any = {"compute_entropy": True, "compute_aux_loss": with_router, **images}
-        with self.requested(ids, mask, rows) as request:
+        with self._requested(ids, mask, rows) as request:
             logps, entropies, _ = override(model, ids, mask, width, **options)
         return MicroBatchScores(logps, entropies, request.router)
 

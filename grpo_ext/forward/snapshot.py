@@ -131,7 +131,6 @@ class Snapshot:
     Args:
         policy: the model that is trained, as PEFT wraps it; reference: the one beside it, or None.
         reference_moves: the reference is trained along (`sync_ref_model`).
-        device: of the copies.
         prepare: puts what the run needs around the forward of a copy.
 
     Attributes:
@@ -140,12 +139,7 @@ class Snapshot:
     """
 
     def __init__(
-        self,
-        policy: nn.Module,
-        reference: nn.Module | None,
-        reference_moves: bool,
-        device: Any,
-        prepare: Any,
+        self, policy: nn.Module, reference: nn.Module | None, reference_moves: bool, device: Any, prepare: Any
     ) -> None:
         self.device, self.abandoned = torch.device(device), threading.Event()
         trained: Tensors = {name: p for name, p in policy.named_parameters() if p.requires_grad}

@@ -55,11 +55,6 @@ class Job:
     terms: Terms
     sampled: Future[tuple[LocalRollout, dict[str, float]]]
 
-    @property
-    def name(self) -> tuple[int, int]:
-        """Of the rollout batch: its epoch and its index in the epoch."""
-        return self.rows.request.epoch, self.rows.request.layout.rollout
-
 
 class RolloutThread:
     """A thread that runs one piece of work after the other.
@@ -127,10 +122,8 @@ class RolloutsAhead:
 
     Attributes:
         worker: of the thread; it samples with the models of `snapshot`.
-        form_of: gives the forward that a model runs.
         clock: of the main thread; it counts the seconds that one thread waits for the other.
-        steps: the steps of the training set.
-        max_steps: the number of optimizer steps of the run.
+        steps: the steps of the training set; max_steps: how many of them the run takes.
         send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
             server holds one set of weights at a time, so they are sent once it has answered all requests.
         jobs: submitted rollout batches, in order; the first of them until its rollout batch is held.
@@ -138,7 +131,6 @@ class RolloutsAhead:
 
     worker: RolloutWorker
     snapshot: Snapshot
-    form_of: Callable[[Any], str]
     thread: RolloutThread
     clock: PhaseClock
     steps: StepDataset
@@ -152,16 +144,15 @@ class RolloutsAhead:
         """First steps of the rollout batches that the weights before `step` sample; drops the job of `current`.
 
         Args:
-            current: the rollout batch that is trained on, by its epoch and its index in the epoch.
+            current: the name of the rollout batch that is trained on.
             lag: rollout batches after that of this step, at most.
         """
-        while self.jobs and self.jobs[0].name == current:
+        while self.jobs and self.jobs[0].rows.request.name == current:
             self.jobs.popleft()
         while not self._starts_rollout(step):
             step -= 1
         if self._next is None:
-            request = self.steps.request(step)
-            self._next = step + 1 if current == (request.epoch, request.layout.rollout) else step
+            self._next = step + 1 if current == self.steps.request(step).name else step
         starts = itertools.islice(filter(self._starts_rollout, range(step, self.max_steps)), lag + 1)
         return [start for start in starts if start >= self._next]
 
@@ -193,7 +184,7 @@ class RolloutsAhead:
             worker.environments.pools = {name: [] for name in worker.environments.factories}
         local = worker.sample(rows, terms)
         models = [model for model in (snapshot.policy, snapshot.reference) if model is not None]
-        local.forms = tuple(map(self.form_of, models))
+        local.forms = tuple(map(worker.forwards.choice.form, models))
         return local, worker.clock.take() | {"wait_train": idle}
 
     def part_of(self, rows: StepRows) -> LocalRollout:
@@ -206,10 +197,10 @@ class RolloutsAhead:
         job, request = self.jobs[0], rows.request
         if rows:
             job = self._job(job.step, rows, job.weights, job.terms)
-        elif job.name != (request.epoch, request.layout.rollout):
+        elif (submitted := job.rows.request.name) != request.name:
             raise RolloutError(
-                f"the loader is at epoch {request.epoch}, rollout batch {request.layout.rollout}, and what was sampled "
-                f"ahead is for {job.name}; a subclass or a callback has moved one of the two."
+                f"the loader is at (epoch, rollout batch) {request.name}, and what was sampled ahead is for {submitted}"
+                "; a subclass or a callback has moved one of the two."
             )
         self._wait_for([job])
         error = job.sampled.exception()

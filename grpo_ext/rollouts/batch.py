@@ -117,7 +117,7 @@ class RolloutBatch:
         columns = (self["prompt_mask"], self.prompt_lengths, self["completion_mask"], self.completion_lengths)
         return [int(prompt.sum() + row.sum()) < n + m for prompt, n, row, m in zip(*columns)]
 
-    def sizes(self, multiple: int | None = None) -> StepSizes:
+    def sizes(self, multiple: int = 1) -> StepSizes:
         """Tokens of the prompts and completions; a completion that is masked out has none.
 
         Where rows of a group have different prompts (environments), every row counts as a group of its own.
@@ -125,7 +125,7 @@ class RolloutBatch:
         lengths, rows, groups = self.prompt_lengths, range(len(self)), self.groups
         prompts = [ids[len(ids) - n :] for ids, n in zip(self["prompt_ids"], lengths)]
         shared = all(torch.equal(prompts[row - 1], prompts[row]) for row in rows[1:] if groups[row - 1] == groups[row])
-        return StepSizes(groups if shared else rows, lengths, self.completion_lengths, multiple or 1)
+        return StepSizes(groups if shared else rows, lengths, self.completion_lengths, multiple)
 
     @property
     def loss_masks(self) -> Ragged:
@@ -254,7 +254,6 @@ def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) ->
     them again.
 
     Args:
-        scored: of this process, padded.
         rows: of the call of the override; 0 for a process without prompts.
 
     Raises:

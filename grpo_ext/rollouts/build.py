@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from ..errors import ConfigError
 from ..forward.images import PromptProcessor
 from ..forward.reference import base_model_of
 from ..forward.routing import Router, routers_of
-from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner
 from ..precision.half import as_in_training
 from ..rewards.guard import Faults
@@ -34,7 +33,6 @@ from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import shards_parameters, wait_for_all
 from ..runtime.out_of_memory import Halving
-from ..runtime.transfer import to_device
 from .chat import Chat
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .engine_check import EngineCheck, rounding_bound, surplus_of
@@ -56,25 +54,23 @@ SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
 # a user's override of these may change the rows, so each has to carry its images
 _CHANGE_ROWS = (SCORE, "_generate")
-# forms that a model with images cannot run in: always, and where tools or environments may show some
-_REFUSED_WITH_IMAGES: dict[Form, str] = {
-    "packed": "the model takes images; where there are none, pass its tokenizer as processing_class"
-}
-_REFUSED_WITH_LATER_IMAGES: dict[Form, str] = {"prefix": "tools and environments may show images after the prompt"}
 _RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}  # TRL's, by the argument of functions
 
 
 def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Rollouts]:
     """The runner of the forwards of a run, and the source of its rollout batches."""
-    with_images, prepare = isinstance(trainer.processing_class, ProcessorMixin), None
-    later_images = with_images and bool(trainer.tools or trainer.environment_factories)
-    if with_images:
+    images, refused = ImageSource(), dict[Form, str]()
+    if isinstance(trainer.processing_class, ProcessorMixin):
         template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-        prepare = PromptProcessor(trainer.processing_class, template, compat.image_token(trainer.model))
+        images.prepare = PromptProcessor(trainer.processing_class, template, compat.image_token(trainer.model))
         compat.sample_no_image_tokens(trainer)
-    refused = (_REFUSED_WITH_IMAGES if with_images else {}) | (_REFUSED_WITH_LATER_IMAGES if later_images else {})
-    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, _suppressed(trainer))
-    images = ImageSource(prepare, later_images or (with_images and any(map(trainer._override_of, _CHANGE_ROWS))))
+        refused["packed"] = "the model takes images; where there are none, pass its tokenizer as processing_class"
+        later_images = bool(trainer.tools or trainer.environment_factories)
+        if later_images:
+            refused["prefix"] = "tools and environments may show images after the prompt"
+        images.carry_images = later_images or any(map(trainer._override_of, _CHANGE_ROWS))
+    override = functools.partial(trainer._override_of, LOGPS)
+    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, _suppressed(trainer), override)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or trainer.args.bitwise_invariant))
     worker = _worker(trainer, images, forwards, memory, clock)
@@ -86,7 +82,7 @@ def _worker(
     trainer: Any, images: ImageSource, forwards: ForwardRunner, memory: Halving, clock: PhaseClock
 ) -> OverriddenWorker:
     """The worker of the main thread, on the models that are trained."""
-    args, accelerator, factories = trainer.args, trainer.accelerator, trainer.environment_factories
+    args, factories = trainer.args, trainer.environment_factories
     chat = Chat(
         trainer.processing_class,
         trainer.tools or (),
@@ -107,16 +103,16 @@ def _worker(
             trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
 
     return OverriddenWorker(
-        logps=log_probabilities(trainer, forwards, lambda: (trainer.model, trainer.ref_model)),
+        forwards=forwards,
+        models=lambda: (trainer.model, trainer.ref_model),
         engine=_engine(trainer, settings, images, memory),
         chat=chat,
         environments=environments,
         toolbox=Toolbox(trainer._standalone_tools, environments, loop),
-        rewards=RewardRunner(accelerator.device, faults, workers, loop, profile),
+        rewards=RewardRunner(trainer.accelerator.device, faults, workers, loop, profile),
         images=images,
         clock=clock,
         settings=settings,
-        accelerator=accelerator,
         show_environments=show_environments,
     )
 
@@ -188,36 +184,6 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
 
     layers = trainer.model.config.get_text_config().num_hidden_layers
     return EngineCheck(functools.cache(surplus), rounding_bound(layers))
-
-
-def log_probabilities(
-    trainer: Any, forwards: ForwardRunner, models: Callable[[], tuple[Any, Any | None]]
-) -> Callable[[TokenRows, Terms, bool], tuple[torch.Tensor, torch.Tensor | None]]:
-    """A function that computes log-probabilities (S,) of a rollout's rows, by the user's override if there is one.
-
-    It also returns the experts of their tokens, where the policy records them.
-
-    Args:
-        models: returns the policy and the reference model; None where that is the policy without its adapter.
-    """
-
-    def score(rows: TokenRows, terms: Terms, by_reference: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        limits = (terms.batch_size, terms.max_tokens, terms.num_generations)
-        policy, reference = models()
-        model = reference if by_reference and reference is not None else policy
-        adapter_off = by_reference and reference is None
-        inner = trainer.accelerator.unwrap_model(policy)
-        with compat.as_reference(inner) if adapter_off else nullcontext(), forwards.without_gradients(model):
-            if (override := trainer._override_of(LOGPS)) is None:
-                return forwards.rollout_log_probs(model, rows, limits, terms.record_experts and not by_reference)
-            ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
-            images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
-            ids, mask, images = to_device((ids, mask, images), trainer.accelerator.device)
-            with forwards.requested(ids, mask, rows, limits):
-                logps_BT, _, _ = override(model, ids, mask, width, batch_size=terms.batch_size, **images)
-        return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)]), None
-
-    return score
 
 
 def load_weights(trainer: Any) -> None:

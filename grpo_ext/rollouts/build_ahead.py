@@ -15,7 +15,6 @@ from .. import compat
 from ..forward.images import PromptProcessor
 from ..forward.lm_head import install
 from ..forward.reference import base_model_of
-from ..forward.runner import ForwardRunner
 from ..forward.snapshot import Snapshot, Weights
 from ..precision.half import as_in_training
 from ..rewards.runner import RewardRunner
@@ -23,7 +22,7 @@ from ..runtime.clock import PhaseClock
 from ..runtime.collectives import wait_for_all
 from ..runtime.determinism import align_memory
 from .ahead import RolloutsAhead, RolloutThread
-from .build import log_probabilities, terms_of
+from .build import terms_of
 from .engine import TransformersEngine
 from .local import Terms
 from .tools import Toolbox
@@ -77,11 +76,10 @@ def _terms_by(trainer: Any, weights: Weights) -> Terms:
 def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
     rollouts, accelerator = trainer._rollouts, copy.copy(trainer.accelerator)
     accelerator._models = []  # without the models that are trained
-    snapshot, forwards = _snapshot(trainer, accelerator), trainer._forwards.copy(accelerator)
+    snapshot = _snapshot(trainer, accelerator)
     ahead = RolloutsAhead(
-        worker=_worker(trainer, snapshot, accelerator, forwards),
+        worker=_worker(trainer, snapshot, accelerator),
         snapshot=snapshot,
-        form_of=forwards.choice.form,
         thread=RolloutThread(rollouts.threads, snapshot.device),
         clock=trainer._clock,
         steps=rollouts.steps,
@@ -129,7 +127,7 @@ def _sender(trainer: Any, snapshot: Snapshot) -> Callable[[], None]:
     return send
 
 
-def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, forwards: ForwardRunner) -> RolloutWorker:
+def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any) -> RolloutWorker:
     """The thread's worker: on copies of the models, with tokenizers, environments and a clock of its own."""
     main = trainer._rollouts.worker
     chat, environments, images, rewards = main.chat.copy(), main.environments.copy(), main.images, main.rewards
@@ -152,7 +150,8 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, forwards: Forwar
     else:
         engine = TransformersEngine(policy, generating, main.settings, images.of_transcripts, trainer._rollouts.memory)
     return RolloutWorker(
-        logps=log_probabilities(trainer, forwards, lambda: (snapshot.policy, snapshot.reference)),
+        forwards=trainer._forwards.copy(accelerator),
+        models=lambda: (snapshot.policy, snapshot.reference),
         engine=engine,
         chat=chat,
         environments=environments,

@@ -28,8 +28,7 @@ class Chat:
         processing_class: the tokenizer; the processor of a model that takes images.
         tools: standalone ones and those of every environment; empty: no completion calls any.
         environment_tools: the tools shown in prompts of an environment, by its name; None without environments.
-        chat_template: None: the tokenizer's.
-        chat_template_kwargs: further arguments of the template.
+        chat_template: with `chat_template_kwargs`, its further arguments; None: the tokenizer's.
     """
 
     processing_class: Any
@@ -121,9 +120,6 @@ class Chat:
 
         They are rendered after a short conversation that calls the first of these tools, because some templates repeat
         its name.
-
-        Args:
-            answers: messages of the role "tool".
 
         Raises:
             DataError: the template renders a call in another way once an answer follows.

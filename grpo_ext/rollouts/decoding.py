@@ -84,9 +84,8 @@ class RolloutCache(DynamicCache):
         super().__init__(config=model.config.get_text_config(decoder=True))
         self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         half = torch.is_autocast_enabled(device.type)
-        self._states_dtype = (
-            torch.get_autocast_dtype(device.type) if half else None
-        )  # Accelerate casts what has a dtype
+        # not named `dtype`: Accelerate casts what has one
+        self._states_dtype = torch.get_autocast_dtype(device.type) if half else None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -223,7 +222,6 @@ def compact_decode(
     Args:
         input_ids: (P, width), each prompt once.
         rows_B: for every row the number of its prompt.
-        choice: the keyed choice.
         of_prompts: arguments that only the forward of the prompts takes (images).
 
     Returns:

@@ -57,7 +57,6 @@ class EngineSettings:
     """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint; the others are fixed.
 
     Attributes:
-        device: of the model.
         eos_token_ids: any of these ends a completion.
         filler: a token, for rows that no result contains.
         pad: the padding token of TRL's dictionary.
@@ -245,20 +244,13 @@ def _model_inputs(
 
 
 def _until_eos(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    for i, token in enumerate(tokens):
-        if token in eos_token_ids:
-            return tokens[: i + 1]
-    return tokens
+    end = next((place for place, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
+    return tokens[: end + 1]
 
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """Samples with transformers' continuous batching, by TRL's `_generate_single_turn`.
-
-    Attributes:
-        turn: TRL's method.
-        model: returns the model that is trained.
-    """
+    """Samples with transformers' continuous batching, by `turn`, TRL's `_generate_single_turn`."""
 
     turn: Callable[..., Any]
     model: Callable[[], Any]

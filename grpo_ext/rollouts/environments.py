@@ -95,9 +95,6 @@ class Environments:
 def check_names(datasets: Sequence[Any], factories: Any) -> None:
     """Refuse data sets whose rows name no environment, or an unknown one.
 
-    Args:
-        factories: of environments, as users pass them.
-
     Raises:
         DataError: with the name.
     """

@@ -79,9 +79,6 @@ class Round:
 def exchange(local: LocalRollout, images: ImageSource) -> list[Share]:
     """The shares of all processes; every process comes here once.
 
-    Args:
-        images: gives the column that leads from a completion to its images.
-
     Raises:
         GrpoExtError: on every process, where a process failed; there it is the error itself.
         ConfigError: on every process, where models ran different forwards.
@@ -105,7 +102,6 @@ def join(
     """Join the shares of all processes.
 
     Args:
-        rank: of this process.
         rewards_by_user: what the user's `_calculate_rewards` returned for all completions, and the calls of reward
             functions in it; None without one.
 

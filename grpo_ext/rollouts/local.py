@@ -58,7 +58,6 @@ class Terms:
     Attributes:
         training: False in an evaluation.
         num_generations: completions of a prompt.
-        seed: of the random numbers.
         rewards: the reward functions; weights_F: their weights, on the CPU; rule: from rewards to advantages.
         recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
         metrics, table: TRL's records: log values of the mode, and the table of completions.
@@ -71,13 +70,11 @@ class Terms:
         ends: a completion that ends in none of these tokens is truncated.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
         logs_images: the table of completions shows images (`log_multimodal`).
-        limits: of the turns.
         replay: log-probabilities are taken over the tokens that sampling chose from (`sampling_mask="replay"`).
         replays_experts: the experts of each token are replayed (`routing_replay`).
         record_experts: they are recorded with the log-probabilities of the policy, because the sampler does not.
         truncating: the filters that leave out tokens, with their settings.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
-        hooks: methods and functions of the user.
     """
 
     training: bool
@@ -124,7 +121,6 @@ class LocalRollout:
 
     Attributes:
         request: the prompts of this process.
-        terms: of the rollout batch.
         transcripts: one for each row; those of a process without prompts are stand-ins that reach no result.
         has_mask: completions may contain tokens of tools or of an environment.
         extra_fields: what a `rollout_func` returned beside TRL's lists.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from ..algorithms.keyed_random import mix
 from ..forward.images import images_in
@@ -34,7 +33,6 @@ class OverriddenWorker(RolloutWorker):
         active_chunk: the transcripts that a user's `_generate_single_turn` samples for; None outside of it.
     """
 
-    accelerator: Accelerator = field(kw_only=True)
     active_rollout: LocalRollout | None = None
     active_chunk: list[Transcript] | None = None
     _super_calls: int = field(default=0, init=False)  # by the override that runs
@@ -72,7 +70,7 @@ class OverriddenWorker(RolloutWorker):
         if turn is None or (sharded and (local.request.empty or not transcripts)):  # joins the forwards of others
             return super().sample_turn(local, transcripts)
         group = local.request.num_generations
-        sampled: dict[int, Sampled] = {}
+        sampled: list[Sampled] = []
         for chunk in [transcripts] if sharded else self.settings.chunks(transcripts, group):
             later = chunk[0].turns > 0
             images = [row.images or None for row in chunk]
@@ -80,12 +78,12 @@ class OverriddenWorker(RolloutWorker):
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
             with (
                 assigned(self, active_chunk=chunk, _super_calls=0),
-                uneven_gathers(self.accelerator, refused_in="_generate_single_turn"),
+                uneven_gathers(self.forwards.accelerator, refused_in="_generate_single_turn"),
             ):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
             values = [None] * len(ids) if logps is None else logps
-            sampled |= {id(r): Sampled(list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
-        return [sampled[id(row)] for row in transcripts if id(row) in sampled]
+            sampled += [Sampled(list(tokens), value) for _, tokens, value in zip(chunk, ids, values)]
+        return sampled
 
     def turn_for_trl(
         self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None, config: Any, num_generations: int

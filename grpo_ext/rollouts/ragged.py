@@ -17,12 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 def padded(
     rows: Sequence[torch.Tensor], value: float, side: str, multiple: int | None = None, width: int = 1
 ) -> torch.Tensor:
-    """Rows (T, ...) of any length as one (B, T, ...), padded on one side to the longest.
-
-    Args:
-        multiple: of which the width is.
-        width: the least width.
-    """
+    """Rows (T, ...) of any length as one (B, T, ...), padded on one side; T is at least `width`, in whole multiples."""
     batch_BT = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
     columns = max(batch_BT.size(1), width)
     more = columns + -columns % (multiple or 1) - batch_BT.size(1)
@@ -32,12 +27,7 @@ def padded(
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of any length, one after the other.
-
-    Attributes:
-        values: of all rows, (N, ...).
-        lengths: of each row; they add up to N.
-    """
+    """Rows of any length, one after the other: the values (N, ...) of all, and the length of each."""
 
     values: torch.Tensor
     lengths: list[int]

@@ -49,11 +49,10 @@ class Rollouts:
     """Makes rollout batches and holds the one that is trained on.
 
     Attributes:
-        worker: samples this process's part.
         memory: the number of completions that fit into one `generate`, of the thread that samples ahead too.
         sync_vllm: sends the current weights to vLLM.
         check: compares vLLM's log-probabilities with the trainer's; None without vLLM, or where it is turned off.
-        batch, batch_name: the rollout batch that is trained on; its epoch and its index in the epoch.
+        batch, batch_name: the rollout batch that is trained on, and its name (`RolloutRequest.name`).
         rewards_BF, scored_by: rewards of the rollout batch that was made last, of training or of an evaluation, and its
             terms; None before.
         ahead: what samples ahead; None without `rollout_lag`, and outside of training.
@@ -90,7 +89,7 @@ class Rollouts:
         return self.worker.images
 
     def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
-        """Train on a rollout batch, named by its epoch and its index in the epoch; None: the next step samples."""
+        """Train on a rollout batch of this name; None: the next step samples."""
         self.batch, self.batch_name = batch, name
 
     def slices(self, num_generations: int) -> ProcessSlices:
@@ -123,10 +122,6 @@ class Rollouts:
             self.ahead.close()
             self.ahead = None
 
-    def read_from(self, steps: Any) -> None:
-        """Take prompts from the training loader's data set of steps."""
-        self.steps, self.images.prompts[True] = steps, getattr(steps, "prompts", None)
-
     def completions_of(self, rows: StepRows, terms: Terms) -> RolloutBatch:
         """The completions of an optimizer step, or of an evaluation; the same on every process.
 
@@ -137,11 +132,10 @@ class Rollouts:
         request = rows.request
         if not terms.training:
             return self.make(rows, terms)
-        name = (request.epoch, request.layout.rollout)
-        if self.batch is None or self.batch_name != name:
+        if self.batch is None or self.batch_name != request.name:
             if not rows and self.ahead is None:  # a run that was resumed without its rollout batch
                 rows = self.steps.rows(request)
-            self.hold(self.make(rows, terms), name)
+            self.hold(self.make(rows, terms), request.name)
         assert self.batch is not None
         return self.batch.select(request.layout.step_rows)
 

@@ -209,7 +209,6 @@ def check_tools(tools: Sequence[Tool], processing_class: Any, first_rows: Sequen
 
     Args:
         tools: those that belong to no environment.
-        processing_class: the tokenizer or processor.
         first_rows: of every data set.
 
     Raises:

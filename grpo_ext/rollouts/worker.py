@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from ..batching.prompt_order import StepRows
+from ..compat import as_reference
 from ..errors import RolloutError
 from ..forward.images import images_in
 from ..forward.rows import TokenRows, same_prompts
+from ..forward.runner import ForwardRunner
 from ..forward.sampling_masks import KeptTokens
 from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
@@ -46,14 +48,13 @@ class RolloutWorker:
     """Makes one process's part of rollout batches.
 
     Attributes:
-        logps: returns the log-probabilities (S,) of the completion tokens of rows, under the policy or the reference,
-            and the experts (N, C) of all tokens where that forward records them.
-        engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
+        models: returns the policy and the reference model; None where that is the policy without its adapter.
         clock: adds up the seconds of the phases.
         show_environments: called with the transcripts once their environments are reset.
     """
 
-    logps: Callable[[TokenRows, Terms, bool], tuple[torch.Tensor, torch.Tensor | None]]
+    forwards: ForwardRunner
+    models: Callable[[], tuple[Any, Any | None]]
     engine: Engine
     chat: Chat
     environments: Environments
@@ -73,7 +74,6 @@ class RolloutWorker:
         """This process's transcripts of a rollout batch, with log-probabilities and rewards.
 
         Args:
-            rows: one for each completion.
             repeat: how often a user's override has called TRL's method before; each draws other random numbers.
         """
         local = LocalRollout(rows.request, terms)
@@ -179,7 +179,7 @@ class RolloutWorker:
         def score(by_reference: bool) -> list[torch.Tensor]:
             # the reference has routers of its own
             of_model = dataclasses.replace(rows, experts_NC=None) if by_reference else rows
-            logps_S, experts_NC = self.logps(of_model, terms, by_reference)
+            logps_S, experts_NC = self._log_probs(of_model, terms, by_reference)
             if counted and experts_NC is not None:
                 for transcript, (start, stop) in zip(local.transcripts, itertools.pairwise(rows.starts_B)):
                     transcript.experts_NC = experts_NC[start:stop]
@@ -191,6 +191,17 @@ class RolloutWorker:
                 local.old_logps = score(False)
             if terms.reference:
                 local.ref_logps = score(True)
+
+    def _log_probs(self, rows: TokenRows, terms: Terms, by_reference: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities and experts under one of the models; see `ForwardRunner.rollout_log_probs`."""
+        policy, reference = self.models()
+        model = reference if by_reference and reference is not None else policy
+        without_adapter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if by_reference and reference is None:
+            without_adapter = as_reference(self.forwards.accelerator.unwrap_model(policy))
+        limits = (terms.batch_size, terms.max_tokens, terms.num_generations)
+        with without_adapter, self.forwards.without_gradients(model):
+            return self.forwards.rollout_log_probs(model, rows, limits, terms.record_experts and not by_reference)
 
     def _token_rows(self, local: LocalRollout) -> TokenRows:
         """The transcripts for a forward; a completion that is masked out has no tokens."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -61,10 +61,9 @@ class NativeGradients:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.accelerator = accelerator
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self) -> AbstractContextManager[None]:
         """A context for the backward passes of a step."""
-        yield
+        return nullcontext()
 
     def discard(self) -> None:
         """Throw the gradients away."""
@@ -72,11 +71,7 @@ class NativeGradients:
             parameter.grad = None
 
     def finish(self, count: int) -> None:
-        """Sum over all processes; afterwards `.grad` is that of the step on every process.
-
-        Args:
-            count: backward passes of this process.
-        """
+        """Sum over all processes after `count` backward passes of this one; `.grad` is then the step's on each."""
         if self.accelerator.num_processes == 1:
             return
         parameters = list(self.parameters.values())

@@ -31,11 +31,7 @@ def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
-def assemble_loss(
-    cfg: LossConfig,
-    inputs: dict[str, Any],
-    scores: MicroBatchScores,
-) -> torch.Tensor:
+def assemble_loss(cfg: LossConfig, inputs: dict[str, Any], scores: MicroBatchScores) -> torch.Tensor:
     """The part of the loss that the completions of `inputs` add to the step, times the micro-batch's weight.
 
     Args:

@@ -23,7 +23,7 @@ from ..batching.micro_batches import Form, MicroBatch, MicroBatchLayout, StepSiz
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
 from ..errors import ConfigError, MemoryShortageError
-from ..forward.rows import TokenRows, padded_ids_and_mask
+from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..forward.runner import ForwardRunner
 from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
 from ..rollouts.images import ImageSource
@@ -43,6 +43,7 @@ from .statistics import (
     count_step,
     counted,
     set_statistics,
+    token_tensors,
 )
 
 logger = get_logger(__name__)
@@ -59,7 +60,6 @@ class Attempt:
         rollout: the completions of the step, those of all processes.
         sizes, form: the tokens of the completions, and how a forward holds them.
         rows: the completions that are run, on all processes; the others add nothing to the step.
-        plan: the micro-batches of this process.
         gradients: how gradients are added up; None where an engine (FSDP, DeepSpeed) does it, or nothing is trained.
         context: the step-wide counts and statistics; set by `measure`.
         shortage: why memory ran out, on this process or another; None where it did not.
@@ -87,11 +87,7 @@ class Attempt:
             self.shortage = str(shortage)
 
     def measure(self, model: Any) -> None:
-        """Count the step, and measure its statistics where a term needs one, before the first forward with gradients.
-
-        Args:
-            model: computes the entropies and router outputs of the statistics.
-        """
+        """Count the step, and measure its statistics with `model` where a term needs one; before any gradient."""
         planner, settings, accelerator = self.planner, self.settings, self.planner.accelerator
         top_k = settings.experts_per_token
         self.context = count_step(self.rollout, StepMetrics(accelerator.device), top_k)
@@ -103,9 +99,7 @@ class Attempt:
         with out_of_memory_on_all(accelerator, discard), without_gradients:
             for part in self.plan:
                 batch, rows = planner.collate(self.rollout, part.rows, settings.training)
-                _, entropies_BT, router, _ = planner.forwards.micro_batch_log_probs(
-                    model, batch, rows, settings.router, settings.log_probs_override
-                )
+                _, entropies_BT, router, _ = planner.forwards.micro_batch_log_probs(model, batch, rows, settings.router)
                 experts = None if router is None else router_statistics(router.logits, router.counts_BL, top_k)
                 measured.append(MicroBatchStatistics(part, entropies_BT, loss_mask(batch), experts))
         set_statistics(self.context, measured, settings.top_entropy_quantile)
@@ -121,7 +115,8 @@ class Attempt:
             ids, _ = padded_ids_and_mask(inputs)
             inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
         groups, sampler_logps = [self.rollout.groups[row] for row in part.rows], inputs.pop(SAMPLER_LOGPS, None)
-        inputs[CONTEXT_KEY] = MicroBatchContext.of(self.context, part, groups, rows, inputs, sampler_logps)
+        padded = Unchanged(*token_tensors(inputs))
+        inputs[CONTEXT_KEY] = MicroBatchContext(self.context, part, groups, rows, padded, sampler_logps)
         return inputs
 
     def log_values(self) -> dict[str, float]:
@@ -144,13 +139,9 @@ class StepPlanner:
     """Plans optimizer steps.
 
     Attributes:
-        args: the loop's configuration.
         clock: takes the seconds of the phase "train".
         images: from the columns of completions to their images.
-        pad_token_id: fills up micro-batches.
-        multiple: TRL's `pad_to_multiple_of`.
         cost: of a token, by which groups are assigned to processes.
-        limits: the micro-batch size that fits.
     """
 
     accelerator: Accelerator
@@ -159,7 +150,6 @@ class StepPlanner:
     clock: PhaseClock
     images: ImageSource
     pad_token_id: int
-    multiple: int | None
     cost: TokenCost
     limits: MicroBatchLimits = field(init=False)
 
@@ -168,10 +158,6 @@ class StepPlanner:
 
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
         """Yield attempts at a step, each with smaller micro-batches, until one fits into memory.
-
-        Args:
-            model: as the loop calls it.
-            rollout: the completions of the step, those of all processes.
 
         Raises:
             MemoryShortageError: the smallest micro-batch does not fit.
@@ -189,7 +175,7 @@ class StepPlanner:
             self._shrink(attempt, number)
 
     def evaluation(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Attempt:
-        """An attempt without gradients, in micro-batches of the evaluation's size; arguments as of `attempts`."""
+        """An attempt without gradients, in micro-batches of the evaluation's size."""
         return self._planned(model, rollout, settings, self.args.per_device_eval_batch_size, None)
 
     def _planned(
@@ -216,7 +202,7 @@ class StepPlanner:
             rank=self.accelerator.process_index,
             equal_counts=forwards.sharded,
         )
-        sizes = rollout.sizes(self.multiple)
+        sizes = rollout.sizes(self.forwards.multiple)
         rows = rollout.contributing_rows if settings.skip_zeros else range(len(rollout))
         return Attempt(
             planner=self,
@@ -235,13 +221,9 @@ class StepPlanner:
     def collate(
         self, rollout: RolloutBatch, rows: Sequence[int], training: bool, constants: Inputs | None = None
     ) -> tuple[Inputs, TokenRows]:
-        """Collate completions into TRL's padded dictionary, on the device; returns it and the tokens without padding.
-
-        Args:
-            constants: further entries of the dictionary.
-        """
+        """TRL's padded dictionary of completions, with `constants`, on the device; and the tokens without padding."""
         selected = rollout.select(rows)
-        batch = selected.collate(self.pad_token_id, self.multiple) | (constants or {})
+        batch = selected.collate(self.pad_token_id, self.forwards.multiple) | (constants or {})
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return to_device(batch, self.accelerator.device), self._token_rows(selected, training)
 
@@ -277,11 +259,10 @@ class StepPlanner:
         step = StepContext(counted(mask.sum(1).tolist(), groups), StepMetrics(self.accelerator.device), top_k=top_k)
         if settings.top_entropy_quantile < 1.0:
             with torch.no_grad():
-                scores = self.forwards.micro_batch_log_probs(
-                    model, inputs, rows, settings.router, settings.log_probs_override
-                )
+                scores = self.forwards.micro_batch_log_probs(model, inputs, rows, settings.router)
             set_statistics(step, [MicroBatchStatistics(whole, scores.entropies, mask)], settings.top_entropy_quantile)
-        return {**inputs, CONTEXT_KEY: MicroBatchContext.of(step, whole, groups, rows, inputs)}
+        padded = Unchanged(*token_tensors(inputs))
+        return {**inputs, CONTEXT_KEY: MicroBatchContext(step, whole, groups, rows, padded)}
 
     # ---- Memory ---------------------------------------------------------------------------------------------------
 

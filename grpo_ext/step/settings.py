@@ -10,7 +10,16 @@ from typing import Any
 
 from ..algorithms.losses import LossConfig
 from ..forward.architecture import experts_per_token
-from ..forward.runner import LogProbsOverride
+
+# settings of the loss under TRL's names, by where TRL reads them
+_ON_TRAINER = (
+    *("loss_type", "importance_sampling_level", "off_policy_mask_threshold"),
+    *("epsilon_low", "epsilon_high", "beta"),
+)
+_IN_ARGS = (
+    *("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +33,6 @@ class StepSettings:
         experts_per_token: of a MoE model.
         custom_loss: the user overrides the loss, so a micro-batch holds its images too.
         training: the step trains; False in an evaluation.
-        log_probs_override: the user's `_get_per_token_logps_and_entropies`; None: the trainer's.
     """
 
     skip_zeros: bool
@@ -33,17 +41,12 @@ class StepSettings:
     experts_per_token: int
     custom_loss: bool
     training: bool
-    log_probs_override: LogProbsOverride | None
 
 
-def step_settings_of(trainer: Any, custom_loss: bool, log_probs_override: LogProbsOverride | None) -> StepSettings:
-    """The settings of a step as they are now.
-
-    Args:
-        trainer: TRL's attributes; `args` is a `GRPOConfig`.
-        custom_loss, log_probs_override: as in `StepSettings`.
-    """
+def step_settings_of(trainer: Any) -> StepSettings:
+    """The settings of a step as they are now."""
     training, quantile, router = trainer.model.training, trainer.top_entropy_quantile, trainer.aux_loss_enabled
+    custom_loss = any(map(trainer._override_of, ("compute_loss", "_compute_loss")))
     # terms that are not zero at advantage 0; "vespo" logs a weight of every sequence
     always_adds = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or router or quantile < 1.0
     always_adds = always_adds or custom_loss or trainer.loss_type == "vespo"
@@ -54,15 +57,11 @@ def step_settings_of(trainer: Any, custom_loss: bool, log_probs_override: LogPro
         experts_per_token=experts_per_token(trainer.model),
         custom_loss=custom_loss,
         training=training,
-        log_probs_override=log_probs_override,
     )
 
 
 def loss_config_of(trainer: Any) -> LossConfig:
     """The settings of the loss as they are now, from where TRL reads them at each loss.
-
-    Args:
-        trainer: TRL's attributes; `args` is a `GRPOConfig`.
 
     Raises:
         ConfigError: one of them is unknown.
@@ -71,20 +70,8 @@ def loss_config_of(trainer: Any) -> LossConfig:
     # TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target
     acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= args.entropy_target
     return LossConfig(
-        loss_type=trainer.loss_type,
-        importance_sampling_level=trainer.importance_sampling_level,
-        epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high,
-        delta=args.delta,
-        beta=trainer.beta,
-        use_bias_correction_kl=args.use_bias_correction_kl,
-        sapo_temperature_pos=args.sapo_temperature_pos,
-        sapo_temperature_neg=args.sapo_temperature_neg,
-        vespo_k_pos=args.vespo_k_pos,
-        vespo_lambda_pos=args.vespo_lambda_pos,
-        vespo_k_neg=args.vespo_k_neg,
-        vespo_lambda_neg=args.vespo_lambda_neg,
-        off_policy_mask_threshold=trainer.off_policy_mask_threshold,
+        **{name: getattr(trainer, name) for name in _ON_TRAINER},
+        **{name: getattr(args, name) for name in _IN_ARGS},
         max_completion_length=trainer.max_completion_length or 1,
         correct_sampling=trainer.use_vllm and trainer.vllm_importance_sampling_correction,
         aggregation=args.loss_aggregation,

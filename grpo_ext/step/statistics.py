@@ -27,8 +27,6 @@ class StepContext:
     """Counts and statistics of a step, which its micro-batches share.
 
     Attributes:
-        counts: the denominators.
-        metrics: collects what is logged.
         entropy_keep: by rows of a micro-batch, 1 on the tokens above the step's entropy quantile; None without a
             quantile.
         expert_share: how often each expert is chosen per row (a token in a layer), (E,); None without a router.
@@ -58,7 +56,11 @@ class StepContext:
 
 
 CONTEXT_KEY = "grpo_ext_step"  # of TRL's dictionary, for the `MicroBatchContext`
-TOKENS = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")  # of TRL's dictionary
+
+
+def token_tensors(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tokens and masks of TRL's dictionary."""
+    return [inputs[name] for name in ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")]
 
 
 @dataclass(frozen=True)
@@ -69,41 +71,33 @@ class MicroBatchContext:
     a user's overrides of them, and into copies of the dictionary.
 
     Attributes:
-        step: counts and statistics of the step.
-        weight: 0 where a process runs the micro-batch only to keep the collectives aligned.
+        part: the completions, by their rows of the step.
         groups: the group of each completion.
         rows: the tokens, without padding.
-        padded: the dictionary's tensors of them, to notice when an override changes these.
-        entropy_keep_BT: 1 on the tokens above the step's entropy quantile; None without a quantile.
+        padded: `token_tensors` of the dictionary, to notice when an override changes these.
         sampler_logps_BT: what the sampler itself took the log-probabilities to be; None where another one has sampled.
     """
 
     step: StepContext
-    weight: float
+    part: MicroBatch
     groups: Sequence[int]
     rows: TokenRows
     padded: Unchanged
-    entropy_keep_BT: torch.Tensor | None
     sampler_logps_BT: torch.Tensor | None = None
 
-    @classmethod
-    def of(
-        cls,
-        step: StepContext,
-        part: MicroBatch,
-        groups: Sequence[int],
-        rows: TokenRows,
-        inputs: Mapping[str, Any],
-        sampler_logps_BT: torch.Tensor | None = None,
-    ) -> MicroBatchContext:
-        """The context of the completions of `part`, which `inputs` holds as TRL's dictionary."""
-        padded = Unchanged(*(inputs[name] for name in TOKENS))
-        keep_BT = None if step.entropy_keep is None else step.entropy_keep[part.rows]
-        return cls(step, part.weight, groups, rows, padded, keep_BT, sampler_logps_BT)
+    @property
+    def weight(self) -> float:
+        """0 where a process runs the micro-batch only to keep the collectives aligned."""
+        return self.part.weight
+
+    @property
+    def entropy_keep_BT(self) -> torch.Tensor | None:
+        """1 on the tokens above the step's entropy quantile; None without a quantile."""
+        return None if self.step.entropy_keep is None else self.step.entropy_keep[self.part.rows]
 
     def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:
         """The tokens of a dictionary without padding; None where a user's override has changed them."""
-        return self.rows if self.padded.are(*(inputs[name] for name in TOKENS)) else None
+        return self.rows if self.padded.are(*token_tensors(inputs)) else None
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Add the micro-batch's loss to the logged one; returns it, or zero at weight zero."""

@@ -132,7 +132,7 @@ def outcome(name: str) -> str:
     with torch.no_grad():
         theirs = (model(input_ids=ids, use_cache=False).logits[0].float() / TEMPERATURE).log_softmax(-1)
         install(model, TEMPERATURE)
-        ours = model(input_ids=ids, **{TARGETS: Targets(torch.arange(5), ids[0])})[0]
+        ours = model(input_ids=ids, **{TARGETS: Targets(predictor_S=torch.arange(5), tokens_S=ids[0])})[0]
     error = (theirs.gather(1, ids.T)[:, 0] - ours).abs().max()
     transformed = lm_head.logit_transform(model.config) != LogitTransform()
     return ("right, transformed" if transformed else "right") if error < 1e-4 else f"off by {error:.1e}"
@@ -183,7 +183,7 @@ def test_casting_the_head_to_float32_leaves_autocast():
     model = tiny_model("qwen2")
     install(model, TEMPERATURE, cast_to_fp32=True)
     ids = torch.randint(3, 50, (1, 9))
-    targets = Targets(torch.arange(8), ids[0, 1:])
+    targets = Targets(predictor_S=torch.arange(8), tokens_S=ids[0, 1:])
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         ours = model(ids, **{TARGETS: targets})[0]
         hidden = model.model(ids).last_hidden_state[0, :-1].float()
@@ -211,7 +211,7 @@ def test_every_other_call_and_the_signature_are_the_models_own():
 def test_nothing_to_score_still_reaches_every_parameter():
     model, nothing = tiny_model("qwen2"), torch.empty(0, dtype=torch.long)
     install(model, TEMPERATURE)
-    logps, entropies, _ = model(**padded_batch(), **{TARGETS: Targets(nothing, nothing)})
+    logps, entropies, _ = model(**padded_batch(), **{TARGETS: Targets(predictor_S=nothing, tokens_S=nothing)})
     assert logps.shape == entropies.shape == (0,)
     (logps.sum() + entropies.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -248,7 +248,7 @@ def test_a_copy_of_a_model_runs_its_own_weights():
 def test_a_model_that_returns_tuples_is_scored():
     model, ids = tiny_model("qwen2"), torch.randint(3, 50, (1, 9))
     install(model, TEMPERATURE)
-    targets = Targets(torch.arange(8), ids[0, 1:])
+    targets = Targets(predictor_S=torch.arange(8), tokens_S=ids[0, 1:])
     expected = model(ids, **{TARGETS: targets})[0]
     model.config.return_dict = False
     assert torch.equal(model(ids, **{TARGETS: targets})[0], expected)
