@@ -12,7 +12,7 @@ import functools
 import os
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import trl
@@ -53,6 +53,22 @@ def forms_of(forward: str) -> tuple[Form, ...]:
     if forward == "auto":
         return ("packed", "prefix")
     return () if forward == "padded" else (cast(Form, forward),)
+
+
+class Replay(NamedTuple):
+    """What is recorded while sampling and replayed in every later forward.
+
+    Attributes:
+        masks: the tokens that each token was sampled from (`sampling_mask="replay"`).
+        experts: the experts of each token (`routing_replay`).
+    """
+
+    masks: bool = False
+    experts: bool = False
+
+    def __str__(self) -> str:
+        settings = ("sampling_mask='replay'", "routing_replay=True")
+        return " and ".join(setting for setting, replays in zip(settings, self) if replays)
 
 
 @dataclass
@@ -280,15 +296,9 @@ class GRPOConfig(trl.GRPOConfig):
             self.tf32 = False
 
     @property
-    def replays_masks(self) -> bool:
-        """Whether log-probabilities are taken over the tokens that sampling chose from (`sampling_mask="replay"`)."""
-        return self.sampling_mask == "replay"
-
-    @property
-    def replay_settings(self) -> str:
-        """The settings that replay what sampling recorded, for messages; empty where nothing is replayed."""
-        settings = {"sampling_mask='replay'": self.replays_masks, "routing_replay=True": self.routing_replay}
-        return " and ".join(name for name, replays in settings.items() if replays)
+    def replay(self) -> Replay:
+        """What is recorded while sampling and replayed in every later forward."""
+        return Replay(self.sampling_mask == "replay", self.routing_replay)
 
     @property
     def unit_rows(self) -> int | None:

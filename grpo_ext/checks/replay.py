@@ -24,9 +24,9 @@ def check_replay(trainer: Any) -> None:
     Raises:
         ConfigError: names the setting or the override.
     """
-    if trainer.args.replays_masks:
+    if trainer.args.replay.masks:
         _check_masks(trainer)
-    if trainer.args.routing_replay:
+    if trainer.args.replay.experts:
         _check_routing(trainer)
 
 

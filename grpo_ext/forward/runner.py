@@ -230,9 +230,9 @@ class ForwardRunner:
             ConfigError: sampling masks or experts are replayed, and those of these tokens are not known.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
-        if request is None and self.args.replay_settings:
+        if request is None and any(self.args.replay):
             raise ConfigError(
-                f"{self.args.replay_settings}: _get_per_token_logps_and_entropies was called with other tensors than "
+                f"{self.args.replay}: _get_per_token_logps_and_entropies was called with other tensors than "
                 "it was given, and what was recorded of these is not known; leave replay out."
             )
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows

@@ -130,8 +130,7 @@ def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
         multiple=trainer.pad_to_multiple_of,
         compact=trainer.args.compact_rollouts,
         sharded=shards_parameters(trainer.accelerator),
-        replay=trainer.args.replays_masks,
-        record_experts=trainer.args.routing_replay,
+        replay=trainer.args.replay,
         fp16=trainer.args.fp16,
     )
     if not trainer.use_vllm:
@@ -165,7 +164,7 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
 
 def _returned_routers(trainer: Any) -> list[Router]:
     """The routers whose experts a colocated engine returns; none where the log-probabilities' forward records them."""
-    if not trainer.args.routing_replay or own_sampling(trainer) is not None:
+    if not trainer.args.replay.experts or own_sampling(trainer) is not None:
         return []
     if (reason := compat.why_no_experts(trainer.vllm_mode)) is None:
         return routers_of(base_model_of(trainer.model))
@@ -277,9 +276,8 @@ def terms_of(trainer: Any) -> Terms:
         masks_truncated=trainer.mask_truncated_completions,
         logs_images=with_images and trainer.log_multimodal,
         limits=_turn_limits(trainer),
-        replay=args.replays_masks,
-        replays_experts=args.routing_replay,
-        record_experts=args.routing_replay and not _samples_experts(trainer),
+        replay=args.replay,
+        record_experts=args.replay.experts and not _samples_experts(trainer),
         truncating=truncating_filters(trainer),
         ratios=ratios,
         hooks=hooks_of(trainer),
@@ -303,9 +301,7 @@ def _ratio_rule(trainer: Any) -> RatioRule | None:
 
 def _refuse_changes(trainer: Any) -> None:
     sets = [[ids.tolist() for ids in group] for group in (_suppressed(trainer), trainer._forwards.suppressed)]
-    settings, args = trainer._rollouts.worker.settings, trainer.args
-    replayed = (settings.replay, settings.record_experts)
-    if (args.replays_masks, args.routing_replay) != replayed or sets[0] != sets[1]:
+    if trainer.args.replay != trainer._rollouts.worker.settings.replay or sets[0] != sets[1]:
         raise ConfigError(
             "sampling_mask, routing_replay, suppress_tokens or min_new_tokens was changed after the trainer was built, "
             "and completions refer to what was set then; set it in GRPOConfig (generation_kwargs)."
@@ -321,7 +317,7 @@ def _refuse_changes(trainer: Any) -> None:
 
 def _suppressed(trainer: Any) -> list[torch.Tensor]:
     """The sets of tokens that this trainer's sampling suppresses."""
-    if trainer.use_vllm or not trainer.args.replays_masks:
+    if trainer.use_vllm or not trainer.args.replay.masks:
         return []
     model = trainer.accelerator.unwrap_model(trainer.model)
     return suppressed_tokens(model, trainer.generation_config, trainer.eos_token_ids)
@@ -345,7 +341,7 @@ def hooks_of(trainer: Any) -> Hooks:
         if reason is not None:
             refuse_unequal_shares("rollout_func", len(prompts), reason)
         output = trainer.rollout_func(copy.deepcopy(prompts), trainer)  # whose loop of turns may append to its prompts
-        return checked_rollout(output, len(prompts), needs_logps, args.replays_masks)
+        return checked_rollout(output, len(prompts), needs_logps, args.replay.masks)
 
     return Hooks(
         tokenize=None if trainer._override_of("_tokenize_prompts") is None else tokenize,

@@ -22,6 +22,8 @@ from transformers import (
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
+from ..config import Replay
+from ..forward.routing import Routing
 from .token_record import Recorder
 from .transcript import Transcript
 
@@ -125,12 +127,12 @@ def most_kept(filters: Mapping[str, Any]) -> int | None:
 
 
 def sampling_filters(
-    model: Any, config: GenerationConfig, replay: bool = False
+    model: Any, config: GenerationConfig, replay: Replay = Replay()
 ) -> tuple[LogitsProcessorList, Recorder]:
     """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them.
 
     Args:
-        replay: record the tokens that they keep, at most `most_kept`.
+        replay: what is recorded: the tokens that the filters keep, at most `most_kept`, and experts.
 
     Returns:
         The filters, and what records the tokens that are drawn after them.
@@ -138,7 +140,9 @@ def sampling_filters(
     values = filter_values(model, config)
     leaving_out = truncating(values)
     recorder = Recorder(temperature=(values["temperature"] or 1.0) if leaving_out else None)
-    if replay:
+    if replay.experts:
+        recorder.routing = Routing()
+    if replay.masks:
         values["top_k"] = recorder.bound = most_kept(leaving_out)
         recorder.kinds = kinds_of(model, config)
     filters = model._get_logits_processor(GenerationConfig(do_sample=True, **values))
@@ -160,7 +164,7 @@ def suppressed_tokens(model: Any, config: GenerationConfig, eos_token_ids: Seque
 
 
 def kinds_of(model: Any, config: GenerationConfig) -> list[int]:
-    """The set of `suppressed_tokens` for each of the first positions, and for all that follow, as in `KeptTokens`."""
+    """The set of `suppressed_tokens` for each of the first positions, and for all that follow, as in `KeptIds`."""
     always = 1 if setting_of(model, config, "suppress_tokens") else 0
     return [*[-always - 1] * (setting_of(model, config, "min_new_tokens") or 0), -always]
 

@@ -256,9 +256,9 @@ class StepPlanner:
         """
         rows = inputs[CONTEXT_KEY].rows_of(inputs) if CONTEXT_KEY in inputs else None
         if rows is None:
-            if self.args.replay_settings:
+            if any(self.args.replay):
                 raise ConfigError(
-                    f"{self.args.replay_settings}: an override of compute_loss or _compute_loss passes on other tokens "
+                    f"{self.args.replay}: an override of compute_loss or _compute_loss passes on other tokens "
                     "or masks than it was given, and what was recorded of these is not known; pass on the same "
                     "tensors, or leave replay out."
                 )
