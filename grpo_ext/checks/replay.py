@@ -32,7 +32,7 @@ def check_replay(trainer: Any) -> None:
 
 def _check_masks(trainer: Any) -> None:
     sampling = overridden(trainer, SCORE, "_generate", "_generate_single_turn")
-    elsewhere = trainer.use_vllm or trainer.rollout_func is not None  # see rollouts.vllm_masks
+    elsewhere = trainer.use_vllm or trainer.rollout_func is not None  # see rollouts.vllm_replay
     if sampling is None and not elsewhere and not samples_by_key(trainer):
         sampling = "this way of generating"
     if sampling is not None:

@@ -47,7 +47,7 @@ from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Rollouts
 from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine, VllmServer
-from .vllm_masks import replayed_filters, vllm_filters
+from .vllm_replay import vllm_filters
 from .vllm_weights import Generation, versions_of
 
 logger = get_logger(__name__)
@@ -143,10 +143,9 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
         return trainer.accelerator.unwrap_model(trainer.model)
 
     if trainer.use_vllm:
-        generation, profile = trainer.vllm_generation, functools.partial(compat.profiling_context, trainer)
-        client = compat.client_of(generation) if trainer.vllm_mode == "server" else None
-        replayed = replayed_filters(trainer.args, trainer.rollout_func)
-        generation = trainer.vllm_generation = Generation.of(generation, versions_of(trainer, client), replayed)
+        profile = functools.partial(compat.profiling_context, trainer)
+        client = compat.client_of(trainer.vllm_generation) if trainer.vllm_mode == "server" else None
+        generation = trainer.vllm_generation = Generation.of(trainer, versions_of(trainer, client))
         routers = _returned_routers(trainer)
         if client is not None:
             return VllmServer(generation, client, trainer.args.vllm_seeds, profile)
@@ -177,7 +176,7 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
         return None
 
     def surplus() -> float | None:
-        if engine.generation.replayed:
+        if engine.generation.mask_bound is not None:
             return 0.0  # both are over the tokens that were kept
         mode = "processed_logprobs"  # as TRL starts an engine
         if isinstance(engine, VllmServer):
