@@ -71,6 +71,9 @@ class Replay(NamedTuple):
         return " and ".join(setting for setting, replays in zip(settings, self) if replays)
 
 
+NO_REPLAY = Replay()
+
+
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
     """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, with the same defaults, and these.

@@ -7,8 +7,6 @@ asked for, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ..algorithms.losses import load_balancing_loss, router_statistics
 from ..compat import triton_head
 from ..errors import ModelError
+from ..runtime.attributes import replace_forward
 from .prefix_cache import Continuation, run_after_prompts
 from .routing import Routing, routed
 from .sampling_masks import SamplingMasks
@@ -196,19 +195,14 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
         cast_to_fp32: compute the head in float32, outside autocast.
     """
     transform = logit_transform(model.config, temperature)
-    # the function: a deep copy of the model would call a bound method with these weights
-    bound = model.forward
-    below: Callable[..., Any] = getattr(bound, "__func__", lambda model, *args, **kwargs: bound(*args, **kwargs))
 
-    @functools.wraps(type(model).forward)  # `generate` checks its arguments against this signature
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(below: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         targets = kwargs.pop(TARGETS, None)
         if targets is None:
-            return below(self, *args, **kwargs)
-        return _run(self, transform, cast_to_fp32, targets, *args, **kwargs)
+            return below(model, *args, **kwargs)
+        return _run(model, transform, cast_to_fp32, targets, *args, **kwargs)
 
-    forward.of_grpo_ext = True  # type: ignore[attr-defined]
-    model.forward = types.MethodType(forward, model)
+    replace_forward(model, run)
 
 
 def _run(

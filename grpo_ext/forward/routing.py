@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
-from ..runtime.attributes import assigned
+from ..runtime.attributes import assigned, replace_forward
 
 LIVE = -1  # instead of an expert: the router chooses
 _CHOICES = (torch.topk, torch.Tensor.topk)
@@ -199,7 +198,15 @@ def install_routers(model: Any) -> None:
         for module in modules:
             if not hasattr(module.forward, "of_grpo_ext"):
                 _verify(module)
-                _install(module, Router(slice(stop - width, stop), stops[-1], module.num_experts, layer))
+                router = Router(slice(stop - width, stop), stops[-1], module.num_experts, layer)
+                replace_forward(module, functools.partial(_choosing, router), mark=router)
+
+
+def _choosing(router: Router, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a router, whose forward is `below`."""
+    place = _place.get()
+    with nullcontext() if place is None else _Choice(router, place):
+        return below(*args, **kwargs)
 
 
 def routers_of(model: Any) -> list[Router]:
@@ -235,22 +242,6 @@ def _unknown(reason: str) -> ModelError:
         "a module with whole numbers top_k and num_experts, and that chooses with torch.topk over the scores of all "
         "experts. Leave routing_replay out."
     )
-
-
-def _install(module: Any, router: Router) -> None:
-    # the function: a deep copy of the model would call a bound method with these weights
-    bound = module.forward
-    below: Callable[..., Any] = getattr(bound, "__func__", lambda module, *args, **kwargs: bound(*args, **kwargs))
-
-    @functools.wraps(type(module).forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (place := _place.get()) is None:
-            return below(self, *args, **kwargs)
-        with _Choice(router, place):
-            return below(self, *args, **kwargs)
-
-    forward.of_grpo_ext = router  # type: ignore[attr-defined]
-    module.forward = types.MethodType(forward, module)
 
 
 def _verify(module: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..batching.sizes import BatchGeometry
-from ..config import Replay
+from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError
 from ..forward.architecture import cached_numbers
 from ..forward.images import TOKEN_TYPES, RowImages
@@ -78,7 +78,7 @@ class EngineSettings:
     multiple: int | None = None
     compact: bool = True
     sharded: bool = False
-    replay: Replay = Replay()
+    replay: Replay = NO_REPLAY
     fp16: bool = False
 
     def resize_chunks(self, geometry: BatchGeometry) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
-from ..config import Replay
+from ..config import NO_REPLAY, Replay
 from ..forward.routing import Routing
 from .token_record import Recorder
 from .transcript import Transcript
@@ -127,7 +127,7 @@ def most_kept(filters: Mapping[str, Any]) -> int | None:
 
 
 def sampling_filters(
-    model: Any, config: GenerationConfig, replay: Replay = Replay()
+    model: Any, config: GenerationConfig, replay: Replay = NO_REPLAY
 ) -> tuple[LogitsProcessorList, Recorder]:
     """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them.
 

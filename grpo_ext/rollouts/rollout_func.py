@@ -5,7 +5,7 @@ Differs from TRL, where too few rows end in an index error. Called by the worker
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import RolloutError
@@ -24,55 +24,62 @@ _KEPT_REMEDY = (
 )
 
 
-def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, replay: bool = False) -> dict[str, Any]:
+def checked_rollout(
+    output: Any, prompts: int, needs_logprobs: str | None, needs_kept_ids: bool = False
+) -> dict[str, Any]:
     """What a `rollout_func` returned, in lists of plain numbers, which are the same types on every process.
 
     Args:
         prompts: how many it was called with, each repeated once per completion.
         needs_logprobs: why log-probabilities are needed, as a sentence; None where they are not.
-        replay: the ids that each token was sampled from are needed too (`kept_ids`).
+        needs_kept_ids: the ids that each token was sampled from are needed too (`kept_ids`).
 
     Raises:
         RolloutError: it is no rollout of these prompts.
     """
-    remedy = _REMEDY + (_KEPT_REMEDY if replay else "")
+
+    def refused(problem: str) -> RolloutError:
+        return RolloutError(f"rollout_func returned {problem}. {_REMEDY}{_KEPT_REMEDY if needs_kept_ids else ''}")
+
     if not isinstance(output, Mapping):
-        raise RolloutError(f"rollout_func returned a {type(output).__name__} in the place of a dictionary. {remedy}")
+        raise refused(f"a {type(output).__name__} in the place of a dictionary")
     missing = [name for name in _REQUIRED if name not in output]
     missing += [name for name in ("prompt_ids", "completion_ids") if output.get(name, ()) is None]
     if missing:
-        raise RolloutError(f"rollout_func returned no {', '.join(missing)}. {remedy}")
+        raise refused(f"no {', '.join(missing)}")
     if needs_logprobs is not None and output["logprobs"] is None:
         raise RolloutError(f"rollout_func returned logprobs=None, and {needs_logprobs}.")
     rollout = {name: values for name, values in output.items() if name != "env_mask" or values is not None}
-    for name in (*_REQUIRED, "env_mask"):
-        if rollout.get(name) is not None:
-            rollout[name] = [[_plain(name, value) for value in row] for row in rollout[name]]
-    if replay:
+    of_tokens = [name for name in (*_REQUIRED, "env_mask") if rollout.get(name) is not None]
+    for name in of_tokens:
+        rollout[name] = [[_plain(name, value) for value in row] for row in rollout[name]]
+    if needs_kept_ids:
+        of_tokens.append("kept_ids")
         try:
             rollout["kept_ids"] = [[[int(i) for i in among] for among in row] for row in rollout["kept_ids"]]
         except (KeyError, TypeError, ValueError):
-            raise RolloutError(f"rollout_func returned no kept_ids. {remedy}") from None
+            raise refused("no kept_ids") from None
+    if (problem := _problem(rollout, prompts, of_tokens)) is not None:
+        raise refused(problem)
+    return rollout
+
+
+def _problem(rollout: Mapping[str, Any], prompts: int, of_tokens: Sequence[str]) -> str | None:
+    """The first list of a wrong length, or with a wrong id, as an object of "returned"; None without one."""
     for name, values in rollout.items():
         if isinstance(values, list) and len(values) != prompts:
-            raise RolloutError(f"rollout_func returned {len(values)} {name} for {prompts} prompts. {remedy}")
+            return f"{len(values)} {name} for {prompts} prompts"
     for row, ids in enumerate(rollout["completion_ids"]):
         if not ids or not rollout["prompt_ids"][row]:
-            raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {remedy}")
-        for name in ("logprobs", "env_mask", *(["kept_ids"] if replay else [])):
-            values = rollout.get(name)
-            if values is not None and len(values[row]) != len(ids):
-                raise RolloutError(
-                    f"rollout_func returned {len(values[row])} {name} for the {len(ids)} tokens of completion {row}. "
-                    f"{remedy}"
-                )
-        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if replay else ())):
+            return f"no tokens of prompt or completion in row {row}"
+        for name in of_tokens:
+            if name != "prompt_ids" and (count := len(rollout[name][row])) != len(ids):
+                return f"{count} {name} for the {len(ids)} tokens of completion {row}"
+        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if "kept_ids" in of_tokens else ())):
             if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
-                raise RolloutError(
-                    f"kept_ids of rollout_func do not contain token {token}, or contain what is no id, at place "
-                    f"{place} of completion {row}. {remedy}"
-                )
-    return rollout
+                where = f"at place {place} of completion {row}"
+                return f"kept_ids that do not contain token {token}, or contain what is no id, {where}"
+    return None
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -1,8 +1,10 @@
-"""Attributes of an object that hold for a while."""
+"""Attributes of an object that hold for a while, and forwards of modules that are replaced for good."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,3 +21,21 @@ def assigned(target: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             delattr(target, name) if value is absent else setattr(target, name, value)
+
+
+def replace_forward(module: Any, run: Callable[..., Any], mark: Any = True) -> None:
+    """Let `run(below, module, *args, **kwargs)` run in the place of a module's forward, which becomes `below`.
+
+    Args:
+        mark: becomes the attribute `of_grpo_ext` of the new forward.
+    """
+    # the function: a deep copy of the module would call a bound method with these weights
+    bound = module.forward
+    below: Callable[..., Any] = getattr(bound, "__func__", lambda module, *args, **kwargs: bound(*args, **kwargs))
+
+    @functools.wraps(type(module).forward)  # `generate` checks its arguments against this signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(below, self, *args, **kwargs)
+
+    forward.of_grpo_ext = mark  # type: ignore[attr-defined]
+    module.forward = types.MethodType(forward, module)
