@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -229,7 +230,6 @@ def _run(
         hidden_SH = hidden_SH.float()
         precision = torch.autocast(hidden_SH.device.type, enabled=False)
     with precision, gathered(weight, bias):
-        tokens_S = targets.tokens_S.to(weight.device)
-        masks = None if targets.masks is None else targets.masks.on(weight.device)
+        tokens_S, masks = send_to_device((targets.tokens_S, targets.masks), weight.device)
         logps, entropy = log_probs(hidden_SH, weight, bias, tokens_S, transform, targets.entropy, masks)
     return logps, entropy if targets.entropy else None, routers if targets.router else None

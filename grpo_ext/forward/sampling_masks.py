@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 
 
 class KeptIds(NamedTuple):
@@ -64,10 +63,6 @@ class SamplingMasks(NamedTuple):
         rows_K = torch.arange(len(counts)).repeat_interleave(counts)
         kinds_S = torch.where(counts_S > 0, 0, 1 - counts_S).long()
         return cls(np.append(0, counts.cumsum(0)), ids_K, rows_K, kinds_S, suppressed)
-
-    def on(self, device: torch.device) -> SamplingMasks:
-        """The same on a device; `device_map` may put the head on another one."""
-        return send_to_device(self, device)
 
     def removed(self, rows: slice, columns: slice) -> torch.Tensor:
         """True on the logits (R, C) of a tile whose tokens were not kept."""

@@ -211,7 +211,7 @@ def sample_chunk(
     if keyed:
         filters, recorder = sampling_filters(model, config, settings.replay)
         routing = recorder.routing
-        choice = KeyedChoice.of(rows, width, recorder, settings.device)
+        choice = KeyedChoice(rows, width, recorder, settings.device)
         inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, choice])
         config = greedy_config(config)
     if compact:

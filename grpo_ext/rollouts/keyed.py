@@ -51,17 +51,13 @@ class KeyedChoice(LogitsProcessor):
     calls `tokens` instead.
     """
 
-    def __init__(self, keys_B: torch.Tensor, offsets_B: torch.Tensor, prompt_width: int, recorder: Recorder) -> None:
-        self.keys_B, self.offsets_B, self.prompt_width, self.recorder = keys_B, offsets_B, prompt_width, recorder
-        self._uniforms_BT, self._drawn = keys_B[:, None], range(0)  # of these positions
-        self._largest = torch.zeros((), dtype=torch.int64, device=keys_B.device)
+    def __init__(self, rows: Sequence[Transcript], prompt_width: int, recorder: Recorder, device: torch.device) -> None:
+        self.keys_B = torch.tensor([row.key for row in rows], device=device)
+        self.offsets_B = torch.tensor([len(row.ids) for row in rows], device=device)
+        self.prompt_width, self.recorder = prompt_width, recorder
+        self._uniforms_BT, self._drawn = self.keys_B[:, None], range(0)  # of these positions
+        self._largest = torch.zeros((), dtype=torch.int64, device=device)
         self._vocabulary = 0
-
-    @classmethod
-    def of(cls, rows: Sequence[Transcript], prompt_width: int, recorder: Recorder, device: torch.device) -> KeyedChoice:
-        """The choice of the next tokens of transcripts."""
-        keys_B, offsets_B = torch.tensor([row.key for row in rows]), torch.tensor([len(row.ids) for row in rows])
-        return cls(keys_B.to(device), offsets_B.to(device), prompt_width, recorder)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         tokens_B = self.tokens(input_ids, scores)
