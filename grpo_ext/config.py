@@ -12,7 +12,7 @@ import functools
 import os
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 import trl
@@ -21,6 +21,7 @@ from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
+from .replay import Replay
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
 from .setting_rules import asks_for, check_ahead, check_algorithm, check_bitwise, check_values
@@ -53,25 +54,6 @@ def forms_of(forward: str) -> tuple[Form, ...]:
     if forward == "auto":
         return ("packed", "prefix")
     return () if forward == "padded" else (cast(Form, forward),)
-
-
-class Replay(NamedTuple):
-    """What is recorded while sampling and replayed in every later forward.
-
-    Attributes:
-        masks: the tokens that each token was sampled from (`sampling_mask="replay"`).
-        experts: the experts of each token (`routing_replay`).
-    """
-
-    masks: bool = False
-    experts: bool = False
-
-    def __str__(self) -> str:
-        settings = ("sampling_mask='replay'", "routing_replay=True")
-        return " and ".join(setting for setting, replays in zip(settings, self) if replays)
-
-
-NO_REPLAY = Replay()
 
 
 @dataclass

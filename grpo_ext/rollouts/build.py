@@ -47,7 +47,7 @@ from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Rollouts
 from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine, VllmServer
-from .vllm_replay import vllm_filters
+from .vllm_replay import mask_bound, vllm_filters
 from .vllm_weights import Generation, versions_of
 
 logger = get_logger(__name__)
@@ -145,7 +145,12 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
     if trainer.use_vllm:
         profile = functools.partial(compat.profiling_context, trainer)
         client = compat.client_of(trainer.vllm_generation) if trainer.vllm_mode == "server" else None
-        generation = trainer.vllm_generation = Generation.of(trainer, versions_of(trainer, client))
+        replayed = (
+            mask_bound(trainer.args, trainer.rollout_func),
+            trainer.args.replay.masks and not vllm_filters(trainer.args),
+        )
+        generation = Generation.of(trainer.vllm_generation, versions_of(trainer, client), *replayed)
+        trainer.vllm_generation = generation
         routers = _returned_routers(trainer)
         if client is not None:
             return VllmServer(generation, client, trainer.args.vllm_seeds, profile)

@@ -18,13 +18,13 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..batching.sizes import BatchGeometry
-from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError
 from ..forward.architecture import cached_numbers
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.reference import base_model_of
 from ..forward.routing import routed
 from ..precision.non_finite import FirstModule, bad_weight, explanation
+from ..replay import NO_REPLAY, Replay
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
 from .decoding import RolloutCache, compact_decode, decodes_compactly, own_generate, unique, without_router_logits

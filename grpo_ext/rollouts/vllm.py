@@ -156,7 +156,7 @@ def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completion
     records: Iterable[TokenRecord | None] = [None] * len(ids)
     if generation.mask_bound is not None:
         records = map(mask_record, completions, ids, values)
-    elif generation.whole:
+    elif generation.unfiltered:
         records = (TokenRecord.of_kept([()] * len(row), value) for row, value in zip(ids, values))
     return [Sampled(list(row), value, record) for row, value, record in zip(ids, values, records)]
 

@@ -25,7 +25,7 @@ from torch import nn
 from .. import compat
 from ..errors import ConfigError, RolloutError
 from ..runtime.collectives import gather_lists
-from .vllm_replay import mask_bound, vllm_filters
+from .vllm_replay import mask_bound
 
 # fields of PEFT's LoraConfig that may have any value: vLLM reads them, or they do not change an adapter's output
 _SERVED = {
@@ -154,24 +154,24 @@ class Generation(compat.VLLMGeneration):
     Attributes:
         versions: of the adapter that is sent by itself; None where weights are sent.
         mask_bound: the most ids of a replayed mask; None: none is replayed.
-        whole: masks are replayed, and every token is sampled from the whole vocabulary.
+        unfiltered: masks are replayed, and every token is sampled from the whole vocabulary.
     """
 
     versions: AdapterVersions | None
     mask_bound: int | None
-    whole: bool
+    unfiltered: bool
 
     @classmethod
-    def of(cls, trainer: Any, versions: AdapterVersions | None) -> Generation:
-        """The engine or server of a trainer, with the weights sent by this class."""
-        new, args = cls.__new__(cls), trainer.args
-        vars(new).update(vars(trainer.vllm_generation), versions=versions)
-        new.mask_bound = mask_bound(args, trainer.rollout_func)
-        new.whole = args.replay.masks and not vllm_filters(args)
+    def of(
+        cls, generation: Any, versions: AdapterVersions | None, mask_bound: int | None, unfiltered: bool
+    ) -> Generation:
+        """The same engine or server, with the weights sent by this class."""
+        new = cls.__new__(cls)
+        vars(new).update(vars(generation), versions=versions, mask_bound=mask_bound, unfiltered=unfiltered)
         if new.mode == "colocate":
             new.llm = ColocatedEngine(new.llm)
-        if new.mask_bound is not None:  # vLLM returns masks with a `top_k` alone
-            new.generation_kwargs = {**new.generation_kwargs, "top_k": new.mask_bound}
+        if mask_bound is not None:  # vLLM returns masks with a `top_k` alone
+            new.generation_kwargs = {**new.generation_kwargs, "top_k": mask_bound}
         return new
 
     def sync_weights(self) -> None:

@@ -13,8 +13,8 @@ import torch
 from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.batching.prompt_order import RolloutRequest
 from grpo_ext.batching.sizes import StepLayout
-from grpo_ext.config import Replay
 from grpo_ext.errors import ConfigError, PrecisionError, ProcessError, RolloutError
+from grpo_ext.replay import Replay
 from grpo_ext.rollouts import join as module
 from grpo_ext.rollouts.images import ImageSource
 from grpo_ext.rollouts.join import exchange, join
