@@ -84,7 +84,8 @@ class Recorder(LogitsProcessor):
     _position: int = 0  # of the token that is drawn next
     _numbers_B: torch.Tensor | None = None  # of the rows that are left, among all
     _prompts_NC: torch.Tensor | None = None  # experts of the first forward's tokens
-    _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # numbers of rows, and columns of `add`
+    # numbers of rows, and columns of `add`; those that are the same for all rows are on the CPU, which costs no launch
+    _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     _parts: dict[int, list[TokenRecord]] = field(default_factory=dict)  # of each row, on the host
     _experts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of each row, on the host
 
@@ -97,7 +98,7 @@ class Recorder(LogitsProcessor):
         """The scores with at most `bound` tokens left, which filters exceed where scores are equal."""
         if self.bound is None:
             kind = self.kinds[min(self._position, len(self.kinds) - 1)]
-            counts_B = torch.full((len(scores_BV),), kind, dtype=torch.int32, device=scores_BV.device)
+            counts_B = torch.full((len(scores_BV),), kind, dtype=torch.int32)
             self._bounded = counts_B, counts_B.new_empty(len(counts_B), 0)
             return scores_BV
         values_BN, ids_BN = scores_BV.topk(min(self.bound, scores_BV.size(1)), dim=1)
@@ -108,7 +109,7 @@ class Recorder(LogitsProcessor):
         """Record the tokens that were drawn from `scores_BV`, whose softmax are the probabilities."""
         tokens_B1 = tokens_B[:, None]
         probabilities_B = probabilities_BV.gather(1, tokens_B1).squeeze(1)
-        mass_B = torch.ones_like(probabilities_B)
+        mass_B = torch.ones(len(tokens_B))
         if self._before_B is not None:
             mass_B = (scores_BV.gather(1, tokens_B1).squeeze(1) - self._before_B).exp() / probabilities_B
         if self._numbers_B is None:
@@ -121,7 +122,7 @@ class Recorder(LogitsProcessor):
     def _newest(self, tokens_B: torch.Tensor) -> torch.Tensor:
         """The experts (B, C) of the token before each of these; `LIVE` after the forward of the prompts."""
         if self.routing is None:
-            return tokens_B.new_empty(len(tokens_B), 0)
+            return torch.empty(len(tokens_B), 0)
         experts_NC = self.routing.take()
         if self._prompts_NC is None:
             self._prompts_NC = experts_NC.cpu()
