@@ -5,7 +5,7 @@ Differs from TRL, where too few rows end in an index error. Called by the worker
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RolloutError
@@ -37,49 +37,44 @@ def checked_rollout(
     Raises:
         RolloutError: it is no rollout of these prompts.
     """
-
-    def refused(problem: str) -> RolloutError:
-        return RolloutError(f"rollout_func returned {problem}. {_REMEDY}{_KEPT_REMEDY if needs_kept_ids else ''}")
-
+    remedy = _REMEDY + (_KEPT_REMEDY if needs_kept_ids else "")
     if not isinstance(output, Mapping):
-        raise refused(f"a {type(output).__name__} in the place of a dictionary")
+        raise RolloutError(f"rollout_func returned a {type(output).__name__} in the place of a dictionary. {remedy}")
     missing = [name for name in _REQUIRED if name not in output]
     missing += [name for name in ("prompt_ids", "completion_ids") if output.get(name, ()) is None]
     if missing:
-        raise refused(f"no {', '.join(missing)}")
+        raise RolloutError(f"rollout_func returned no {', '.join(missing)}. {remedy}")
     if needs_logprobs is not None and output["logprobs"] is None:
         raise RolloutError(f"rollout_func returned logprobs=None, and {needs_logprobs}.")
     rollout = {name: values for name, values in output.items() if name != "env_mask" or values is not None}
-    of_tokens = [name for name in (*_REQUIRED, "env_mask") if rollout.get(name) is not None]
-    for name in of_tokens:
-        rollout[name] = [[_plain(name, value) for value in row] for row in rollout[name]]
+    for name in (*_REQUIRED, "env_mask"):
+        if rollout.get(name) is not None:
+            rollout[name] = [[_plain(name, value) for value in row] for row in rollout[name]]
     if needs_kept_ids:
-        of_tokens.append("kept_ids")
         try:
             rollout["kept_ids"] = [[[int(i) for i in among] for among in row] for row in rollout["kept_ids"]]
         except (KeyError, TypeError, ValueError):
-            raise refused("no kept_ids") from None
-    if (problem := _problem(rollout, prompts, of_tokens)) is not None:
-        raise refused(problem)
-    return rollout
-
-
-def _problem(rollout: Mapping[str, Any], prompts: int, of_tokens: Sequence[str]) -> str | None:
-    """The first list of a wrong length, or with a wrong id, as an object of "returned"; None without one."""
+            raise RolloutError(f"rollout_func returned no kept_ids. {remedy}") from None
     for name, values in rollout.items():
         if isinstance(values, list) and len(values) != prompts:
-            return f"{len(values)} {name} for {prompts} prompts"
+            raise RolloutError(f"rollout_func returned {len(values)} {name} for {prompts} prompts. {remedy}")
     for row, ids in enumerate(rollout["completion_ids"]):
         if not ids or not rollout["prompt_ids"][row]:
-            return f"no tokens of prompt or completion in row {row}"
-        for name in of_tokens:
-            if name != "prompt_ids" and (count := len(rollout[name][row])) != len(ids):
-                return f"{count} {name} for the {len(ids)} tokens of completion {row}"
-        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if "kept_ids" in of_tokens else ())):
+            raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {remedy}")
+        for name in ("logprobs", "env_mask", *(["kept_ids"] if needs_kept_ids else [])):
+            values = rollout.get(name)
+            if values is not None and len(values[row]) != len(ids):
+                raise RolloutError(
+                    f"rollout_func returned {len(values[row])} {name} for the {len(ids)} tokens of completion {row}. "
+                    f"{remedy}"
+                )
+        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if needs_kept_ids else ())):
             if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
-                where = f"at place {place} of completion {row}"
-                return f"kept_ids that do not contain token {token}, or contain what is no id, {where}"
-    return None
+                raise RolloutError(
+                    f"kept_ids of rollout_func do not contain token {token}, or contain what is no id, at place "
+                    f"{place} of completion {row}. {remedy}"
+                )
+    return rollout
 
 
 def _plain(name: str, value: Any) -> Any:
