@@ -21,6 +21,7 @@ from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
+from .replay import Replay
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
 from .setting_rules import asks_for, check_ahead, check_algorithm, check_bitwise, check_values
@@ -280,15 +281,9 @@ class GRPOConfig(trl.GRPOConfig):
             self.tf32 = False
 
     @property
-    def replays_masks(self) -> bool:
-        """Whether log-probabilities are taken over the tokens that sampling chose from (`sampling_mask="replay"`)."""
-        return self.sampling_mask == "replay"
-
-    @property
-    def replay_settings(self) -> str:
-        """The settings that replay what sampling recorded, for messages; empty where nothing is replayed."""
-        settings = {"sampling_mask='replay'": self.replays_masks, "routing_replay=True": self.routing_replay}
-        return " and ".join(name for name, replays in settings.items() if replays)
+    def replay(self) -> Replay:
+        """What is recorded while sampling and replayed in every later forward."""
+        return Replay(self.sampling_mask == "replay", self.routing_replay)
 
     @property
     def unit_rows(self) -> int | None:

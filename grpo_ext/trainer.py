@@ -152,7 +152,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
-        if self.args.routing_replay:
+        if self.args.replay.experts:
             install_routers(base_model_of(self.model))
         self._forwards, self._rollouts = build_rollouts(self, self._clock)
         self._step_planner = StepPlanner(

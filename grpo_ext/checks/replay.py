@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ConfigError, refuse_combination
+from ..errors import refuse_combination
 from ..rollouts.build import LOGPS, SCORE, overridden, samples_by_key
 from ..rollouts.keyed import setting_of
 
@@ -20,41 +20,26 @@ _NOT_REPLAYED: dict[str, Any] = {
 
 def check_replay(trainer: Any) -> None:
     """Raise a ConfigError for sampling and forwards that cannot be recorded, or replayed, as the settings ask."""
-    if trainer.args.replays_masks:
+    if trainer.args.replay.masks:
         _check_masks(trainer)
-    if trainer.args.routing_replay:
+    if trainer.args.replay.experts:
         _check_routing(trainer)
 
 
 def _check_masks(trainer: Any) -> None:
-    sampling = overridden(trainer, SCORE, "_generate", "_generate_single_turn")
-    elsewhere = trainer.use_vllm or trainer.rollout_func is not None  # see rollouts.vllm_masks
-    if sampling is None and not elsewhere and not samples_by_key(trainer):
-        sampling = "this way of generating"
-    if sampling is not None:
-        raise ConfigError(
-            f"sampling_mask='replay' needs the tokens that were kept for each token, which {sampling} does not "
-            "return; leave sampling_mask out, and sample without top_p, top_k and min_p, which needs no masks."
-        )
-    if method := overridden(trainer, LOGPS):
-        raise ConfigError(
-            f"sampling_mask='replay': {method} gets padded tensors, without the tokens that were kept; leave one out."
-        )
-    if elsewhere:
-        return
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    for name, neutral in _NOT_REPLAYED.items():
-        value = setting_of(model, trainer.generation_config, name)
-        if value is not None and value != neutral:
-            raise ConfigError(
-                f"sampling_mask='replay' and {name}={value!r}: it changes the scores of tokens by more than leaving "
-                "some out, which a mask does not describe; leave one of the two out."
-            )
-    if (value := setting_of(model, trainer.generation_config, "temperature")) not in (None, trainer.temperature):
-        raise ConfigError(
-            f"sampling_mask='replay': generation_kwargs samples with temperature={value!r}, and training divides by "
-            f"temperature={trainer.temperature!r}; set the latter alone."
-        )
+    sampling, scoring = overridden(trainer, SCORE, "_generate", "_generate_single_turn"), overridden(trainer, LOGPS)
+    others = {
+        f"{sampling} (it returns no kept tokens)": sampling is not None,
+        f"{scoring} (it gets padded tensors, without the kept tokens)": scoring is not None,
+    }
+    if not trainer.use_vllm and trainer.rollout_func is None:  # rollouts.vllm_replay checks vLLM's settings
+        others["this way of generating (it returns no kept tokens)"] = not samples_by_key(trainer)
+        model, config = trainer.accelerator.unwrap_model(trainer.model), trainer.generation_config
+        for name, neutral in {**_NOT_REPLAYED, "temperature": trainer.temperature}.items():
+            value = setting_of(model, config, name)
+            others[f"{name}={value!r} (only {neutral!r} is replayed)"] = value not in (None, neutral)
+    remedy = "Leave one of the two out; sampling without top_p, top_k and min_p needs no masks."
+    refuse_combination("sampling_mask='replay'", others, remedy)
 
 
 def _check_routing(trainer: Any) -> None:

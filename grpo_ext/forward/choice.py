@@ -139,7 +139,7 @@ class ForwardChoice:
         Raises:
             MemoryShortageError: on every process, where the comparison does not fit on one of them.
         """
-        rows = replace(rows, kept=None)  # sampling masks are the same in every form
+        rows = replace(rows, kept_B=None)  # sampling masks are the same in every form
         while not self.settled(model):
             forms = self._of(model)
             chosen = discriminating_rows(rows.completions_B, rows.same_prompt)

@@ -28,6 +28,7 @@ from .prefix_cache import Continuation, cached_under_checkpointing, unknown_laye
 from .reference import base_model_of
 from .routing import LIVE, Routing
 from .rows import TokenRows
+from .sampling_masks import SamplingMasks
 from .shared_prefix import Part
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -117,7 +118,7 @@ def lay_out(
         policy: the causal language model, without wrappers.
         with_router, with_entropy: ask for the router logits of a MoE model, for entropies.
         multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
-        suppressed: sets of token ids that sampling suppressed, which `rows.kept` refers to.
+        suppressed: sets of token ids that sampling suppressed, which `rows.kept_B` refers to.
         record_experts: record the experts of each token, where `rows` have none to replay.
     """
     parts: dict[int | None, list[Part]] = {}
@@ -129,20 +130,19 @@ def lay_out(
         layout = _prefix(policy, rows, with_router, multiple)
     else:
         layout = _padded(policy, rows, multiple)
-    masks = None if rows.kept is None else rows.kept.masks(suppressed)
+    masks = None if rows.kept_B is None else SamplingMasks.of(rows.kept_B, suppressed)
     *on_device, source_N = layout
     experts_NC = rows.experts_NC
     if experts_NC is not None:
         experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=LIVE)[source_N]  # -1: padding
-    tensors = on_device, rows.targets(), rows.places(), parts, {} if masks is None else masks.tensors, experts_NC
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, moved, experts_NC = to_device(tensors, device)
+    tensors = on_device, rows.targets(), rows.places(), parts, masks, experts_NC
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC = to_device(tensors, device)
     routes = record_experts or experts_NC is not None
     routing = Routing(experts_NC, counts_BL.flatten()) if routes else None
     for window, calls in parts.items():
         inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
-    masks = None if masks is None else replace(masks, **moved)
     targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, masks=masks, routing=routing)
     targets.entropy, targets.router = with_entropy, with_router
     return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N)

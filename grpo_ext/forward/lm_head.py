@@ -7,12 +7,14 @@ asked for, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -20,7 +22,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ..algorithms.losses import load_balancing_loss, router_statistics
 from ..compat import triton_head
 from ..errors import ModelError
-from ..runtime.attributes import wrap_forward
+from ..runtime.attributes import replace_forward
 from .prefix_cache import Continuation, run_after_prompts
 from .routing import Routing, routed
 from .sampling_masks import SamplingMasks
@@ -191,13 +193,13 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
     """
     transform = logit_transform(model.config, temperature)
 
-    def forward(below: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(below: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         targets = kwargs.pop(TARGETS, None)
         if targets is None:
-            return below(self, *args, **kwargs)
-        return _run(self, transform, cast_to_fp32, targets, *args, **kwargs)
+            return below(model, *args, **kwargs)
+        return _run(model, transform, cast_to_fp32, targets, *args, **kwargs)
 
-    wrap_forward(model, forward)
+    replace_forward(model, run)
 
 
 def _run(
@@ -224,7 +226,6 @@ def _run(
         hidden_SH = hidden_SH.float()
         precision = torch.autocast(hidden_SH.device.type, enabled=False)
     with precision, gathered(weight, bias):
-        tokens_S = targets.tokens_S.to(weight.device)
-        masks = None if targets.masks is None else targets.masks.on(weight.device)
+        tokens_S, masks = send_to_device((targets.tokens_S, targets.masks), weight.device)
         logps, entropy = log_probs(hidden_SH, weight, bias, tokens_S, transform, targets.entropy, masks)
     return logps, entropy if targets.entropy else None, routers if targets.router else None

@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
-from ..runtime.attributes import assigned, wrap_forward
+from ..runtime.attributes import assigned, replace_forward
 
 LIVE = -1  # instead of an expert: the router chooses
 _CHOICES = (torch.topk, torch.Tensor.topk)
@@ -66,24 +66,31 @@ class Routing:
 
     Attributes:
         experts_NC: the experts to replay, `LIVE` where the router chooses; None: record.
-        counts_N: how often the padded batch would have computed each token.
-        replayed: number of replayed choices, one for each router and token, weighted with `counts_N`.
-        changed: number of those for which the live router would have chosen other experts.
+        counts_N: how often the padded batch would have computed each token; None: nothing is counted.
     """
 
     def __init__(self, experts_NC: torch.Tensor | None = None, counts_N: torch.Tensor | None = None) -> None:
         self.experts_NC, self.counts_N = experts_NC, counts_N
-        self.changed: torch.Tensor | int = 0
-        self.replayed: torch.Tensor | int = 0
-        self._recorded: dict[int, dict[int, torch.Tensor]] = {}  # by first token, and by first column
         self._choices = 0  # of all routers
+        # by first token, and by first column; a layer that gradient checkpointing runs again counts once
+        self._recorded: dict[int, dict[int, torch.Tensor]] = {}
+        self._counted: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def choose(self, router: Router, first: int, counting: bool, scores_NX: torch.Tensor, live: Any) -> Any:
+    @property
+    def changed(self) -> torch.Tensor | int:
+        """Number of replayed choices for which the live router would have chosen other experts."""
+        return sum(changed for changed, _ in self._counted.values())
+
+    @property
+    def replayed(self) -> torch.Tensor | int:
+        """Number of replayed choices, one for each router and token, weighted with `counts_N`."""
+        return sum(replayed for _, replayed in self._counted.values())
+
+    def choose(self, router: Router, first: int, scores_NX: torch.Tensor, live: Any) -> Any:
         """What `topk` returns to a router: values (N, K) and experts (N, K).
 
         Args:
             first: number of the first of these tokens in the forward.
-            counting: add to `changed` and `replayed`.
             live: what `topk` returned.
         """
         live_NK = live[1]
@@ -94,11 +101,10 @@ class Routing:
         tokens = slice(first, first + len(scores_NX))
         recorded_NK = self.experts_NC[tokens, router.columns].to(scores_NX.device, torch.long)
         known_NK = recorded_NK != LIVE
-        if counting and self.counts_N is not None:
+        if self.counts_N is not None:
             counts_N = self.counts_N[tokens].to(scores_NX.device) * known_NK[:, 0]
             changed_N = (live_NK[:, :, None] != recorded_NK[:, None, :]).all(2).any(1)
-            self.changed = self.changed + (counts_N * changed_N).sum()
-            self.replayed = self.replayed + counts_N.sum()
+            self._counted[first, router.columns.start] = (counts_N * changed_N).sum(), counts_N.sum()
         experts_NK = torch.where(known_NK, recorded_NK, live_NK)
         return torch.return_types.topk((scores_NX.gather(1, experts_NK), experts_NK))
 
@@ -115,40 +121,31 @@ class Routing:
         return torch.cat([torch.cat([part.to(parts[0].device) for part in parts], dim=1) for parts in passes])
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The part of a forward that runs: its routing, the number of its first token, whether choices are counted."""
-
-    routing: Routing
-    first: int
-    counting: bool = True
-
-
-_place: ContextVar[_Place | None] = ContextVar("place", default=None)  # of this thread
+# of this thread: the routing of the forward that runs, and the number of its first token
+_running: ContextVar[tuple[Routing, int] | None] = ContextVar("running", default=None)
 
 
 class _Choice(TorchFunctionMode):
     """Inside, the `topk` that chooses experts records or replays."""
 
-    def __init__(self, router: Router, place: _Place) -> None:
+    def __init__(self, router: Router, routing: Routing, first: int = 0) -> None:
         super().__init__()
-        self.router, self.place = router, place
+        self.router, self.routing, self.first = router, routing, first
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func not in _CHOICES or not self.router.is_choice(args[0], output[1]):
             return output
-        place = self.place
-        return place.routing.choose(self.router, place.first, place.counting, args[0], output)
+        return self.routing.choose(self.router, self.first, args[0], output)
 
 
 @contextmanager
-def _at(place: _Place) -> Iterator[None]:
-    token = _place.set(place)
+def _inside(routing: Routing, first: int) -> Iterator[None]:
+    token = _running.set((routing, first))
     try:
         yield
     finally:
-        _place.reset(token)
+        _running.reset(token)
 
 
 @contextmanager
@@ -162,24 +159,19 @@ def routed(model: Any, routing: Routing | None, first: int = 0) -> Iterator[None
     if routing is None:
         yield
         return
-    place = _Place(routing, first)
-    with _at(place), ExitStack() as stack:
+    with _inside(routing, first), ExitStack() as stack:
         for module in model.modules() if torch.is_grad_enabled() else ():
             if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
-                routed_again = functools.partial(_checkpoint, checkpoint, place)
-                stack.enter_context(assigned(module, _gradient_checkpointing_func=routed_again))
+                checkpoint = functools.partial(_checkpoint, checkpoint, routing, first)
+                stack.enter_context(assigned(module, _gradient_checkpointing_func=checkpoint))
         yield
 
 
-def _checkpoint(checkpoint: Callable[..., Any], place: _Place, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer under gradient checkpointing; its recomputation replays the same experts, and is not counted."""
-    runs = itertools.count()
-
-    def run(*inputs: Any) -> Any:
-        with _at(replace(place, counting=next(runs) == 0)):
-            return function(*inputs)
-
-    return checkpoint(run, *args)
+def _checkpoint(
+    checkpoint: Callable[..., Any], routing: Routing, first: int, layer: Callable[..., Any], *args: Any
+) -> Any:
+    """Run a layer under gradient checkpointing; its recomputation replays the same experts."""
+    return checkpoint(_inside(routing, first)(layer), *args)
 
 
 # ---- Routers of a model ---------------------------------------------------------------------------------------------
@@ -202,7 +194,15 @@ def install_routers(model: Any) -> None:
         for module in modules:
             if not hasattr(module.forward, "of_grpo_ext"):
                 _verify(module)
-                _install(module, Router(slice(stop - width, stop), stops[-1], module.num_experts, layer))
+                router = Router(slice(stop - width, stop), stops[-1], module.num_experts, layer)
+                replace_forward(module, functools.partial(_choosing, router), mark=router)
+
+
+def _choosing(router: Router, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a router, whose forward is `below`."""
+    running = _running.get()
+    with nullcontext() if running is None else _Choice(router, *running):
+        return below(*args, **kwargs)
 
 
 def routers_of(model: Any) -> list[Router]:
@@ -240,16 +240,6 @@ def _unknown(reason: str) -> ModelError:
     )
 
 
-def _install(module: Any, router: Router) -> None:
-    def forward(below: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (place := _place.get()) is None:
-            return below(self, *args, **kwargs)
-        with _Choice(router, place):
-            return below(self, *args, **kwargs)
-
-    wrap_forward(module, forward, mark=router)
-
-
 def _verify(module: Any) -> None:
     """Check on random numbers that a router returns the experts that are recorded and those that are replayed.
 
@@ -267,7 +257,7 @@ def _verify(module: Any) -> None:
     tokens_NH = torch.randn(8, hidden, generator=generator) / hidden**0.5  # of these, no softmax is zero
 
     def run(routing: Routing) -> Any:
-        with torch.no_grad(), _Choice(router, _Place(routing, 0)):
+        with torch.no_grad(), _Choice(router, routing):
             return torch.func.functional_call(module, values, (tokens_NH,))
 
     recording = Routing()

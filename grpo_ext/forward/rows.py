@@ -16,7 +16,7 @@ import torch
 
 from ..batching.sizes import ceil_div
 from .images import RowImages
-from .sampling_masks import KeptTokens
+from .sampling_masks import KeptIds
 
 
 def same_prompts(same_text: list[bool], images: RowImages | None) -> list[bool]:
@@ -35,7 +35,7 @@ class TokenRows:
         images: of the prompts; None for a model that takes none.
         attended_N: whether attention sees each token; None where it sees all. As in TRL, a token that is masked out
             keeps its position and gets no log-probability, and the next token is predicted from it.
-        kept: the tokens that each completion token was sampled from; None: the whole vocabulary.
+        kept_B: the ids that the tokens of each completion were sampled from; None: the whole vocabulary.
         experts_NC: the experts of each token to replay (forward.routing); None: the routers choose.
     """
 
@@ -45,7 +45,7 @@ class TokenRows:
     same_prompt: Sequence[bool]
     images: RowImages | None = None
     attended_N: torch.Tensor | None = None
-    kept: KeptTokens | None = None
+    kept_B: Sequence[KeptIds] | None = None
     experts_NC: torch.Tensor | None = None
 
     @classmethod
@@ -90,9 +90,9 @@ class TokenRows:
         attended = None if self.attended_N is None else self.attended_N[tokens]
         if attended is not None and bool(attended.all()):
             attended = None
-        kept_tokens = None if self.kept is None else self.kept.of(range(first, last))
+        kept_B = None if self.kept_B is None else self.kept_B[first:last]
         experts = None if self.experts_NC is None else self.experts_NC[tokens]
-        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_tokens, experts)
+        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_B, experts)
 
     def image_inputs(
         self, rows: Sequence[int], ids_BL: torch.Tensor, prompt_columns: int, pixels: bool = True

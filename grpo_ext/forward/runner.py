@@ -21,7 +21,6 @@ from .. import compat
 from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig, forms_of
-from ..errors import ConfigError
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
@@ -219,11 +218,9 @@ class ForwardRunner:
             ConfigError: sampling masks or experts are replayed, and those of these tokens are not known.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
-        if request is None and self.args.replay_settings:
-            raise ConfigError(
-                f"{self.args.replay_settings}: _get_per_token_logps_and_entropies was called with other tensors than "
-                "it was given, and what was recorded of these is not known; leave replay out."
-            )
+        if request is None:
+            name = "_get_per_token_logps_and_entropies"
+            self.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
         options = {"with_entropy": compute_entropy, "with_router": compute_aux_loss}
         if request is not None and request.limits is not None:

@@ -21,7 +21,7 @@ from ..compat import images_among
 from ..errors import RolloutError
 from ..forward.images import RowImages, joined
 from ..forward.rows import TokenRows, same_prompts
-from ..forward.sampling_masks import KeptTokens
+from ..forward.sampling_masks import KeptIds
 from ..runtime.collectives import gather_lists
 from .ragged import Ragged, padded
 
@@ -164,10 +164,11 @@ class RolloutBatch:
         attended = None
         if any(self.gaps):
             attended = torch.cat(tokens(self["prompt_mask"], self["completion_mask"])).bool()
-        kept_tokens = None
+        kept = None
         if KEPT_COUNTS in self.columns:
-            kept_tokens = KeptTokens.cut(list(self[KEPT_COUNTS]), list(self[KEPT_IDS]), completions)
-        return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept_tokens, experts)
+            rows = zip(self[KEPT_COUNTS], self[KEPT_IDS], completions)
+            kept = [KeptIds(counts_T, ids_K).first(n) for counts_T, ids_K, n in rows]
+        return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept, experts)
 
     def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
         """TRL's dictionary: padded, prompts on the left and completions on the right.

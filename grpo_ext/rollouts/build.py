@@ -45,7 +45,7 @@ from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Rollouts
 from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine, VllmServer
-from .vllm_masks import replayed_filters, vllm_filters
+from .vllm_replay import mask_bound, vllm_filters
 from .vllm_weights import Generation, versions_of
 
 logger = get_logger(__name__)
@@ -126,8 +126,7 @@ def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
         multiple=trainer.pad_to_multiple_of,
         compact=trainer.args.compact_rollouts,
         sharded=shards_parameters(trainer.accelerator),
-        replay=trainer.args.replays_masks,
-        record_experts=trainer.args.routing_replay,
+        replay=trainer.args.replay,
         fp16=trainer.args.fp16,
     )
     if not trainer.use_vllm:
@@ -140,10 +139,14 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
         return trainer.accelerator.unwrap_model(trainer.model)
 
     if trainer.use_vllm:
-        generation, profile = trainer.vllm_generation, functools.partial(compat.profiling_context, trainer)
-        client = compat.client_of(generation) if trainer.vllm_mode == "server" else None
-        replayed = replayed_filters(trainer.args, trainer.rollout_func)
-        generation = trainer.vllm_generation = Generation.of(generation, versions_of(trainer, client), replayed)
+        profile = functools.partial(compat.profiling_context, trainer)
+        client = compat.client_of(trainer.vllm_generation) if trainer.vllm_mode == "server" else None
+        replayed = (
+            mask_bound(trainer.args, trainer.rollout_func),
+            trainer.args.replay.masks and not vllm_filters(trainer.args),
+        )
+        generation = Generation.of(trainer.vllm_generation, versions_of(trainer, client), *replayed)
+        trainer.vllm_generation = generation
         routers = _returned_routers(trainer)
         if client is not None:
             return VllmServer(generation, client, trainer.args.vllm_seeds, profile)
@@ -161,7 +164,7 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
 
 def _returned_routers(trainer: Any) -> list[Router]:
     """The routers whose experts a colocated engine returns; none where the log-probabilities' forward records them."""
-    if not trainer.args.routing_replay or own_sampling(trainer) is not None:
+    if not trainer.args.replay.experts or own_sampling(trainer) is not None:
         return []
     if (reason := compat.why_no_experts(trainer.vllm_mode)) is None:
         return routers_of(base_model_of(trainer.model))
@@ -174,7 +177,7 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
         return None
 
     def surplus() -> float | None:
-        if engine.generation.replayed:
+        if engine.generation.mask_bound is not None:
             return 0.0  # both are over the tokens that were kept
         mode = "processed_logprobs"  # as TRL starts an engine
         if isinstance(engine, VllmServer):
@@ -243,9 +246,8 @@ def terms_of(trainer: Any) -> Terms:
         masks_truncated=trainer.mask_truncated_completions,
         logs_images=with_images and trainer.log_multimodal,
         limits=_turn_limits(trainer),
-        replay=args.replays_masks,
-        replays_experts=args.routing_replay,
-        record_experts=args.routing_replay and not _samples_experts(trainer),
+        replay=args.replay,
+        record_experts=args.replay.experts and not _samples_experts(trainer),
         truncating=truncating_filters(trainer),
         ratios=ratios,
         hooks=hooks_of(trainer),
@@ -269,9 +271,7 @@ def _ratio_rule(trainer: Any) -> RatioRule | None:
 
 def _refuse_changes(trainer: Any) -> None:
     sets = [[ids.tolist() for ids in group] for group in (_suppressed(trainer), trainer._forwards.suppressed)]
-    settings, args = trainer._rollouts.worker.settings, trainer.args
-    replayed = (settings.replay, settings.record_experts)
-    if (args.replays_masks, args.routing_replay) != replayed or sets[0] != sets[1]:
+    if trainer.args.replay != trainer._rollouts.worker.settings.replay or sets[0] != sets[1]:
         raise ConfigError(
             "sampling_mask, routing_replay, suppress_tokens or min_new_tokens was changed after the trainer was built, "
             "and completions refer to what was set then; set it in GRPOConfig (generation_kwargs)."
@@ -287,7 +287,7 @@ def _refuse_changes(trainer: Any) -> None:
 
 def _suppressed(trainer: Any) -> list[torch.Tensor]:
     """The sets of tokens that this trainer's sampling suppresses."""
-    if trainer.use_vllm or not trainer.args.replays_masks:
+    if trainer.use_vllm or not trainer.args.replay.masks:
         return []
     model = trainer.accelerator.unwrap_model(trainer.model)
     return suppressed_tokens(model, trainer.generation_config, trainer.eos_token_ids)
@@ -311,7 +311,7 @@ def hooks_of(trainer: Any) -> Hooks:
         if reason is not None:
             refuse_unequal_shares("rollout_func", len(prompts), reason)
         output = trainer.rollout_func(copy.deepcopy(prompts), trainer)  # whose loop of turns may append to its prompts
-        return checked_rollout(output, len(prompts), needs_logps, args.replays_masks)
+        return checked_rollout(output, len(prompts), needs_logps, args.replay.masks)
 
     return Hooks(
         tokenize=None if trainer._override_of("_tokenize_prompts") is None else tokenize,

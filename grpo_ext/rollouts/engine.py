@@ -25,10 +25,10 @@ from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.reference import base_model_of
 from ..forward.routing import routed
 from ..precision.non_finite import bad_weight, explanation, first_module
+from ..replay import NO_REPLAY, Replay
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
 from .decoding import RolloutCache, compact_decode, decodes_compactly, own_generate, unique, without_router_logits
-from .expert_record import ExpertRecorder
 from .keyed import KeyedChoice, can_sample_by_key, greedy_config, sampling_filters
 from .ragged import padded
 from .transcript import Sampled, Transcript
@@ -65,8 +65,7 @@ class EngineSettings:
         multiple: of which the width of a batch is (TRL's `pad_to_multiple_of`).
         compact: each different prompt runs once, and finished rows leave the batch.
         sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
-        replay: the tokens that filters keep are recorded (`sampling_mask="replay"`).
-        record_experts: the experts of each token are recorded (`routing_replay`).
+        replay: what is recorded.
         fp16: for the explanation of scores that are not finite.
     """
 
@@ -79,8 +78,7 @@ class EngineSettings:
     multiple: int | None = None
     compact: bool = True
     sharded: bool = False
-    replay: bool = False
-    record_experts: bool = False
+    replay: Replay = NO_REPLAY
     fp16: bool = False
 
     def resize_chunks(self, geometry: BatchGeometry) -> None:
@@ -210,11 +208,11 @@ def sample_chunk(
     width = inputs["input_ids"].size(1)
     if images is not None:
         inputs |= images.inputs(firsts, inputs["input_ids"], contexts, width)
-    choice = experts = None
+    choice = routing = None
     if keyed:
         filters, recorder = sampling_filters(model, config, settings.replay)
-        experts = recorder.experts = ExpertRecorder() if settings.record_experts else None
-        choice = KeyedChoice.of(rows, width, recorder, settings.device)
+        routing = recorder.routing
+        choice = KeyedChoice(rows, width, recorder, settings.device)
         inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, choice])
         config = greedy_config(config)
     if compact:
@@ -222,14 +220,14 @@ def sample_chunk(
         rows_B = torch.tensor(numbers, device=settings.device)
         decode = functools.partial(compact_decode, rows_B=rows_B, choice=choice, of_prompts=tuple(of_prompts))
         inputs |= {"custom_generate": decode, CACHE: RolloutCache(model, settings.device)}
-    with routed(model, None if experts is None else experts.routing):
+    with routed(model, routing):
         output = model.generate(**inputs, generation_config=config)
     if choice is not None and choice.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")
     ids_B = [_until_eos(row, settings.eos_token_ids) for row in output[:, width:].tolist()]
     lengths, none_B = [len(ids) for ids in ids_B], [None] * len(rows)
     records = none_B if choice is None else choice.recorder.records(lengths)
-    experts_B = none_B if experts is None else experts.experts(contexts, numbers, lengths)
+    experts_B = none_B if routing is None else recorder.experts(contexts, numbers, lengths)
     return [Sampled(ids, record=record, experts_NC=e) for ids, record, e in zip(ids_B, records, experts_B)]
 
 

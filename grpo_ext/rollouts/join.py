@@ -199,10 +199,10 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks)]
         columns["tool_mask"] = Ragged.of(loss_masks)
     if all(t.record is not None for t in transcripts):
-        columns |= _sampler_columns(transcripts, lengths, terms.replay)
-    elif terms.replay and not local.request.empty:
+        columns |= _sampler_columns(transcripts, lengths, terms.replay.masks)
+    elif terms.replay.masks and not local.request.empty:
         raise RolloutError("sampling_mask='replay': no tokens that were kept came with some completions.")
-    if terms.replays_experts:
+    if terms.replay.experts:
         experts = [t.experts[: len(t.prompt_ids) + n] for t, n in zip(transcripts, lengths) if t.experts is not None]
         if len(experts) != len(transcripts):
             raise RolloutError("routing_replay=True: no experts came with some completions.")

@@ -22,6 +22,8 @@ from transformers import (
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
+from ..forward.routing import Routing
+from ..replay import NO_REPLAY, Replay
 from .token_record import Recorder
 from .transcript import Transcript
 
@@ -49,17 +51,13 @@ class KeyedChoice(LogitsProcessor):
     calls `tokens` instead.
     """
 
-    def __init__(self, keys_B: torch.Tensor, offsets_B: torch.Tensor, prompt_width: int, recorder: Recorder) -> None:
-        self.keys_B, self.offsets_B, self.prompt_width, self.recorder = keys_B, offsets_B, prompt_width, recorder
-        self._uniforms_BT, self._drawn = keys_B[:, None], range(0)  # of these positions
-        self._largest = torch.zeros((), dtype=torch.int64, device=keys_B.device)
+    def __init__(self, rows: Sequence[Transcript], prompt_width: int, recorder: Recorder, device: torch.device) -> None:
+        self.keys_B = torch.tensor([row.key for row in rows], device=device)
+        self.offsets_B = torch.tensor([len(row.ids) for row in rows], device=device)
+        self.prompt_width, self.recorder = prompt_width, recorder
+        self._uniforms_BT, self._drawn = self.keys_B[:, None], range(0)  # of these positions
+        self._largest = torch.zeros((), dtype=torch.int64, device=device)
         self._vocabulary = 0
-
-    @classmethod
-    def of(cls, rows: Sequence[Transcript], prompt_width: int, recorder: Recorder, device: torch.device) -> KeyedChoice:
-        """The choice of the next tokens of transcripts."""
-        keys_B, offsets_B = torch.tensor([row.key for row in rows]), torch.tensor([len(row.ids) for row in rows])
-        return cls(keys_B.to(device), offsets_B.to(device), prompt_width, recorder)
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         tokens_B = self.tokens(input_ids, scores)
@@ -130,12 +128,12 @@ def most_kept(filters: Mapping[str, Any]) -> int | None:
 
 
 def sampling_filters(
-    model: Any, config: GenerationConfig, replay: bool = False
+    model: Any, config: GenerationConfig, replay: Replay = NO_REPLAY
 ) -> tuple[LogitsProcessorList, Recorder]:
     """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them.
 
     Args:
-        replay: record the tokens that they keep, at most `most_kept`.
+        replay: what is recorded: the tokens that the filters keep, at most `most_kept`, and experts.
 
     Returns:
         The filters, and what records the tokens that are drawn after them.
@@ -143,7 +141,9 @@ def sampling_filters(
     values = filter_values(model, config)
     leaving_out = truncating(values)
     recorder = Recorder(temperature=(values["temperature"] or 1.0) if leaving_out else None)
-    if replay:
+    if replay.experts:
+        recorder.routing = Routing()
+    if replay.masks:
         values["top_k"] = recorder.bound = most_kept(leaving_out)
         recorder.kinds = kinds_of(model, config)
     filters = model._get_logits_processor(GenerationConfig(do_sample=True, **values))
@@ -165,7 +165,7 @@ def suppressed_tokens(model: Any, config: GenerationConfig, eos_token_ids: Seque
 
 
 def kinds_of(model: Any, config: GenerationConfig) -> list[int]:
-    """The set of `suppressed_tokens` for each of the first positions, and for all that follow, as in `KeptTokens`."""
+    """The set of `suppressed_tokens` for each of the first positions, and for all that follow, as in `KeptIds`."""
     always = 1 if setting_of(model, config, "suppress_tokens") else 0
     return [*[-always - 1] * (setting_of(model, config, "min_new_tokens") or 0), -always]
 

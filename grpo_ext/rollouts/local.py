@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
 from ..batching.prompt_order import RolloutRequest
+from ..replay import Replay
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
 from .tools import TurnLimits
@@ -70,9 +71,8 @@ class Terms:
         ends: a completion that ends in none of these tokens is truncated.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
         logs_images: the table of completions shows images (`log_multimodal`).
-        replay: log-probabilities are taken over the tokens that sampling chose from (`sampling_mask="replay"`).
-        replays_experts: the experts of each token are replayed (`routing_replay`).
-        record_experts: they are recorded with the log-probabilities of the policy, because the sampler does not.
+        replay: what is recorded and replayed.
+        record_experts: the forward of the policy's log-probabilities records the experts, because the sampler does not.
         truncating: the filters that leave out tokens, with their settings.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
     """
@@ -98,8 +98,7 @@ class Terms:
     masks_truncated: bool
     logs_images: bool
     limits: TurnLimits
-    replay: bool
-    replays_experts: bool
+    replay: Replay
     record_experts: bool
     truncating: Mapping[str, Any]
     ratios: RatioRule | None

@@ -24,18 +24,18 @@ _KEPT_REMEDY = (
 )
 
 
-def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, replay: bool = False) -> dict[str, Any]:
+def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool = False) -> dict[str, Any]:
     """What a `rollout_func` returned, in lists of plain numbers, which are the same types on every process.
 
     Args:
         prompts: how many it was called with, each repeated once per completion.
         needs_logprobs: why log-probabilities are needed, as a sentence; None where they are not.
-        replay: the ids that each token was sampled from are needed too (`kept_ids`).
+        kept_ids: the ids that each token was sampled from are needed too (`kept_ids`).
 
     Raises:
         RolloutError: it is no rollout of these prompts.
     """
-    remedy = _REMEDY + (_KEPT_REMEDY if replay else "")
+    remedy = _REMEDY + (_KEPT_REMEDY if kept_ids else "")
     if not isinstance(output, Mapping):
         raise RolloutError(f"rollout_func returned a {type(output).__name__} in the place of a dictionary. {remedy}")
     missing = [name for name in _REQUIRED if name not in output]
@@ -48,7 +48,7 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, repla
     for name in (*_REQUIRED, "env_mask"):
         if rollout.get(name) is not None:
             rollout[name] = [[_plain(name, value) for value in row] for row in rollout[name]]
-    if replay:
+    if kept_ids:
         try:
             rollout["kept_ids"] = [[[int(i) for i in among] for among in row] for row in rollout["kept_ids"]]
         except (KeyError, TypeError, ValueError):
@@ -59,14 +59,14 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, repla
     for row, ids in enumerate(rollout["completion_ids"]):
         if not ids or not rollout["prompt_ids"][row]:
             raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {remedy}")
-        for name in ("logprobs", "env_mask", *(["kept_ids"] if replay else [])):
+        for name in ("logprobs", "env_mask", *(["kept_ids"] if kept_ids else [])):
             values = rollout.get(name)
             if values is not None and len(values[row]) != len(ids):
                 raise RolloutError(
                     f"rollout_func returned {len(values[row])} {name} for the {len(ids)} tokens of completion {row}. "
                     f"{remedy}"
                 )
-        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if replay else ())):
+        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if kept_ids else ())):
             if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
                 raise RolloutError(
                     f"kept_ids of rollout_func do not contain token {token}, or contain what is no id, at place "

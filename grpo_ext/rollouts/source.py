@@ -253,7 +253,7 @@ class Rollouts:
         terms.metrics["num_tokens"] = [state.num_input_tokens_seen]
         for name, value in rollout_metrics(rounds, terms, with_tools=bool(self.worker.chat.tools)):
             terms.metrics[name].append(value)
-            if name == "sampling/kept_mass" and terms.training and not terms.replay:
+            if name == "sampling/kept_mass" and terms.training and not terms.replay.masks:
                 self._warn_of_truncation(value, terms)
         for part in rounds:
             add_to_table(part, terms)

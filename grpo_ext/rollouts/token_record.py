@@ -1,32 +1,32 @@
-"""What the sampler knows of each token it draws: its probability, and the tokens that the filters had kept.
+"""What the sampler knows of each token it draws: its probability, the tokens that the filters kept, its experts.
 
-transformers keeps neither. Used by rollouts.keyed, which draws the tokens; read by `join`. Shapes: B rows, T tokens,
-V vocabulary, K kept ids of all tokens.
+transformers keeps none of them. Used by rollouts.keyed, which draws the tokens; read by `join`. Shapes: B rows, T
+tokens, N tokens of all rows, V vocabulary, K kept ids of all tokens, C choices of all routers (forward.routing).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from transformers import LogitsProcessor
 
-from ..forward.sampling_masks import first_tokens
-from .expert_record import ExpertRecorder
+from ..forward.routing import LIVE, Routing
+from ..forward.sampling_masks import KeptIds
 
 _AT_ONCE = 64  # tokens whose records are brought to the host together
 
 
-@dataclass(frozen=True)
-class TokenRecord:
+class TokenRecord(NamedTuple):
     """The records of a completion's tokens, on the CPU; neutral for tokens of tools and environments.
 
     Attributes:
         logps_T: log-probability of each token, after every filter.
         mass_T: the share of the probability that the filters had kept.
-        counts_T, ids_K: a row of `forward.sampling_masks.KeptTokens`; no ids without replay.
+        counts_T, ids_K: of `KeptIds`; no ids without replay.
     """
 
     logps_T: torch.Tensor
@@ -42,7 +42,7 @@ class TokenRecord:
 
     @classmethod
     def of_kept(cls, kept_ids: Sequence[Sequence[int]], logps: Sequence[float | None] | None) -> TokenRecord:
-        """Records from the `kept_ids` and log-probabilities of a `rollout_func` or of vLLM; NaN where there are none."""
+        """Records from the kept ids and log-probabilities of a `rollout_func` or of vLLM; NaN where it gives none."""
         tokens = len(kept_ids)
         known = [math.nan if value is None else value for value in logps or [None] * tokens]
         counts = torch.tensor([len(ids) for ids in kept_ids], dtype=torch.int32)
@@ -52,12 +52,16 @@ class TokenRecord:
     @classmethod
     def joined(cls, parts: Sequence[TokenRecord]) -> TokenRecord:
         """The records of several turns, one after the other."""
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
+        return cls(*map(torch.cat, zip(*parts)))
+
+    @property
+    def kept(self) -> KeptIds:
+        """The ids that each token was sampled from."""
+        return KeptIds(self.counts_T, self.ids_K)
 
     def first(self, tokens: int) -> TokenRecord:
         """The records of the first tokens."""
-        ids = first_tokens(self.counts_T, self.ids_K, tokens)
-        return TokenRecord(self.logps_T[:tokens], self.mass_T[:tokens], *ids)
+        return TokenRecord(self.logps_T[:tokens], self.mass_T[:tokens], *self.kept.first(tokens))
 
 
 @dataclass
@@ -68,18 +72,22 @@ class Recorder(LogitsProcessor):
         temperature: what the filters divide the scores by; None: nothing is truncated, so the kept mass is 1.
         bound: the most ids that a token keeps; None: no ids are recorded.
         kinds: without ids, the `counts_T` of the tokens at the first positions; the last also counts for what follows.
-        experts: records the experts of each token; None where they are not replayed.
+        routing: records the experts of each token (`forward.routing.routed` is around the call); None: nothing does.
     """
 
     temperature: float | None = None
     bound: int | None = None
     kinds: Sequence[int] = (0,)
-    experts: ExpertRecorder | None = None
+    routing: Routing | None = None
     _before_B: torch.Tensor | None = None  # log-sum of the scores before the filters
     _bounded: tuple[torch.Tensor, ...] = ()  # counts and ids of the scores that are drawn from
+    _position: int = 0  # of the token that is drawn next
     _numbers_B: torch.Tensor | None = None  # of the rows that are left, among all
-    _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # numbers of rows, and columns of `add`
+    _prompts_NC: torch.Tensor | None = None  # experts of the first forward's tokens
+    # numbers of rows, and columns of `add`; those that are the same for all rows are on the CPU, which costs no launch
+    _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     _parts: dict[int, list[TokenRecord]] = field(default_factory=dict)  # of each row, on the host
+    _experts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of each row, on the host
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.temperature is not None:
@@ -89,6 +97,9 @@ class Recorder(LogitsProcessor):
     def bounded(self, scores_BV: torch.Tensor) -> torch.Tensor:
         """The scores with at most `bound` tokens left, which filters exceed where scores are equal."""
         if self.bound is None:
+            kind = self.kinds[min(self._position, len(self.kinds) - 1)]
+            counts_B = torch.full((len(scores_BV),), kind, dtype=torch.int32)
+            self._bounded = counts_B, counts_B.new_empty(len(counts_B), 0)
             return scores_BV
         values_BN, ids_BN = scores_BV.topk(min(self.bound, scores_BV.size(1)), dim=1)
         self._bounded = (values_BN > -torch.inf).sum(1, dtype=torch.int32), ids_BN.int()
@@ -98,15 +109,26 @@ class Recorder(LogitsProcessor):
         """Record the tokens that were drawn from `scores_BV`, whose softmax are the probabilities."""
         tokens_B1 = tokens_B[:, None]
         probabilities_B = probabilities_BV.gather(1, tokens_B1).squeeze(1)
-        mass: tuple[torch.Tensor, ...] = ()
+        mass_B = torch.ones(len(tokens_B))
         if self._before_B is not None:
-            mass = ((scores_BV.gather(1, tokens_B1).squeeze(1) - self._before_B).exp() / probabilities_B,)
+            mass_B = (scores_BV.gather(1, tokens_B1).squeeze(1) - self._before_B).exp() / probabilities_B
         if self._numbers_B is None:
             self._numbers_B = torch.arange(len(tokens_B), device=tokens_B.device)
-        experts = () if self.experts is None else (self.experts.newest(len(tokens_B)),)
-        self._steps.append((self._numbers_B, probabilities_B, *mass, *self._bounded, *experts))
+        self._steps.append((self._numbers_B, probabilities_B, mass_B, *self._bounded, self._newest(tokens_B)))
+        self._position += 1
         if len(self._steps) == _AT_ONCE:
             self._flush()
+
+    def _newest(self, tokens_B: torch.Tensor) -> torch.Tensor:
+        """The experts (B, C) of the token before each of these; `LIVE` after the forward of the prompts."""
+        if self.routing is None:
+            return torch.empty(len(tokens_B), 0)
+        experts_NC = self.routing.take()
+        if self._prompts_NC is None:
+            self._prompts_NC = experts_NC.cpu()
+            return experts_NC.new_full((len(tokens_B), experts_NC.size(1)), LIVE)
+        # without a cache, every forward runs all tokens
+        return experts_NC.view(len(tokens_B), -1, experts_NC.size(1))[:, -1]
 
     def keep(self, index: torch.Tensor) -> None:
         """Go on with these rows only."""
@@ -117,21 +139,15 @@ class Recorder(LogitsProcessor):
         """Bring the latest steps to the host, without room for ids that were not kept."""
         if not self._steps:
             return
-        numbers_N, probabilities_N, *others = (torch.cat(column).cpu() for column in zip(*self._steps))
+        numbers_N, *columns = (torch.cat(column).cpu() for column in zip(*self._steps))
         self._steps.clear()
-        if self.experts is not None:
-            self.experts.steps.append((numbers_N, others.pop()))
-        order_N = numbers_N.argsort(stable=True)
-        logps_N = probabilities_N.log().float()[order_N]
-        mass_N = torch.ones_like(logps_N) if self.temperature is None else others.pop(0).float()[order_N]
-        nothing_N1 = torch.zeros(len(order_N), 1, dtype=torch.int32)
-        counts_N, ids_NK = (part[order_N] for part in others or (nothing_N1[:, 0], nothing_N1[:, 1:]))
-        lengths = numbers_N.bincount()
-        ids_lengths = torch.zeros_like(lengths).index_add_(0, numbers_N[order_N], counts_N.long())
-        ids_K = ids_NK[torch.arange(ids_NK.size(1)) < counts_N[:, None]]
-        columns = (column.split(lengths.tolist()) for column in (logps_N, mass_N, counts_N))
-        for row, parts in enumerate(zip(*columns, ids_K.split(ids_lengths.tolist()))):
-            self._parts.setdefault(row, []).append(TokenRecord(*parts))
+        order_N, lengths = numbers_N.argsort(stable=True), numbers_N.bincount().tolist()
+        rows = zip(*(column[order_N].split(lengths) for column in columns))
+        for row, (probabilities_T, mass_T, counts_T, ids_TK, experts_TC) in enumerate(rows):
+            ids_K = ids_TK[torch.arange(ids_TK.size(1)) < counts_T[:, None]]
+            record = TokenRecord(probabilities_T.log().float(), mass_T.float(), counts_T, ids_K)
+            self._parts.setdefault(row, []).append(record)
+            self._experts.setdefault(row, []).append(experts_TC)
 
     def records(self, lengths: Sequence[int]) -> list[TokenRecord]:
         """The records of the first tokens of each row.
@@ -139,11 +155,25 @@ class Recorder(LogitsProcessor):
         Tokens after the last one that was drawn are neutral: padding after an end token that `generate` knows alone.
         """
         self._flush()
-        records = []
-        for row, length in enumerate(lengths):
-            record = TokenRecord.joined([*self._parts[row], TokenRecord.neutral(length)]).first(length)
-            if self.bound is None:
-                kinds = torch.tensor(self.kinds, dtype=torch.int32)
-                record = replace(record, counts_T=kinds[torch.arange(length).clamp(max=len(kinds) - 1)])
-            records.append(record)
-        return records
+        return [
+            TokenRecord.joined([*self._parts[row], TokenRecord.neutral(length)]).first(length)
+            for row, length in enumerate(lengths)
+        ]
+
+    def experts(self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The experts (N, C) of the prompt and the first tokens of each row.
+
+        The last new token never ran, so it has none (`LIVE`).
+
+        Args:
+            contexts: tokens of each prompt of the first forward.
+            prompts_B: for every row the number of its prompt; lengths: its new tokens.
+        """
+        self._flush()
+        assert self._prompts_NC is not None
+        prompts_PWC = self._prompts_NC.view(len(contexts), -1, self._prompts_NC.size(1))
+        last_1C = self._prompts_NC.new_full((1, self._prompts_NC.size(1)), LIVE)
+        return [
+            torch.cat([prompts_PWC[prompt, -contexts[prompt] :], torch.cat(self._experts[row])[1:length], last_1C])
+            for row, (prompt, length) in enumerate(zip(prompts_B, lengths))
+        ]

@@ -25,7 +25,7 @@ class Sampled:
     Attributes:
         ids: new token ids.
         logps: the log-probability of each, of an engine that returns them.
-        record: of this trainer's own sampler.
+        record: of the same tokens; None where the engine makes none.
         experts_NC: the experts of the tokens before and of these, as the engine recorded them (`routing_replay`).
     """
 
@@ -58,7 +58,7 @@ class Transcript:
         mask: 1 for a token that the model wrote, 0 for one of a tool or an environment; as long as `ids`.
         logps: log-probability of each token by the engine that sampled (None: unknown), 0.0 for tokens of tools; None
             where the engine returns none.
-        record: of each token, by this trainer's sampler; None where another one has sampled.
+        record: of each token; None where an engine, or a user's function, made none.
         experts_NC: the experts of prompt and completion up to the last token that was sampled; None where they are not
             replayed, or recorded with the log-probabilities.
         completion: text, or messages.

@@ -91,7 +91,7 @@ def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
     fields = {name: value for name, value in output.items() if name not in ("prompt_ids", "completion_ids", "logprobs")}
     masks, kept = fields.pop("env_mask", None), fields.pop("kept_ids", None)
     _fill(local, output["prompt_ids"], output["completion_ids"], masks, output["logprobs"], fields)
-    if local.terms.replay and kept is not None:
+    if local.terms.replay.masks and kept is not None:
         for transcript, kept_ids in zip(local.transcripts, kept):
             transcript.record = TokenRecord.of_kept(kept_ids, transcript.logps)
     local.extra_fields = fields

@@ -24,8 +24,7 @@ from ..runtime.collectives import gather_in_group
 from .rollout_func import TOGETHER, refuse_unequal_shares
 from .token_record import TokenRecord
 from .transcript import Sampled, Transcript
-from .vllm_experts import experts_of
-from .vllm_masks import mask_record
+from .vllm_replay import experts_of, mask_record
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
@@ -68,7 +67,7 @@ class VllmEngine:
             seeds = [seed for part in parts for seed in part]
         llm = self.generation.llm
         prompts = [transcript.prompt_ids + transcript.ids for transcript in transcripts]
-        with assigned(llm, seeds=seeds, kept_ids=[], routed=[]):
+        with assigned(llm, seeds=seeds, completions=[]):
             _, ids, logps, _ = self.generation.generate(
                 prompts=prompts,
                 images=images if any(images) else None,
@@ -76,12 +75,15 @@ class VllmEngine:
                 profiler=self.profile("vLLM.generate"),
             )
             first = self.generation.accelerator.process_index % engines * len(ids)  # of the rows of all of them
-            sampled = completions_of(ids, logps, self.generation.replayed, llm.kept_ids[first:])
+            completions = llm.completions[first:]
+            sampled = sampled_of(self.generation, ids, logps, completions)
             if not self.routers:
                 return sampled
-            lengths = [len(prompt) + len(turn.ids) for prompt, turn in zip(prompts, sampled)]
-            experts = (experts_of(*row, self.routers) for row in zip(llm.routed[first:], lengths))
-            return [replace(turn, experts_NC=experts_NC) for turn, experts_NC in zip(sampled, experts)]
+            rows = zip(sampled, completions, prompts)
+            return [
+                replace(turn, experts_NC=experts_of(completion, len(prompt) + len(turn.ids), self.routers))
+                for turn, completion, prompt in rows
+            ]
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class VllmServer:
         ids = [row for answer in answers for row in answer["completion_ids"]]
         known = answers[0]["logprobs"] is not None
         logps = [row for answer in answers for row in answer["logprobs"]] if known else None
-        return completions_of(ids, logps, settings.replayed)
+        return sampled_of(settings, ids, logps)
 
 
 def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
@@ -144,20 +146,17 @@ def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
     return num_generations if shared else 1
 
 
-def completions_of(
-    ids: Sequence[list[int]], logps: Any, replayed: dict[str, Any] | None, kept_ids: Sequence[Any] = ()
-) -> list[Sampled]:
-    """Completions with the log-probability of each sampled token, which vLLM lists first.
+def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completions: Sequence[Any] = ()) -> list[Sampled]:
+    """The turn of each row, with the log-probability of each sampled token, which vLLM lists first.
 
     Args:
-        replayed: see `replayed_filters`; where it is not None the completions have records.
-        kept_ids: see `mask_record`.
+        completions: what vLLM returned of each, where it returns masks.
     """
     values = [None] * len(ids) if logps is None else [[token[0] for token in row] for row in logps]
     records: Iterable[TokenRecord | None] = [None] * len(ids)
-    if replayed:
-        records = map(mask_record, ids, values, kept_ids)
-    elif replayed is not None:  # each token was sampled from the whole vocabulary
+    if generation.mask_bound is not None:
+        records = map(mask_record, completions, ids, values)
+    elif generation.unfiltered:
         records = (TokenRecord.of_kept([()] * len(row), value) for row, value in zip(ids, values))
     return [Sampled(list(row), value, record) for row, value, record in zip(ids, values, records)]
 

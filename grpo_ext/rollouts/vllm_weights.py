@@ -25,8 +25,7 @@ from torch import nn
 from .. import compat
 from ..errors import ConfigError, RolloutError
 from ..runtime.collectives import gather_lists
-from .keyed import most_kept
-from .vllm_masks import replayed_filters
+from .vllm_replay import mask_bound
 
 # fields of PEFT's LoraConfig that may have any value: vLLM reads them, or they do not change an adapter's output
 _SERVED = {
@@ -129,14 +128,12 @@ class ColocatedEngine:
     Attributes:
         seeds: one for each row of the next call; None: vLLM draws all rows from one generator.
         adapter: vLLM's request for the adapter; None: without one.
-        kept_ids: for each completion of the latest call the ids that its tokens were sampled from; None: not returned.
-        routed: for each of them the experts of its tokens, as vLLM returns them; None: not returned.
+        completions: what vLLM returned of each in the latest call, with masks and experts where it was told to.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.seeds, self.adapter = engine, None, None
-        self.kept_ids: list[list[list[int]] | None] = []
-        self.routed: list[Any] = []
+        self.completions: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -147,10 +144,7 @@ class ColocatedEngine:
             for params, seed in zip(sampling_params, seeds):
                 params.seed = seed
         outputs = self.engine.generate(prompts, sampling_params=sampling_params, lora_request=self.adapter, **options)
-        completions = [completion for output in outputs for completion in output.outputs]
-        masks = [getattr(completion, "sampling_mask", None) for completion in completions]
-        self.kept_ids = [None if mask is None else mask.token_ids for mask in masks]
-        self.routed = [getattr(completion, "routed_experts", None) for completion in completions]
+        self.completions = [completion for output in outputs for completion in output.outputs]
         return outputs
 
 
@@ -159,21 +153,25 @@ class Generation(compat.VLLMGeneration):
 
     Attributes:
         versions: of the adapter that is sent by itself; None where weights are sent.
-        replayed: see `rollouts.vllm_masks.replayed_filters`.
+        mask_bound: the most ids of a replayed mask; None: none is replayed.
+        unfiltered: masks are replayed, and every token is sampled from the whole vocabulary.
     """
 
     versions: AdapterVersions | None
-    replayed: dict[str, Any] | None
+    mask_bound: int | None
+    unfiltered: bool
 
     @classmethod
-    def of(cls, generation: Any, versions: AdapterVersions | None, replayed: dict[str, Any] | None) -> Generation:
+    def of(
+        cls, generation: Any, versions: AdapterVersions | None, mask_bound: int | None, unfiltered: bool
+    ) -> Generation:
         """The same engine or server, with the weights sent by this class."""
         new = cls.__new__(cls)
-        vars(new).update(vars(generation), versions=versions, replayed=replayed)
+        vars(new).update(vars(generation), versions=versions, mask_bound=mask_bound, unfiltered=unfiltered)
         if new.mode == "colocate":
             new.llm = ColocatedEngine(new.llm)
-        if replayed:  # vLLM returns masks with a `top_k` alone
-            new.generation_kwargs = {**new.generation_kwargs, "top_k": most_kept(replayed)}
+        if mask_bound is not None:  # vLLM returns masks with a `top_k` alone
+            new.generation_kwargs = {**new.generation_kwargs, "top_k": mask_bound}
         return new
 
     def sync_weights(self) -> None:
@@ -287,13 +285,16 @@ def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:
 
 def engine_options(config: Any, model: Any, peft_config: Any, rollout_func: Any = None) -> dict[str, Any]:
     """What a colocated engine is started with beside TRL's options: to return masks and experts, to serve adapters."""
-    options: dict[str, Any] = {"return_sampling_mask": True} if replayed_filters(config, rollout_func) else {}
-    replays_experts = config.use_vllm and config.routing_replay and rollout_func is None
-    if replays_experts and compat.why_no_experts(config.vllm_mode) is None:
+    if not config.use_vllm:
+        return {}
+    options: dict[str, Any] = {}
+    if mask_bound(config, rollout_func) is not None:
+        options["return_sampling_mask"] = True
+    if config.replay.experts and rollout_func is None and compat.why_no_experts(config.vllm_mode) is None:
         options["enable_return_routed_experts"] = True
-    if not (config.use_vllm and config.vllm_lora and config.vllm_mode == "colocate"):
-        return options
     if isinstance(model, PeftModel):
         peft_config = model.peft_config[model.active_adapters[0]]
     rank = getattr(peft_config, "r", None)
-    return options if rank is None else options | {"enable_lora": True, "max_lora_rank": compat.served_rank(rank)}
+    if config.vllm_lora and config.vllm_mode == "colocate" and rank is not None:
+        options |= {"enable_lora": True, "max_lora_rank": compat.served_rank(rank)}
+    return options

@@ -25,7 +25,6 @@ from ..errors import RolloutError
 from ..forward.images import images_in
 from ..forward.rows import TokenRows, same_prompts
 from ..forward.runner import ForwardRunner
-from ..forward.sampling_masks import KeptTokens
 from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
@@ -210,15 +209,15 @@ class RolloutWorker:
         tokens = [token for t in shown for token in t.prompt_ids + t.ids]
         ids = torch.tensor(tokens, dtype=torch.long)
         images = self.images.of_transcripts(shown) if shown else None
-        same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
-        same, lengths, kept_tokens = same_prompts(same, images), [len(t.ids) for t in shown], None
-        if local.terms.replay:
-            records = [t.record or TokenRecord.neutral(len(t.ids)) for t in shown]
-            kept_tokens = KeptTokens.cut([r.counts_T for r in records], [r.ids_K for r in records], lengths)
+        same_text = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
+        same = same_prompts(same_text, images)
+        lengths, kept_B = [len(t.ids) for t in shown], None
+        if local.terms.replay.masks:
+            kept_B = [(t.record or TokenRecord.neutral(n)).kept.first(n) for t, n in zip(shown, lengths)]
         experts_B = [experts for t in shown if (experts := t.experts) is not None]
         experts_NC = torch.cat(experts_B) if experts_B else None  # recorded by the forward of these rows
         prompts = [len(t.prompt_ids) for t in shown]
-        return TokenRows(ids, prompts, lengths, same, images, kept=kept_tokens, experts_NC=experts_NC)
+        return TokenRows(ids, prompts, lengths, same, images, kept_B=kept_B, experts_NC=experts_NC)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Rewards of each function; none where the user's `_calculate_rewards` makes them, after `exchange`."""

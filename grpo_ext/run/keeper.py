@@ -210,7 +210,7 @@ class RunKeeper(TrainerCallback):
             ahead=described(trainer),
             longest=None if args.use_vllm or continuous else trainer.max_completion_length,
             half=args.bf16 or args.fp16,
-            most_kept=most_kept(truncating_filters(trainer)) if args.replays_masks else None,
+            most_kept=most_kept(truncating_filters(trainer)) if args.replay.masks else None,
         )
         self.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
         return plan

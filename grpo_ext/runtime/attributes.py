@@ -1,4 +1,4 @@
-"""Attributes of an object that hold for a while."""
+"""Attributes of an object that hold for a while, and forwards of modules that are replaced for good."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ def assigned(target: Any, **values: Any) -> Iterator[None]:
             delattr(target, name) if value is absent else setattr(target, name, value)
 
 
-def wrap_forward(module: Any, around: Callable[..., Any], mark: Any = True) -> None:
-    """Let the forward of a module be `around(below, module, ...)`, in a deep copy with the weights of the copy.
+def replace_forward(module: Any, run: Callable[..., Any], mark: Any = True) -> None:
+    """Let `run(below, module, *args, **kwargs)` run in the place of a module's forward, which becomes `below`.
 
     Args:
-        around: takes the forward so far, as a function of the module, before its arguments.
-        mark: set as `of_grpo_ext` of the new forward.
+        mark: becomes the attribute `of_grpo_ext` of the new forward.
     """
-    # the function: a deep copy would call a bound method with the weights of the original
+    # the function: a deep copy of the module would call a bound method with these weights
     bound = module.forward
     below: Callable[..., Any] = getattr(bound, "__func__", lambda module, *args, **kwargs: bound(*args, **kwargs))
 
     @functools.wraps(type(module).forward)  # `generate` checks its arguments against this signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(below, self, *args, **kwargs)
+        return run(below, self, *args, **kwargs)
 
     forward.of_grpo_ext = mark  # type: ignore[attr-defined]
     module.forward = types.MethodType(forward, module)

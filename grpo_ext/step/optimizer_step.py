@@ -22,7 +22,7 @@ from ..algorithms.losses import router_statistics
 from ..batching.micro_batches import Form, MicroBatch, MicroBatchLayout, StepSizes, TokenCost, plan_step
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
-from ..errors import ConfigError, MemoryShortageError
+from ..errors import MemoryShortageError
 from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..forward.runner import ForwardRunner
 from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
@@ -238,12 +238,9 @@ class StepPlanner:
         """
         rows = inputs[CONTEXT_KEY].rows_of(inputs) if CONTEXT_KEY in inputs else None
         if rows is None:
-            if self.args.replay_settings:
-                raise ConfigError(
-                    f"{self.args.replay_settings}: an override of compute_loss or _compute_loss passes on other tokens "
-                    "or masks than it was given, and what was recorded of these is not known; pass on the same "
-                    "tensors, or leave replay out."
-                )
+            self.args.replay.refuse_other_tokens(
+                "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
+            )
             images = self.images.of_batch(inputs, training)
             rows = TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
         return rows

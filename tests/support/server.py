@@ -28,7 +28,7 @@ def generation_settings(**changes: Any) -> Any:
     """What is read of TRL's `VLLMGeneration`, without a connection."""
     settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "logprobs": 0}
     settings |= {"structured_outputs_regex": None, "generation_kwargs": None, "max_completion_length": 12}
-    settings |= {"replayed": None, "accelerator": SimpleNamespace(process_index=0)}
+    settings |= {"mask_bound": None, "unfiltered": False, "accelerator": SimpleNamespace(process_index=0)}
     return SimpleNamespace(**{**settings, **changes})
 
 

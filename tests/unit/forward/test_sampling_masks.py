@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_ext.forward import tiled_log_probs as module
-from grpo_ext.forward.sampling_masks import KeptTokens, SamplingMasks
+from grpo_ext.forward.sampling_masks import KeptIds, SamplingMasks
 from grpo_ext.forward.tiled_log_probs import LogitTransform, tiled_log_probs
 from tests.tolerances import FLOAT64_SUMS
 
@@ -19,7 +19,8 @@ TRANSFORMS = (LogitTransform(temperature=0.9), LogitTransform(scale=2.0, cap=1.5
 
 def masks() -> SamplingMasks:
     """Of three rows, of which the second has no tokens."""
-    return KeptTokens((COUNTS[:3], COUNTS[:0], COUNTS[3:]), (IDS[:4], IDS[:0], IDS[4:])).masks(SUPPRESSED)
+    rows = (KeptIds(COUNTS[:3], IDS[:4]), KeptIds(COUNTS[:0], IDS[:0]), KeptIds(COUNTS[3:], IDS[4:]))
+    return SamplingMasks.of(rows, SUPPRESSED)
 
 
 def kept() -> torch.Tensor:
@@ -79,7 +80,6 @@ def test_a_token_that_was_chosen_from_itself_alone_has_probability_one_and_no_gr
 
 
 def test_rows_are_cut_with_their_ids():
-    kept = KeptTokens.cut((COUNTS[:3], COUNTS[3:]), (IDS[:4], IDS[4:]), (1, 3))
-    assert [row.tolist() for row in kept.counts_B] == [[3], [-1, 2, -2]]
-    assert [row.tolist() for row in kept.ids_B] == [[0, 5, 9], [1, 10]]
-    assert [row.tolist() for row in kept.of(range(1, 2)).ids_B] == [[1, 10]]
+    rows = (KeptIds(COUNTS[:3], IDS[:4]).first(1), KeptIds(COUNTS[3:], IDS[4:]).first(3))
+    assert [row.counts_T.tolist() for row in rows] == [[3], [-1, 2, -2]]
+    assert [row.ids_K.tolist() for row in rows] == [[0, 5, 9], [1, 10]]

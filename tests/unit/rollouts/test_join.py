@@ -14,6 +14,7 @@ from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.batching.prompt_order import RolloutRequest
 from grpo_ext.batching.sizes import StepLayout
 from grpo_ext.errors import ConfigError, PrecisionError, ProcessError, RolloutError
+from grpo_ext.replay import Replay
 from grpo_ext.rollouts import join as module
 from grpo_ext.rollouts.images import ImageSource
 from grpo_ext.rollouts.join import exchange, join
@@ -24,7 +25,7 @@ END = 1
 TERMS: Any = SimpleNamespace(
     num_generations=2, rule=AdvantageRule(), weights_F=torch.ones(1), masks_truncated=False, ratios=None, ends={END}
 )
-TERMS.logs_images, TERMS.replay, TERMS.replays_experts = False, False, False
+TERMS.logs_images, TERMS.replay = False, Replay()
 TERMS.masked = partial(Terms.masked, TERMS)
 
 

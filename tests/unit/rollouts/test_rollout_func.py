@@ -92,8 +92,8 @@ def test_processes_with_different_numbers_of_prompts_are_refused_with_the_reason
 def test_the_ids_that_tokens_were_sampled_from_are_checked(kept, says):
     output = GOOD if kept is None else {**GOOD, "kept_ids": kept}
     with pytest.raises(RolloutError, match=f"{says}.*for each completion one list of ids"):
-        checked_rollout(output, 2, None, replay=True)
+        checked_rollout(output, 2, None, kept_ids=True)
     right = {**GOOD, "kept_ids": [[[5, 7], []], [[6], [1, 3]]]}
     arrays = [[np.array([5, 7]), torch.tensor([])], [[6.0], [1, 3]]]
     for kept in (right["kept_ids"], arrays):
-        assert checked_rollout({**right, "kept_ids": kept}, 2, None, replay=True) == right
+        assert checked_rollout({**right, "kept_ids": kept}, 2, None, kept_ids=True) == right

@@ -45,10 +45,9 @@ def test_records_are_those_of_each_row_wherever_rows_leave(monkeypatch):
 
 def test_without_filters_the_record_names_what_was_suppressed_at_each_position():
     recorder = Recorder(kinds=[-2, -2, -1])
+    scores, tokens = torch.zeros(2, VOCABULARY), torch.zeros(2, dtype=torch.long)
     for _ in range(4):
-        recorder.add(
-            torch.zeros(2, VOCABULARY), torch.zeros(2, dtype=torch.long), torch.full((2, VOCABULARY), 1 / VOCABULARY)
-        )
+        recorder.add(recorder.bounded(scores), tokens, scores.softmax(1))
     record, _ = recorder.records([4, 1])
     assert record.counts_T.tolist() == [-2, -2, -1, -1]
     assert record.ids_K.tolist() == []

@@ -16,7 +16,7 @@ from grpo_ext.errors import RolloutError
 from grpo_ext.forward.routing import LIVE, Router
 from grpo_ext.rollouts.transcript import Sampled, Transcript
 from grpo_ext.rollouts.vllm import VllmEngine, VllmServer, seeds_of
-from grpo_ext.rollouts.vllm_experts import experts_of
+from grpo_ext.rollouts.vllm_replay import experts_of
 from grpo_ext.rollouts.vllm_weights import ColocatedEngine
 from tests.support.server import generation_settings
 
@@ -87,24 +87,24 @@ def test_a_process_of_a_tensor_parallel_engine_takes_masks_and_experts_of_its_ow
             llm.generate(prompts, sampling_params=None)
             return None, [[row] for row in own], [[[-0.5]] for _ in own], None
 
-        engine = {"tensor_parallel_size": 2, "llm": llm, "generate": generate, "replayed": {"top_p": 0.9}}
+        engine = {"tensor_parallel_size": 2, "llm": llm, "generate": generate, "mask_bound": 512}
         generation = generation_settings(accelerator=SimpleNamespace(process_index=2 + rank), **engine)
         later = [dataclasses.replace(row, turns=1) for row in transcripts()]  # the first turn compares processes
         sampled = VllmEngine(generation, False, contextlib.nullcontext, routers).generate(later, None, 2)
         assert [row.experts_NC.tolist() for row in sampled] == [[[6 * rank + i, 50], [LIVE, LIVE]] for i in range(6)]
         assert [row.record.ids_K.tolist() for row in sampled] == [[6 * rank + i, 50] for i in range(6)]
         assert [float(row.record.logps_T) for row in sampled] == [-0.5] * 6
-    assert llm.kept_ids == llm.routed == []  # which are large
+    assert llm.completions == []  # with masks and experts, which are large
 
 
 def test_experts_of_the_layers_with_a_router_are_taken_in_the_dtype_of_recorded_ones():
-    routed = np.array([[[0, 0], [299, 5], [0, 0], [7, 8]]], np.uint16)
+    completion = SimpleNamespace(routed_experts=np.array([[[0, 0], [299, 5], [0, 0], [7, 8]]], np.uint16))
     routers = [Router(slice(0, 2), 4, 300, 1), Router(slice(2, 4), 4, 300, 3)]
-    experts_NC = experts_of(routed, 2, routers)
+    experts_NC = experts_of(completion, 2, routers)
     assert experts_NC.tolist() == [[299, 5, 7, 8], [LIVE] * 4]
     assert experts_NC.dtype == routers[0].dtype == torch.int16
     with pytest.raises(RolloutError, match=r"layers \[1, -1\]"):  # a router whose layer is not known
-        experts_of(routed, 2, [routers[0], dataclasses.replace(routers[1], layer=-1)])
+        experts_of(completion, 2, [routers[0], dataclasses.replace(routers[1], layer=-1)])
 
 
 def server() -> tuple[VllmServer, list[dict[str, Any]]]:
