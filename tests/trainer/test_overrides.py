@@ -22,8 +22,8 @@ from grpo_ext.rollouts import batch, rollout_func
 from grpo_ext.runtime.collectives import uneven_gathers
 from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build
-from tests.support.tiny import given_rollout, letter_reward, prompts, stock_scores, tiny_tokenizer
-from tests.support.trainers import change, error, make
+from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
+from tests.support.trainers import change, error, make, passing_on
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 # Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `_prepare_inputs`
@@ -175,11 +175,7 @@ def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
 
 
 def test_what_is_not_called_is_said(tmp_path, caplog):
-    class Own(GRPOTrainer):
-        def get_high_entropy_mask(self, *args: Any) -> Any:
-            return super().get_high_entropy_mask(*args)
-
-    build(tmp_path, Own)
+    build(tmp_path, passing_on("get_high_entropy_mask"))
     assert "Own.get_high_entropy_mask has no effect here" in caplog.text
 
 
@@ -251,21 +247,13 @@ def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
     assert seen == [1] * 16
 
 
-# ---- A rollout_func --------------------------------------------------------------------------------------------------
-
-
-def rolling(folder: Any, rollout: Any = given_rollout, **settings: Any) -> GRPOTrainer:
-    sets = {"train_dataset": prompts(22), "eval_dataset": prompts(5)}
-    return make(folder, rollout_func=rollout, **{**sets, "max_steps": 2, **settings})
-
-
 def test_a_rollout_func_may_sample_with_the_trainer_itself_and_that_is_said(tmp_path, caplog):
     def by_itself(prompts: Any, trainer: Any) -> Any:
         ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
         completions = [trainer._generate_single_turn([row], None, {}, 1)[0][0] for row in ids]
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
-    trainer = rolling(tmp_path, by_itself)
+    trainer = make(tmp_path, rollout_func=by_itself, max_steps=2)
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert trainer.state.global_step == 2
