@@ -83,6 +83,24 @@ def test_of_several_rewards_the_weighted_sum_counts_or_the_one_that_is_named(tmp
     assert passes(make(tmp_path, eval_pass_reward="solved", **both).evaluate(data)) == alone
 
 
+def test_an_evaluation_in_between_changes_no_completion_of_training(tmp_path):
+    def trained(**settings):
+        seen = []
+
+        def recorded(prompts, completions, trainer_state, **kwargs):
+            seen.append((trainer_state.global_step, tuple(prompts), tuple(completions)))
+            return solved(prompts, completions)
+
+        make(tmp_path, reward=recorded, eval_dataset=data, **settings).train()
+        return [(step, asked, said) for step, asked, said in seen if not set(asked) <= set(data["prompt"])]
+
+    data = prompts(5, seed=1)
+    left_alone = trained()
+    assert len(left_alone) >= 3
+    assert trained(eval_strategy="steps", eval_steps=1, eval_on_start=True, **FOUR) == left_alone
+    assert trained(seed=4) != left_alone
+
+
 @pytest.mark.parametrize("settings", [{"rollout_lag": 1}, {"dynamic_sampling": True}], ids=str)
 def test_evaluation_is_of_the_model_as_it_is(tmp_path, settings):
     """Also where training samples with older weights, or replaces groups."""

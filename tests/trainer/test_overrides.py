@@ -21,10 +21,9 @@ from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts import batch, rollout_func
 from grpo_ext.runtime.collectives import uneven_gathers
 from grpo_ext.step.statistics import CONTEXT_KEY
-from tests.support.beside_trl import build
+from tests.support.beside_trl import build, learns_as_in_trl
 from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
-from tests.support.trainers import change, error, make, passing_on
-from tests.tolerances import DIFFERENT, METRIC, UPDATE
+from tests.support.trainers import make, passing_on
 
 # Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `_prepare_inputs`
 # returns the completions of all processes; `compute_loss` and `_compute_loss` are given more inputs; scoring comes
@@ -151,17 +150,8 @@ def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any)
     ids=str,
 )
 def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp_path, override, settings):
-    def trained(base: type, mixin: Any = override, size: int = 16) -> tuple[torch.Tensor, list[float]]:
-        settings_of_run = {"reward": one_group_teaches, "rollout_chunk_size": 16, **settings}
-        trainer = build(tmp_path, base, mixin, size, **settings_of_run)
-        return change(trainer), [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-    stock, stock_losses = trained(trl.GRPOTrainer)
-    changes = error(stock, trained(trl.GRPOTrainer, None)[0]) > DIFFERENT
-    assert changes is (override is not TrlsLoss)
-    ours, losses = trained(GRPOTrainer, size=5)
-    assert error(stock, ours) < UPDATE
-    assert losses == pytest.approx(stock_losses, rel=METRIC, abs=METRIC)
+    settings = {"reward": one_group_teaches, "rollout_chunk_size": 16, **settings}
+    learns_as_in_trl(tmp_path, override, differs=override is not TrlsLoss, **settings)
 
 
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):

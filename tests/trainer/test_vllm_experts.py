@@ -105,7 +105,8 @@ def test_the_experts_of_the_engine_are_replayed(tmp_path, engines, monkeypatch, 
 
 
 def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path, engines):
-    trainer = trained(tmp_path, **always_calling(), vllm_importance_sampling_correction=False)
+    few = {"global_batch_size": 4, "max_completion_length": 48, "vllm_importance_sampling_correction": False}
+    trainer = trained(tmp_path, **{**always_calling(), **few})
     assert trainer.state.log_history[0]["tools/call_frequency"] > 0
     assert trainer.state.log_history[0]["routing/changed_share"] == 0.0
     for (ids, experts_NC), mask in zip(rows_of(trainer), trainer.first["tool_mask"], strict=True):
