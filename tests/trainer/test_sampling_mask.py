@@ -48,7 +48,7 @@ def sampled_gradients(folder: Any, **settings: Any) -> torch.Tensor:
         global_batch_size=1024,
         num_generations=8,
         per_device_train_batch_size=512,
-        max_steps=16,
+        max_steps=12,
         learning_rate=0.0,
         max_grad_norm=0.0,
         advantage_estimator="leave_one_out",
