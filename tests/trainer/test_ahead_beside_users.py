@@ -149,12 +149,12 @@ def test_noise_that_speed_would_order_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["_generate_and_score_completions", "_tokenize_prompts"])
 def test_an_override_of_sampling_is_refused_with_a_lag(tmp_path, name):
-    own = passing_on(name)
+    subclass = passing_on(name)
     with pytest.raises(ConfigError, match=rf"Own\.{name}: .* Use rollout_lag=0"):
-        make(tmp_path, cls=own, rollout_lag=1)
-    make(tmp_path / "without", cls=own)
+        make(tmp_path, cls=subclass, rollout_lag=1)
+    make(tmp_path / "without", cls=subclass)
     assigned = make(tmp_path / "assigned", rollout_lag=1)
-    setattr(assigned, name, getattr(own, name))
+    setattr(assigned, name, getattr(subclass, name))
     with pytest.raises(ConfigError, match=rf"GRPOTrainer\.{name}: .* Use rollout_lag=0"):
         assigned.train()
 

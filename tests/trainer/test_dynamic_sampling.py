@@ -109,7 +109,7 @@ def test_with_groups_that_all_teach_nothing_changes(tmp_path):
 
 
 def test_a_subclass_whose_advantages_would_be_lost_is_refused(tmp_path):
-    own = trainers.passing_on("_generate_and_score_completions")
-    trainers.make(tmp_path, cls=own, dynamic_sampling=True)
+    subclass = trainers.passing_on("_generate_and_score_completions")
+    trainers.make(tmp_path, cls=subclass, dynamic_sampling=True)
     with pytest.raises(ConfigError, match="would be lost; use an estimator"):
-        trainers.make(tmp_path, cls=own, dynamic_sampling=True, scale_rewards="batch")
+        trainers.make(tmp_path, cls=subclass, dynamic_sampling=True, scale_rewards="batch")
