@@ -30,7 +30,8 @@ from tests.parity.scripts import (
     writing_reward,
 )
 from tests.support.server import StandIn
-from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer, tool
+from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer
+from tests.support.tool_runs import count
 from tests.support.trainers import LORA
 
 pytestmark = stock_scores
@@ -38,11 +39,6 @@ MEANS = "means over the step, where TRL's are means of the micro-batches' means"
 OF_MICRO_BATCHES = [
     Known(part, name, False, MEANS) for part in ("metrics", "lines") for name in ("entropy", "clip_ratio/*")
 ]
-
-
-@tool
-def count(number: int) -> str:
-    return str(number + 1)
 
 
 # ---- A vLLM server --------------------------------------------------------------------------------------------------

@@ -154,13 +154,11 @@ def written_rollout(journal: Journal, **more: Any) -> Any:
     return rollout
 
 
-@pytest.mark.parametrize("chat", [False, True], ids=["text", "messages"])
-def test_fields_of_a_rollout_func_become_columns_before_rewards_are_called(tmp_path, chat):
+def test_fields_of_a_rollout_func_become_columns_before_rewards_are_called(tmp_path):
     fields = {"turns": list(range(ROWS)), "level": 7}
 
     def parts(journal: Journal) -> dict[str, Any]:
-        tokenizer = chat_tokenizer(parses=False) if chat else None
-        return parts_of(journal, letters, tokenizer, rollout_func=written_rollout(journal, **fields))
+        return parts_of(journal, letters, chat_tokenizer(parses=False), rollout_func=written_rollout(journal, **fields))
 
     stock = alike(tmp_path, parts)
     ((_, _, _, columns),) = stock.journal.of("reward")

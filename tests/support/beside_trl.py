@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import trl
 
 from grpo_ext import GRPOTrainer
 from tests.support.own_generate import Sampler
 from tests.support.tiny import prompts, tiny_model
-from tests.support.trainers import change, error, make, on
-from tests.tolerances import DIFFERENT, UPDATE
+from tests.support.trainers import change, error, log_of, make, on
+from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 SETTINGS: dict[str, Any] = {
     **{"shuffle_dataset": False, "learning_rate": 1e-2, "max_steps": 2},
@@ -66,8 +67,16 @@ def changing(change: Callable[[Any], None], at: int = 2) -> type:
     return Changing
 
 
-def learns_as_in_trl(folder: Any, mixin: Mixin, parts: Parts = dict, **settings: Any) -> None:
-    """Assert that overrides count, and as in stock TRL, also in micro-batches that do not divide the step."""
-    stock = change(build(folder / "stock", trl.GRPOTrainer, mixin, parts=parts, **settings))
-    assert error(stock, change(build(folder / "other", trl.GRPOTrainer, parts=parts, **settings))) > DIFFERENT
-    assert error(stock, change(build(folder / "ours", GRPOTrainer, mixin, 5, parts, **settings))) < UPDATE
+def learns_as_in_trl(folder: Any, mixin: Mixin, parts: Parts = dict, differs: bool = True, **settings: Any) -> None:
+    """Assert that overrides count, and as in stock TRL, also in micro-batches that do not divide the step.
+
+    Args:
+        differs: what is learned without the overrides is something else.
+    """
+    stock = build(folder / "stock", trl.GRPOTrainer, mixin, parts=parts, **settings)
+    expected = change(stock)
+    without = change(build(folder / "other", trl.GRPOTrainer, parts=parts, **settings))
+    assert (error(expected, without) > DIFFERENT) is differs
+    ours = build(folder / "ours", GRPOTrainer, mixin, 5, parts, **settings)
+    assert error(expected, change(ours)) < UPDATE
+    assert log_of(ours, "loss") == pytest.approx(log_of(stock, "loss"), rel=METRIC, abs=METRIC)

@@ -7,29 +7,13 @@ from pathlib import Path
 import trl
 from datasets import Dataset
 
-from tests.support.tiny import prompts, tiny_tokenizer, tool
+from tests.support.tiny import prompts, tiny_tokenizer
 
 
 def conversations(count=8, **columns):
     """Rows with a message each, and further columns."""
     messages = [[{"role": "user", "content": text}] for text in prompts(count)["prompt"]]
     return Dataset.from_dict({"prompt": messages, **columns})
-
-
-class CountingGame:
-    """An environment that owns its reward."""
-
-    def reset(self, **kwargs):
-        self.guesses = 0
-        return "guess"
-
-    @tool
-    def guess(self, number: int) -> str:
-        self.guesses += 1
-        return "higher"
-
-    def get_reward(self) -> float:
-        return float(self.guesses)
 
 
 def tool_tokenizer():

@@ -240,6 +240,15 @@ def transcript_reward(completions: Any, log_extra: Any, log_metric: Any, **kwarg
     return [len(messages) - 0.1 * len(set(str(messages[-1]["content"]))) for messages in completions]
 
 
+def always_calling() -> dict[str, Any]:
+    """Arguments of `make` for a run whose model calls `count` at the end of every turn."""
+    return {
+        **{"train_dataset": conversations(), "processing_class": sampled(lambda ids: ["count"])},
+        **{"reward": transcript_reward, "tools": [count], "max_tool_calling_iterations": 2},
+        **{"max_completion_length": 80, "max_steps": 1, "global_batch_size": 8, "rollout_chunk_size": 8},
+    }
+
+
 def parts(name: str) -> dict[str, Any]:
     """The arguments of a case's trainer, beside the model and the settings."""
     case = CASES[name]

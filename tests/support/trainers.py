@@ -52,20 +52,6 @@ def make(folder: Any, model: Any = "qwen2", reward: Any = letter_reward, cls: An
     return cls(args=trl.GRPOConfig(**settings), **parts)
 
 
-def trained_with_first(trainer: Any) -> Any:
-    """The trainer once it has trained, with the completions of its first step as `first`."""
-    prepare = trainer._prepare_inputs
-
-    def keep_first(rows: Any) -> Any:
-        batch = prepare(rows)
-        trainer.first = getattr(trainer, "first", batch)
-        return batch
-
-    trainer._prepare_inputs = keep_first
-    trainer.train()
-    return trainer
-
-
 def other(folder: Any, **changes: Any) -> GRPOTrainer:
     """The same, which saves a checkpoint of every step."""
     return make(folder, **{**SAVE, **changes})
@@ -100,6 +86,25 @@ def on(event: str, act: Callable[[TrainerState], Any], at: int | None = None) ->
             act(state)
 
     return type("OnEvent", (TrainerCallback,), {event: called})()
+
+
+def passing_on(*names: str) -> Any:
+    """A user's subclass whose overrides of these methods pass on what they are given."""
+
+    def override(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(GRPOTrainer, name)(self, *args, **kwargs)
+
+        return method
+
+    return type("Own", (GRPOTrainer,), {name: override(name) for name in names})
+
+
+class OtherMask(GRPOTrainer):
+    """A user's loss that scores with a mask of its own."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, {**inputs, "completion_mask": inputs["completion_mask"].clone()})
 
 
 def native_fp16(inner: Callable[..., None]) -> Callable[..., None]:
@@ -138,6 +143,26 @@ def noted_events(trainer: Any, *names: str) -> list[str]:
     for name in names:
         trainer.add_callback(on(name, lambda state, name=name: events.append(name)))
     return events
+
+
+def train_and_keep_first(trainer: Any) -> Any:
+    """Train, and return the completions of the first step."""
+    prepare, batches = trainer._prepare_inputs, []
+
+    def keep(rows: Any) -> Any:
+        batches.append(prepare(rows))
+        return batches[-1]
+
+    trainer._prepare_inputs = keep
+    trainer.train()
+    return batches[0]
+
+
+def first_line(folder: Any, model: Any = "qwen2", **settings: Any) -> dict[str, Any]:
+    """What a run of one step logs of it."""
+    trainer = make(folder, model, **{**settings, "max_steps": 1})
+    trainer.train()
+    return trainer.state.log_history[0]
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError
 from tests.support.launch import ROOT
 from tests.support.tiny import letter_reward, tiny_model
-from tests.support.trainers import log_of, make, on, parameters
+from tests.support.trainers import log_of, make, on, parameters, passing_on
 
 # ---- Subclasses -----------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,9 @@ def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the
             return letter_reward(prompts, completions)
 
         folder = tmp_path / str(training)
-        trainer = make(folder, reward=reward, rollout_lag=2, max_steps=5, max_completion_length=4)
+        trainer = make(
+            folder, reward=reward, rollout_lag=2, max_steps=5, max_completion_length=4, rollout_chunk_size=16
+        )
         trainer.add_callback(longer(trainer, training))
         trainer.train()
         runs.append(trainer)
@@ -147,15 +149,12 @@ def test_noise_that_speed_would_order_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["_generate_and_score_completions", "_tokenize_prompts"])
 def test_an_override_of_sampling_is_refused_with_a_lag(tmp_path, name):
-    def override(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(GRPOTrainer, name)(self, *args, **kwargs)
-
-    own: Any = type("Own", (GRPOTrainer,), {name: override})
+    subclass = passing_on(name)
     with pytest.raises(ConfigError, match=rf"Own\.{name}: .* Use rollout_lag=0"):
-        make(tmp_path, cls=own, rollout_lag=1)
-    make(tmp_path / "without", cls=own)
+        make(tmp_path, cls=subclass, rollout_lag=1)
+    make(tmp_path / "without", cls=subclass)
     assigned = make(tmp_path / "assigned", rollout_lag=1)
-    setattr(assigned, name, override)
+    setattr(assigned, name, getattr(subclass, name))
     with pytest.raises(ConfigError, match=rf"GRPOTrainer\.{name}: .* Use rollout_lag=0"):
         assigned.train()
 

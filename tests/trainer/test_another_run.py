@@ -10,7 +10,8 @@ from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import CheckpointError
-from tests.support.drop_in import CountingGame, conversations
+from tests.support import tool_runs
+from tests.support.drop_in import conversations
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import count, sampled, tell
 from tests.support.trainers import SAVE, make, other
@@ -39,7 +40,7 @@ def test_a_model_by_its_path_is_compared_with_what_was_loaded(tmp_path):
 # ---- Tools ----------------------------------------------------------------------------------------------------------
 
 
-class Game(CountingGame):
+class Game(tool_runs.Game):
     """The same environment with another tool."""
 
     def give_up(self) -> str:
@@ -66,7 +67,7 @@ def with_tools(folder: Path, **parts: Any) -> GRPOTrainer:
     ("before", "after", "named"),
     [
         ({"tools": [count]}, {"tools": [count, tell]}, r"tools\.tell: null in the checkpoint"),
-        ({"environment_factory": CountingGame}, {"environment_factory": Game}, r"tools\.Game\.give_up: null"),
+        ({"environment_factory": tool_runs.Game}, {"environment_factory": Game}, r"tools\.Game\.give_up: null"),
     ],
 )
 def test_other_tools_are_refused_and_named(tmp_path, before, after, named):
@@ -108,17 +109,6 @@ def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
     with pytest.raises(CheckpointError, match=r"out is a run, not a checkpoint; the newest in it is .*checkpoint-1"):
         other(tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out"))
     make(tmp_path / "new", model=type(tiny_model()).from_pretrained(checkpoint)).train()
-
-
-def test_a_checkpoint_that_lost_its_listing_is_broken(tmp_path, caplog):
-    folder = tmp_path / "out"
-    make(folder, **SAVE).train()
-    for name in ("checkpoint.json", "optimizer.pt"):
-        (folder / "checkpoint-3" / name).unlink()
-    trainer = make(folder, **SAVE)
-    trainer.train(resume_from_checkpoint="latest")
-    assert "checkpoint-3 has lost its checkpoint.json" in caplog.text
-    assert trainer.state.global_step == 3
 
 
 def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything(tmp_path, caplog):

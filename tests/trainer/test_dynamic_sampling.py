@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from tests.support import trainers
 from tests.support.tiny import prompts
@@ -110,10 +109,7 @@ def test_with_groups_that_all_teach_nothing_changes(tmp_path):
 
 
 def test_a_subclass_whose_advantages_would_be_lost_is_refused(tmp_path):
-    class Own(GRPOTrainer):
-        def _generate_and_score_completions(self, inputs):
-            return super()._generate_and_score_completions(inputs)
-
-    trainers.make(tmp_path, cls=Own, dynamic_sampling=True)
+    subclass = trainers.passing_on("_generate_and_score_completions")
+    trainers.make(tmp_path, cls=subclass, dynamic_sampling=True)
     with pytest.raises(ConfigError, match="would be lost; use an estimator"):
-        trainers.make(tmp_path, cls=Own, dynamic_sampling=True, scale_rewards="batch")
+        trainers.make(tmp_path, cls=subclass, dynamic_sampling=True, scale_rewards="batch")

@@ -64,9 +64,8 @@ def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_
     assert line["fp16/skipped_steps"] == line["fp16/overflows"] == 0.0
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_a_skipped_step_moves_nothing_but_the_scale(tmp_path, fp16_on_the_cpu, optim):
-    trainer, steps = run(tmp_path, 1, 2, max_steps=4, optim=optim, scale=1024.0, logging_steps=1)
+def test_a_skipped_step_moves_nothing_but_the_scale(tmp_path, fp16_on_the_cpu):
+    trainer, steps = run(tmp_path, 1, 2, max_steps=4, scale=1024.0)
     rates, weights = zip(*steps)
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[1], weights[2])
@@ -79,10 +78,11 @@ def test_a_skipped_step_moves_nothing_but_the_scale(tmp_path, fp16_on_the_cpu, o
 
 
 def test_gradients_that_overflow_for_good_end_in_a_clear_error(tmp_path, fp16_on_the_cpu):
-    trainer = build(tmp_path, max_steps=100, num_train_epochs=100)
+    trainer = build(tmp_path, max_steps=100)
+    trainer.accelerator.scaler.value = 4.0
     trainer.add_callback(Overflow(*range(100)))
     before = parameters(trainer)
-    with pytest.raises(PrecisionError, match=r"loss scale of 1, its minimum; 18 of 18 steps were skipped"):
+    with pytest.raises(PrecisionError, match=r"loss scale of 1, its minimum; 4 of 4 steps were skipped"):
         trainer.train()
     assert torch.equal(parameters(trainer), before)
 

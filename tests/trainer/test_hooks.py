@@ -19,6 +19,7 @@ from grpo_ext.errors import ConfigError, RolloutError
 from tests.parity.scripts import EOS, by_turn, call, chat_tokenizer, conversations, scripted_model
 from tests.support.beside_trl import build, changing, learns_as_in_trl, setting
 from tests.support.tiny import letter_reward, sparse_reward, stock_scores, tiny_model
+from tests.support.tool_runs import count, transcript_reward
 
 # ---- Overridden or assigned -----------------------------------------------------------------------------------------
 
@@ -49,25 +50,12 @@ def assigning(hook: Callable[..., Any]) -> type:
 # ---- What is passed -------------------------------------------------------------------------------------------------
 
 
-def guess(number: int) -> str:
-    """Guess a number.
-
-    Args:
-        number: The guess.
-    """
-    return "higher" if number < 5 else "lower"
-
-
-def talk_reward(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-    return [sum(0.1 * len(message.get("content", "")) for message in talk) + len(talk) for talk in completions]
-
-
 def talking() -> dict[str, Any]:
     """The parts of a run with a tool, which every second completion of a group calls."""
     tokenizer = chat_tokenizer()
-    model = scripted_model(tokenizer, by_turn([f"a{EOS}", call("guess", number=3) + EOS], [f"bcd{EOS}"]))
-    usual = {"reward_funcs": talk_reward, "train_dataset": conversations(), "processing_class": tokenizer}
-    return {"model": model, "tools": [guess], **usual}
+    model = scripted_model(tokenizer, by_turn([f"a{EOS}", call("count", number=3) + EOS], [f"bcd{EOS}"]))
+    usual = {"reward_funcs": transcript_reward, "train_dataset": conversations(), "processing_class": tokenizer}
+    return {"model": model, "tools": [count], **usual}
 
 
 # ---- Rewards --------------------------------------------------------------------------------------------------------

@@ -117,17 +117,6 @@ def test_fields_of_an_override_reach_the_loss_in_the_shapes_that_trl_hands_over(
     learns_as_in_trl(tmp_path, WithFields, parts, loss_type="grpo", num_iterations=2)
 
 
-def test_a_run_with_fields_resumes_within_a_rollout_batch(tmp_path):
-    settings = {"rollout_batch_size": 32, "save_strategy": "steps", "save_steps": 1, "loss_type": "grpo"}
-    whole = build(tmp_path / "run", GRPOTrainer, WithFields, **settings)
-    whole.train()
-    again = build(tmp_path / "run", GRPOTrainer, WithFields, **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    for one, other in zip(whole.model.parameters(), again.model.parameters()):
-        assert torch.equal(one, other)
-    assert len(again.model.generate.given) == 0  # nothing was sampled again
-
-
 class MaskedInTheLoss:
     """Attention and loss without the second token, decided in the loss."""
 

@@ -21,10 +21,9 @@ from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts import batch, rollout_func
 from grpo_ext.runtime.collectives import uneven_gathers
 from grpo_ext.step.statistics import CONTEXT_KEY
-from tests.support.beside_trl import build
-from tests.support.tiny import given_rollout, letter_reward, prompts, stock_scores, tiny_tokenizer
-from tests.support.trainers import change, error, make
-from tests.tolerances import DIFFERENT, METRIC, UPDATE
+from tests.support.beside_trl import build, learns_as_in_trl
+from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
+from tests.support.trainers import make, passing_on
 
 # Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `_prepare_inputs`
 # returns the completions of all processes; `compute_loss` and `_compute_loss` are given more inputs; scoring comes
@@ -151,17 +150,8 @@ def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any)
     ids=str,
 )
 def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp_path, override, settings):
-    def trained(base: type, mixin: Any = override, size: int = 16) -> tuple[torch.Tensor, list[float]]:
-        settings_of_run = {"reward": one_group_teaches, "rollout_chunk_size": 16, **settings}
-        trainer = build(tmp_path, base, mixin, size, **settings_of_run)
-        return change(trainer), [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-    stock, stock_losses = trained(trl.GRPOTrainer)
-    changes = error(stock, trained(trl.GRPOTrainer, None)[0]) > DIFFERENT
-    assert changes is (override is not TrlsLoss)
-    ours, losses = trained(GRPOTrainer, size=5)
-    assert error(stock, ours) < UPDATE
-    assert losses == pytest.approx(stock_losses, rel=METRIC, abs=METRIC)
+    settings = {"reward": one_group_teaches, "rollout_chunk_size": 16, **settings}
+    learns_as_in_trl(tmp_path, override, differs=override is not TrlsLoss, **settings)
 
 
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
@@ -175,11 +165,7 @@ def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
 
 
 def test_what_is_not_called_is_said(tmp_path, caplog):
-    class Own(GRPOTrainer):
-        def get_high_entropy_mask(self, *args: Any) -> Any:
-            return super().get_high_entropy_mask(*args)
-
-    build(tmp_path, Own)
+    build(tmp_path, passing_on("get_high_entropy_mask"))
     assert "Own.get_high_entropy_mask has no effect here" in caplog.text
 
 
@@ -251,21 +237,13 @@ def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
     assert seen == [1] * 16
 
 
-# ---- A rollout_func --------------------------------------------------------------------------------------------------
-
-
-def rolling(folder: Any, rollout: Any = given_rollout, **settings: Any) -> GRPOTrainer:
-    sets = {"train_dataset": prompts(22), "eval_dataset": prompts(5)}
-    return make(folder, rollout_func=rollout, **{**sets, "max_steps": 2, **settings})
-
-
 def test_a_rollout_func_may_sample_with_the_trainer_itself_and_that_is_said(tmp_path, caplog):
     def by_itself(prompts: Any, trainer: Any) -> Any:
         ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
         completions = [trainer._generate_single_turn([row], None, {}, 1)[0][0] for row in ids]
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
-    trainer = rolling(tmp_path, by_itself)
+    trainer = make(tmp_path, rollout_func=by_itself, max_steps=2)
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert trainer.state.global_step == 2

@@ -66,7 +66,7 @@ def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, caplo
 
 
 @stock_scores
-@pytest.mark.parametrize("shape", ["short", "long", "left"])
+@pytest.mark.parametrize("shape", ["long", "left"])
 def test_answers_of_every_shape_are_taken_as_trl_takes_them(tmp_path, shape):
     stock = trained(tmp_path, trl.GRPOTrainer, model_with(Sampler(shape), "instance"), 16)
     same = trained(tmp_path, GRPOTrainer, model_with(Sampler(shape), "instance"))

@@ -8,20 +8,19 @@ import pytest
 import torch
 from datasets import Dataset
 
-from grpo_ext import GRPOTrainer
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError
 from grpo_ext.forward.routing import LIVE
 from grpo_ext.rollouts.batch import EXPERTS
 from grpo_ext.rollouts.ragged import Ragged
 from grpo_ext.rollouts.transcript import Transcript, share_prompt_experts
-from tests.support.drop_in import conversations
 from tests.support.float64 import float64_throughout
 from tests.support.tiny import given_rollout, prompts, tiny_model
-from tests.support.tool_runs import count, sampled, transcript_reward
-from tests.support.trainers import change, make, other, parameters, trained_with_first
+from tests.support.tool_runs import always_calling
+from tests.support.trainers import OtherMask, change, error, make, other, parameters, passing_on, train_and_keep_first
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 REPLAY = {"routing_replay": True}
+LOGPS, SCORE = "_get_per_token_logps_and_entropies", "_generate_and_score_completions"
 # the weights have moved a lot when a rollout batch is trained on for the second time
 REUSED = {"num_iterations": 2, "learning_rate": 1e-2, "max_steps": 4}
 
@@ -30,17 +29,16 @@ def moe(**settings: Any) -> Any:
     return tiny_model("moe", **settings)
 
 
-def trained(folder: Any, **settings: Any) -> Any:
-    return trained_with_first(make(folder, **{"model": moe(), "max_steps": 1, **settings}))
-
-
 def logs(folder: Any, **settings: Any) -> list[dict[str, Any]]:
-    return trained(folder, **settings).state.log_history[:-1]
+    trainer = make(folder, moe(), **settings)
+    trainer.train()
+    return trainer.state.log_history[:-1]
 
 
 def experts_of(folder: Any, **settings: Any) -> list[torch.Tensor]:
     """The recorded experts of each completion of the first step, (prompt + completion, C)."""
-    return list(trained(folder, **REPLAY, **settings).first[EXPERTS])
+    trainer = make(folder, moe(), max_steps=1, **REPLAY, **settings)
+    return list(train_and_keep_first(trainer)[EXPERTS])
 
 
 def test_where_no_choice_changes_the_update_is_the_same(tmp_path):
@@ -59,9 +57,16 @@ def test_choices_that_training_changes_are_replayed(tmp_path):
     replayed, live = (logs(tmp_path / str(replay), routing_replay=replay, **REUSED) for replay in (True, False))
     shares = [entry["routing/changed_share"] for entry in replayed]
     assert shares[0] == shares[2] == 0.0  # sampled with these weights
+    assert replayed[0]["sampling/logp_difference"] < METRIC
     assert min(shares[1], shares[3]) > 0.01
     assert replayed[0]["loss"] == live[0]["loss"]
     assert abs(replayed[1]["loss"] - live[1]["loss"]) > DIFFERENT
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> list[torch.Tensor]:
+    """The experts of a run that scores what it has sampled."""
+    return experts_of(tmp_path_factory.mktemp("recorded"), forward="prefix", beta=0.1)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +83,9 @@ def test_choices_that_training_changes_are_replayed(tmp_path):
     ],
     ids=str,
 )
-def test_experts_are_recorded_however_completions_are_sampled(tmp_path, settings):
-    rows = experts_of(tmp_path / "own", **settings)
-    expected = experts_of(tmp_path / "reference", forward="prefix", beta=0.1)
-    for row_NC, expected_NC in zip(rows, expected, strict=True):
+def test_experts_are_recorded_however_completions_are_sampled(tmp_path, recorded, settings):
+    rows = experts_of(tmp_path, **settings)
+    for row_NC, expected_NC in zip(rows, recorded, strict=True):
         if settings != {"mask_truncated_completions": True}:  # of which one token is kept
             assert torch.equal(row_NC, expected_NC)
             assert bool((row_NC[-1] == LIVE).all())
@@ -96,15 +100,9 @@ def test_a_group_shares_the_experts_of_its_prompt_and_no_other_group_has_them():
     assert [t.experts_NC[:, 0].tolist() for t in transcripts] == [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 2, 3]]
 
 
-class OwnTurn(GRPOTrainer):
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._generate_single_turn(*args, **kwargs)
-
-
-def test_experts_are_recorded_with_the_log_probabilities_where_another_one_samples(tmp_path):
-    rows = experts_of(tmp_path / "override", cls=OwnTurn)
-    expected = experts_of(tmp_path / "own")
-    for row_NC, expected_NC in zip(rows, expected, strict=True):
+def test_experts_are_recorded_with_the_log_probabilities_where_another_one_samples(tmp_path, recorded):
+    rows = experts_of(tmp_path / "override", cls=passing_on("_generate_single_turn"))
+    for row_NC, expected_NC in zip(rows, recorded, strict=True):
         assert torch.equal(row_NC[:-1], expected_NC[:-1])
     shares = [
         e["routing/changed_share"] for e in logs(tmp_path / "func", rollout_func=given_rollout, **REPLAY, **REUSED)
@@ -113,18 +111,11 @@ def test_experts_are_recorded_with_the_log_probabilities_where_another_one_sampl
 
 
 def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path):
-    settings = {
-        "model": moe(max_position_embeddings=4096),
-        "train_dataset": conversations(),
-        "reward": transcript_reward,
-        "tools": [count],
-        "max_completion_length": 300,
-        "max_tool_calling_iterations": 2,
-    }
-    trainer = trained(tmp_path, processing_class=sampled(lambda ids: ["count"]), **settings, **REPLAY)
+    settings = always_calling()
+    trainer = make(tmp_path, moe(max_position_embeddings=4096), **settings, **REPLAY)
+    batch = train_and_keep_first(trainer)
     assert trainer.state.log_history[0]["tools/call_frequency"] > 0
     assert trainer.state.log_history[0]["routing/changed_share"] == 0.0
-    batch = trainer.first
     for row_NC, prompt, mask in zip(batch[EXPERTS], batch["prompt_ids"], batch["tool_mask"]):
         assert len(row_NC) == len(prompt) + len(mask)
         ended = int(mask.nonzero().max()) if mask.any() else 0  # the last token that the model wrote
@@ -133,13 +124,14 @@ def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path):
             assert bool((row_NC[len(prompt) + ended :] == LIVE).all())
 
 
-@pytest.mark.parametrize("settings", [{"forward": "padded"}, {"forward": "prefix", "beta": 0.1}, {}])
-def test_the_split_and_the_form_change_nothing(tmp_path, settings):
-    one = change(make(tmp_path / "one", moe(), **{**settings, "forward": "packed"}, **REUSED, **REPLAY))
-    split = change(make(tmp_path / "split", moe(), per_device_train_batch_size=3, **settings, **REUSED, **REPLAY))
-    assert (split - one).norm() / one.norm() < UPDATE
-    live = change(make(tmp_path / "live", moe(), **settings, **REUSED))
-    assert (live - one).norm() / one.norm() > DIFFERENT
+def test_the_split_and_the_form_change_nothing(tmp_path):
+    settings = {**REUSED, **REPLAY, "beta": 0.1}
+    one = change(make(tmp_path / "packed", moe(), forward="packed", **settings))
+    for form in ("padded", "prefix"):  # of packs the matrix shows it
+        split = change(make(tmp_path / form, moe(), forward=form, per_device_train_batch_size=3, **settings))
+        assert error(one, split) < UPDATE
+    live = change(make(tmp_path / "live", moe(), **{**settings, "routing_replay": False}))
+    assert error(one, live) > DIFFERENT
 
 
 def test_a_run_that_resumes_inside_a_rollout_batch_replays_its_experts(tmp_path):
@@ -156,32 +148,23 @@ def test_a_run_that_resumes_inside_a_rollout_batch_replays_its_experts(tmp_path)
 
 
 def test_an_evaluation_replays_too(tmp_path):
-    trainer = trained(tmp_path, eval_dataset=prompts(4, seed=1), **REPLAY)
+    trainer = make(tmp_path, moe(), max_steps=1, eval_dataset=prompts(4, seed=1), **REPLAY)
+    trainer.train()
     assert trainer.evaluate()["eval_routing/changed_share"] == 0.0
 
 
-class OwnLogps(GRPOTrainer):
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-
-class OwnScore(GRPOTrainer):
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        return super()._generate_and_score_completions(inputs)
-
-
 @pytest.mark.parametrize(
-    ("cls", "settings", "names"),
+    ("changes", "names"),
     [
-        (OwnLogps, {}, "_get_per_token_logps_and_entropies"),
-        (OwnScore, {}, "_generate_and_score_completions"),
-        (GRPOTrainer, {"torch_compile": True}, "torch_compile"),
-        (GRPOTrainer, {"generation_kwargs": {"prefill_chunk_size": 4}}, "prefill_chunk_size"),
+        ({"cls": passing_on(LOGPS)}, LOGPS),
+        ({"cls": passing_on(SCORE)}, SCORE),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"generation_kwargs": {"prefill_chunk_size": 4}}, "prefill_chunk_size"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_before_training(tmp_path, cls, settings, names):
+def test_what_cannot_be_replayed_is_refused_before_training(tmp_path, changes, names):
     with pytest.raises(ConfigError, match=f"routing_replay=True.*{names}"):
-        make(tmp_path, moe(), cls=cls, **settings, **REPLAY)
+        make(tmp_path, moe(), **changes, **REPLAY)
 
 
 def test_a_model_without_experts_is_refused(tmp_path):
@@ -189,18 +172,9 @@ def test_a_model_without_experts_is_refused(tmp_path):
         make(tmp_path, **REPLAY)
 
 
-class OtherMask(GRPOTrainer):
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        return super()._compute_loss(model, {**inputs, "completion_mask": inputs["completion_mask"].clone()})
-
-
 def test_tokens_whose_experts_are_not_known_end_the_run(tmp_path):
     with pytest.raises(ConfigError, match=r"routing_replay=True: .* not known"):
         make(tmp_path, moe(), cls=OtherMask, **REPLAY).train()
-
-
-def test_the_difference_to_the_sampler_is_rounding(tmp_path):
-    assert logs(tmp_path, **REPLAY)[0]["sampling/logp_difference"] < METRIC
 
 
 def test_an_auxiliary_loss_without_a_gradient_is_refused(tmp_path):
@@ -210,14 +184,9 @@ def test_an_auxiliary_loss_without_a_gradient_is_refused(tmp_path):
     make(tmp_path / "none", moe(router_aux_loss_coef=0.0), router_aux_loss_coef=0.0, **settings)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("routing_replay", "no"), ("top_p", 90)])
-def test_values_that_would_mean_something_else_are_refused(tmp_path, setting, value):
-    with pytest.raises(ConfigError, match=f"{setting}={value!r}: use"):
-        make(tmp_path, **{setting: value})
-
-
 def test_groups_of_one_prompt_whose_experts_differ_run_it_each(tmp_path):
-    batch = trained(tmp_path, train_dataset=Dataset.from_dict({"prompt": ["abc>"] * 8}), **REPLAY).first
+    rows = Dataset.from_dict({"prompt": ["abc>"] * 8})
+    batch = train_and_keep_first(make(tmp_path, moe(), train_dataset=rows, max_steps=1, **REPLAY))
     assert all(batch.token_rows().same_prompt)
     experts = list(batch[EXPERTS])
     experts[4:8] = [(row_NC + 1) % 4 for row_NC in experts[4:8]]

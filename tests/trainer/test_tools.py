@@ -16,7 +16,7 @@ from tests.support.tool_runs import Game, count, sampled, transcript_reward
 from tests.support.trainers import log_of, make
 
 SECONDS = 0.1
-SHORT = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 300, "max_tool_calling_iterations": 2}
+SHORT = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 150, "max_tool_calling_iterations": 2}
 
 
 def trainer_with(folder, called=("count",), **changes):

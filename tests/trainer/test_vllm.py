@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel
 from grpo_ext.errors import ConfigError, RolloutError
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import tiny_model
-from tests.support.trainers import LORA, SAVE, change, log_of, make
+from tests.support.trainers import LORA, SAVE, change, error, log_of, make
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "learning_rate": 1e-2, "top_k": 0}
 
@@ -78,17 +78,14 @@ def test_a_server_samples_with_the_adapter_of_the_step(tmp_path, serving, lag):
 
 
 @pytest.mark.parametrize("settings", [{"vllm_lora": False}, {"rank": 16}])
-def test_weights_are_sent_where_the_adapter_is_not(tmp_path, serving, settings):
-    trainer = adapted(tmp_path, **settings)
-    trainer.train()
+def test_weights_are_sent_where_the_adapter_is_not_and_teach_the_same(tmp_path, serving, settings):
+    trainer = adapted(tmp_path / "merged", **settings)
+    merged = change(trainer)
     assert serving.sent == 3
     assert not serving.names
     assert ratios(trainer) == pytest.approx([1.0] * len(ratios(trainer)), abs=1e-4)
-
-
-def test_both_ways_learn_the_same(tmp_path, serving):
-    merged, alone = change(adapted(tmp_path / "merged", vllm_lora=False)), change(adapted(tmp_path / "alone"))
-    assert float((alone - merged).norm() / alone.norm()) < 1e-4
+    if "rank" not in settings:
+        assert error(change(adapted(tmp_path / "alone")), merged) < 1e-4
 
 
 def test_a_resumed_run_samples_with_its_own_adapter_on_a_server_that_has_an_older_one(tmp_path, serving):
@@ -145,7 +142,7 @@ def test_weights_that_stop_arriving_end_the_run(tmp_path, server):
 
 
 def test_the_check_changes_nothing_that_is_learned(tmp_path, server):
-    settings = {**SERVER, "vllm_importance_sampling_correction": False}
+    settings = {**SERVER, "vllm_importance_sampling_correction": False, "max_steps": 2}
     checked, plain = make(tmp_path / "a", **settings), make(tmp_path / "b", **settings, vllm_check=False)
     assert torch.equal(change(checked), change(plain))
     for name in ("loss", "reward"):
@@ -156,24 +153,17 @@ def test_the_check_changes_nothing_that_is_learned(tmp_path, server):
 
 
 def test_without_seeds_a_run_samples_other_completions_every_time(tmp_path, server):
-    assert torch.equal(change(make(tmp_path / "a", **SERVER)), change(make(tmp_path / "b", **SERVER)))
-    settings = {**SERVER, "vllm_seeds": False}
+    settings = {**SERVER, "max_steps": 1}
+    assert torch.equal(change(make(tmp_path / "a", **settings)), change(make(tmp_path / "b", **settings)))
+    settings["vllm_seeds"] = False
     assert not torch.equal(change(make(tmp_path / "c", **settings)), change(make(tmp_path / "d", **settings)))
 
 
 def test_bitwise_mode_takes_a_server_that_says_its_bits_do_not_depend_on_the_batch(tmp_path, serving):
-    settings = {**SERVER, "bitwise_invariant": True}
+    settings = {**SERVER, "bitwise_invariant": True, "max_steps": 2}
     with pytest.raises(ConfigError, match="set VLLM_BATCH_INVARIANT=1"):
         make(tmp_path, **settings)
     serving.env["VLLM_BATCH_INVARIANT"] = True
     whole = change(make(tmp_path / "a", **settings))
     assert torch.equal(whole, change(make(tmp_path / "b", **settings, per_device_train_batch_size=3)))
     assert not torch.equal(whole, change(make(tmp_path / "c", **settings, seed=4)))
-
-
-def test_bitwise_mode_takes_no_engine_that_does_not_say_so(tmp_path, monkeypatch):
-    colocate = {"use_vllm": True, "vllm_mode": "colocate", "bitwise_invariant": True}
-    with pytest.raises(ConfigError, match="use_vllm without VLLM_BATCH_INVARIANT=1"):
-        make(tmp_path, **colocate)
-    with pytest.raises(ConfigError, match="vllm_seeds=False"):
-        make(tmp_path, **{**SERVER, "vllm_seeds": False, "bitwise_invariant": True})

@@ -10,8 +10,9 @@ import torch
 
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts.keyed import MOST_KEPT
+from tests.support import server
 from tests.support.colocated import Engine, stand_in
-from tests.support.trainers import change, make
+from tests.support.trainers import change, error, first_line, make
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 REPLAY = {"sampling_mask": "replay"}
@@ -21,12 +22,6 @@ COLOCATE = {"use_vllm": True, "vllm_mode": "colocate", "learning_rate": 1e-2, "t
 @pytest.fixture
 def engines(monkeypatch) -> list[Engine]:
     return stand_in(monkeypatch.setattr)
-
-
-def logged(folder: Any, **settings: Any) -> dict[str, Any]:
-    trainer = make(folder, **{**COLOCATE, "max_steps": 1, **settings})
-    trainer.train()
-    return trainer.state.log_history[0]
 
 
 def furthest_ratio(log: dict[str, Any]) -> float:
@@ -45,9 +40,9 @@ def furthest_ratio(log: dict[str, Any]) -> float:
     ids=str,
 )
 def test_ratios_to_vllm_are_one_where_its_masks_are_replayed(tmp_path, engines, settings):
-    unbounded = {"vllm_importance_sampling_clip_max": 1e9}
-    replayed = logged(tmp_path / "replayed", **unbounded, **settings, **REPLAY)  # with the check, whatever is left
-    plain = logged(tmp_path / "plain", **unbounded, **settings, vllm_check=False)
+    unbounded = {**COLOCATE, "vllm_importance_sampling_clip_max": 1e9, **settings}
+    replayed = first_line(tmp_path / "replayed", **unbounded, **REPLAY)  # with the check, whatever is left
+    plain = first_line(tmp_path / "plain", **unbounded, vllm_check=False)
     assert furthest_ratio(replayed) < 20 * METRIC  # of completions of 12 tokens
     assert replayed["sampling/logp_difference"] < METRIC
     assert furthest_ratio(plain) > 0.05  # the control
@@ -57,16 +52,17 @@ def test_ratios_to_vllm_are_one_where_its_masks_are_replayed(tmp_path, engines, 
 
 
 def test_masks_of_vllm_go_through_every_split(tmp_path, engines):
-    settings = {**COLOCATE, "top_p": 0.6, "vllm_importance_sampling_correction": False}
+    settings = {**COLOCATE, "top_p": 0.6, "vllm_importance_sampling_correction": False, "max_steps": 2}
     reference = change(make(tmp_path / "one", **settings, **REPLAY))
     other = change(make(tmp_path / "other", **settings, **REPLAY, per_device_train_batch_size=3, forward="padded"))
     plain = change(make(tmp_path / "plain", **settings))
-    assert (other - reference).norm() / reference.norm() < UPDATE
-    assert (plain - reference).norm() / reference.norm() > DIFFERENT
+    assert error(reference, other) < UPDATE
+    assert error(reference, plain) > DIFFERENT
 
 
 def test_without_a_filter_vllm_is_asked_for_nothing(tmp_path, engines):
-    changes = [change(make(tmp_path / name, **COLOCATE, **extra)) for name, extra in (("a", {}), ("b", REPLAY))]
+    runs = (make(tmp_path / name, **COLOCATE, **extra, max_steps=2) for name, extra in (("a", {}), ("b", REPLAY)))
+    changes = [change(run) for run in runs]
     assert torch.equal(*changes)
     assert not any(engine.returns_masks for engine in engines)
     assert {params.top_k for engine in engines for params in engine.asked} == {0}
@@ -132,8 +128,6 @@ def test_an_engine_that_does_not_return_what_it_was_told_to_ends_the_run(
 
 
 def test_a_server_samples_with_replay_where_nothing_is_filtered(tmp_path, monkeypatch):
-    from tests.support.server import stand_in as serve
-
-    serve(tmp_path / "server", monkeypatch.setattr)
-    log = logged(tmp_path / "run", vllm_mode="server", **REPLAY)
+    server.stand_in(tmp_path / "server", monkeypatch.setattr)
+    log = first_line(tmp_path / "run", **{**COLOCATE, "vllm_mode": "server"}, **REPLAY)
     assert log["sampling/logp_difference"] < METRIC
