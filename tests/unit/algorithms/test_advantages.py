@@ -23,7 +23,6 @@ MODES = [
     ("none", "sum_then_normalize"),
     ("group", "normalize_then_sum"),
 ]
-EVERY_MODE = pytest.mark.parametrize(("scale", "aggregation"), MODES)
 NAN = math.nan
 # TRL takes Bessel's correction from a float32 quotient: 2^-24 and a bit, of each of the terms whose sum may cancel
 TRL_ROUNDING = {"rtol": 2e-7, "atol": 1e-7}
@@ -65,8 +64,8 @@ def batch(groups: int, generations: int, functions: int = 2) -> torch.Tensor:
 
 @st.composite
 def reward_batches(draw):
-    """Rewards as programs give them (few distinct values, `None`s), group size, weights."""
-    generations, groups, columns = draw(st.integers(2, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    """Rewards as programs give them (few distinct values, `None`s), group size (1 in an evaluation), weights."""
+    generations, groups, columns = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
     value = st.sampled_from([0.0, 1.0, -1.0, 0.5, 0.1, 3.25])
     cell = st.one_of(value, st.just(NAN))
     rows = draw(
@@ -83,21 +82,13 @@ def reward_batches(draw):
 # ---- TRL's numbers --------------------------------------------------------------------------------------------------
 
 
-@EVERY_MODE
+@pytest.mark.parametrize(("scale", "aggregation"), MODES)
 @given(reward_batches())
 def test_advantages_are_trls(scale, aggregation, rewards_weights_generations):
     rewards, weights, generations = rewards_weights_generations
     ours = group_advantages(rewards, weights, generations, scale, aggregation)
     theirs = trl_advantages(rewards, weights, generations, scale, aggregation)
     torch.testing.assert_close(ours, theirs, **TRL_ROUNDING)
-
-
-@EVERY_MODE
-@pytest.mark.parametrize("rows", [1, 4])
-def test_advantages_are_trls_for_groups_of_one_in_evaluation(scale, aggregation, rows):
-    rewards = batch(groups=rows, generations=1)
-    ours = group_advantages(rewards, torch.ones(2), 1, scale, aggregation)
-    torch.testing.assert_close(ours, trl_advantages(rewards, torch.ones(2), 1, scale, aggregation))
     assert torch.isfinite(ours).all()
 
 
@@ -107,9 +98,6 @@ def test_an_oracle_with_another_epsilon_would_be_noticed():
     grouped = rewards.view(-1, 4)
     other = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-3)).view(-1)
     assert (ours - other).abs().max() > 1e-5
-
-
-# ---- Properties -----------------------------------------------------------------------------------------------------
 
 
 def test_part_of_a_batch_has_other_advantages_under_batch_scaling():
@@ -197,11 +185,6 @@ def test_an_estimator_may_be_named_by_its_file(tmp_path, estimators):
         estimated(f"{file}:other", 1, 2, 3, 4)
     with pytest.raises(ConfigError, match=r"cannot be loaded .*No such file .*gone\.py"):
         estimated("gone.py:f", 1, 2, 3, 4)
-
-
-def test_an_unknown_estimator_is_refused_with_the_names():
-    with pytest.raises(ConfigError, match="'grpo' is unknown; use one of group_centered, group_standardized,"):
-        estimated("grpo", 0, 1, 2, 3)
 
 
 def test_groups_without_variance():

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from accelerate import PartialState
 
 from grpo_ext.run.checkpoint import (
     LISTING,
@@ -39,13 +38,6 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[500] ^= 1
-    path.write_bytes(content)
-
-
 def remove(folder: Path) -> None:
     (folder / "sub" / "rng.pth").unlink()
 
@@ -58,13 +50,11 @@ def spoil_listing(folder: Path) -> None:
     ("damage", "says"),
     [
         (truncate, r"model\.safetensors has 1999 bytes instead of 2000"),
-        (flip, r"model\.safetensors has changed since it was written"),
         (remove, r"sub/rng\.pth is missing"),
         (spoil_listing, r"checkpoint\.json is broken"),
     ],
 )
 def test_damage_is_found_and_the_file_is_named(tmp_path, damage, says, caplog):
-    PartialState()  # Accelerate's loggers want to know the process
     good, bad = make(tmp_path, 2), make(tmp_path, 10)
     damage(bad)
     reason = why_broken(bad)
@@ -84,33 +74,8 @@ def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["_running.lock", "checkpoint-1"]
 
 
-def test_a_name_that_is_taken_is_kept_beside(tmp_path):
-    make(tmp_path, 4)
-    (tmp_path / "checkpoint-4" / "mine.txt").write_text("mine")
-    make(tmp_path, 4)
-    assert (tmp_path / "checkpoint-4.replaced-1" / "mine.txt").read_text() == "mine"
-    assert why_broken(tmp_path / "checkpoint-4") is None
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
-
-
-def test_rotation_keeps_the_best_and_the_one_just_written(tmp_path):
-    for step in (1, 2, 3):
-        make(tmp_path, step)
-    for limit in (1, None):
-        rotate(tmp_path, limit, str(tmp_path / "checkpoint-1"), tmp_path / "checkpoint-3", None)
-        assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
-
-
 def test_rotation_deletes_the_oldest_and_no_more_than_there_are_too_many(tmp_path):
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
     rotate(tmp_path, 3)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
-
-
-def test_a_checkpoint_of_transformers_is_taken_unverified(tmp_path):
-    folder = tmp_path / "checkpoint-5"
-    folder.mkdir()
-    assert "neither" in str(why_broken(folder))
-    (folder / "trainer_state.json").write_text("{}")
-    assert why_broken(folder) is None

@@ -7,17 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from accelerate import PartialState
 from filelock import FileLock
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import take_folder
-
-
-@pytest.fixture(autouse=True)
-def logging() -> None:
-    PartialState()  # Accelerate's loggers want to know the process
 
 
 def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
@@ -32,13 +26,6 @@ def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
     assert sorted(folder for folder, _ in taken) == [
         str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")
     ]
-
-
-def test_a_folder_that_was_released_is_taken_again(tmp_path):
-    _, lock = take_folder(str(tmp_path), in_place=False)
-    assert take_folder(str(tmp_path), in_place=False)[0] == f"{tmp_path}-2"
-    lock.release()
-    assert take_folder(str(tmp_path), in_place=False)[0] == str(tmp_path)
 
 
 def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_path, monkeypatch):
