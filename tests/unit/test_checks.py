@@ -119,7 +119,10 @@ def test_everything_that_depends_on_the_split_is_told_at_once():
             Dataset.from_dict({"prompt": ["p"] * 1000 + [""] + ["p"] * 1000}),
             r"row 1000 of the training data set has an empty prompt \(''\)",
         ),
-        ([{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": []}], r"row 1 .* has an empty prompt \(\[\]\)"),
+        (
+            Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}], []]}),
+            r"row 1 .* has an empty prompt \(\[\]\)",
+        ),
     ],
 )
 def test_data_without_prompts_is_refused_with_the_row(data, says):

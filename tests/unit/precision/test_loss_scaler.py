@@ -57,6 +57,14 @@ def test_an_overflow_elsewhere_skips_the_step_here():
 # ---- The scale ------------------------------------------------------------------------------------------------------
 
 
+def test_it_never_falls_below_the_minimum():
+    scaler = scaler_of(4.0, minimum=3.0)
+    scaler.move(True)
+    assert scaler.value == 3.0
+    with pytest.raises(PrecisionError, match=r"loss scale of 3, its minimum; 2 of 2 steps were skipped"):
+        scaler.move(True)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_it_is_deepspeeds(seed, monkeypatch):
     deepspeed = pytest.importorskip(

@@ -1,12 +1,18 @@
-"""A checkpoint is whole or absent, and what is broken is named."""
+"""A checkpoint is whole or absent, and what is broken is named; the folder of a run is taken by one run at a time."""
 
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 
+from grpo_ext.errors import ConfigError
+from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import (
     LISTING,
     checkpoints,
@@ -74,8 +80,53 @@ def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["_running.lock", "checkpoint-1"]
 
 
+def test_a_name_that_is_taken_is_kept_beside(tmp_path):
+    make(tmp_path, 4)
+    (tmp_path / "checkpoint-4" / "mine.txt").write_text("mine")
+    make(tmp_path, 4)
+    assert (tmp_path / "checkpoint-4.replaced-1" / "mine.txt").read_text() == "mine"
+    assert why_broken(tmp_path / "checkpoint-4") is None
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
 def test_rotation_deletes_the_oldest_and_no_more_than_there_are_too_many(tmp_path):
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
     rotate(tmp_path, 3)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+# ---- The folder of a run --------------------------------------------------------------------------------------------
+
+
+def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
+    together = threading.Barrier(4)
+
+    def take(_: int) -> tuple[str, FileLock]:
+        together.wait(60)
+        return take_folder(str(tmp_path / "out"), in_place=False)
+
+    with ThreadPoolExecutor(4) as threads:
+        taken = list(threads.map(take, range(4)))  # with the locks, which are released with their objects
+    assert sorted(folder for folder, _ in taken) == [
+        str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")
+    ]
+
+
+def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_path, monkeypatch):
+    folder, acquire = tmp_path / "out", checkpoint._acquire
+
+    def late(name: str) -> Any:
+        if name == str(folder):
+            (folder / "checkpoint-1").mkdir(parents=True)
+        return acquire(name)
+
+    monkeypatch.setattr(checkpoint, "_acquire", late)
+    assert take_folder(str(folder), in_place=False)[0] == f"{folder}-2"
+    monkeypatch.undo()
+    assert take_folder(str(folder), in_place=True)[0] == str(folder)  # its lock was released
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_sentence():
+    with pytest.raises(ConfigError, match="output_dir='/proc/self' cannot be written to"):
+        take_folder("/proc/self", in_place=True)  # a folder in which nobody may make a file
