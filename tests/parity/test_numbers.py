@@ -282,12 +282,17 @@ def test_metrics_and_columns_of_reward_functions(tmp_path):
             log_metric("share", 4.0)
             return [1.0] * len(completions)
 
-        return parts_of(journal, reward_funcs=[reward, later], eval_dataset=prompts(2, seed=4))
+        class Judge:
+            async def __call__(self, completions: Any, **columns: Any) -> Any:
+                return torch.arange(len(completions))
+
+        functions = [reward, later, partial(later, extra=1), Judge()]
+        return parts_of(journal, reward_funcs=functions, eval_dataset=prompts(2, seed=4))
 
     def act(trainer: Any) -> None:
         trainer.train()
         trainer.evaluate()
 
     stock = alike(tmp_path, parts, act)
-    assert stock.metrics[0][1]["share"] == [2.5]
+    assert stock.metrics[0][1]["share"] == [pytest.approx((1.0 + 2.5 + 4.0 + 4.0) / 4)]
     assert set(stock.tables[0][1]["extra"]) == {"length", "a first"}

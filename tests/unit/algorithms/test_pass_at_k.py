@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from grpo_ext.algorithms.pass_at_k import are_pass_or_fail, first_and_last, logged_k, pass_at_k, pass_metrics
+from grpo_ext.algorithms.pass_at_k import are_pass_or_fail, logged_k, pass_at_k, pass_metrics
 
 NAN = math.nan
 
@@ -23,16 +23,6 @@ def test_the_estimator_is_the_share_of_draws_with_a_passed_completion(scored):
 def test_all_small_k_are_logged_and_then_powers_of_two_and_the_last():
     assert logged_k(12) == [1, 2, 3, 4, 5, 6, 7, 8, 12]
     assert logged_k(64) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64]
-
-
-def test_metrics_are_means_over_prompts():
-    metrics = pass_metrics([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]], 1.0)
-    assert metrics == {
-        "mean@3": pytest.approx(1 / 3),
-        "pass@1": pytest.approx(1 / 3),
-        "pass@2": pytest.approx((2 / 3 + 0 + 1) / 3),
-        "pass@3": pytest.approx(2 / 3),
-    }
 
 
 def test_completions_that_nobody_scored_do_not_count():
@@ -57,9 +47,3 @@ def test_a_reward_equal_to_the_threshold_has_passed_in_float32_too():
     assert as_float32 < 0.7
     assert pass_metrics([[as_float32, 0.6999]], 0.7)["pass@1"] == 0.5
     assert pass_metrics([[0.99999994, 0.0]], 1.0)["pass@1"] == 0.5  # a weighted sum
-
-
-def test_the_first_and_the_last_k_of_every_evaluation_set():
-    names = ["eval_reward", "eval_mean@8", "eval_a_pass@1", "eval_a_pass@2", "eval_a_pass@8", "eval_b_pass@1", "x@1"]
-    assert first_and_last(names) == ["eval_a_pass@1", "eval_a_pass@8", "eval_b_pass@1"]
-    assert first_and_last(["pass@1"]) == ["pass@1"]

@@ -86,10 +86,6 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     assert len({tuple(prompt_order(50, seed, epoch)) for seed in (1, 2) for epoch in (2, 3)} | {tuple(range(50))}) == 5
 
 
-def test_without_shuffling_the_order_is_the_data_sets():
-    assert list(prompt_order(7, seed=1, epoch=2, shuffle=False)) == list(range(7))
-
-
 # ---- Shares of a step -----------------------------------------------------------------------------------------------
 
 SPLITS = st.tuples(

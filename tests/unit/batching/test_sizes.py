@@ -114,29 +114,25 @@ def test_the_derived_accumulation_is_rounded_up_never_floored(generations, promp
 # ---- TRL's meaning --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("micro", "accumulation"), [(2, 1), (4, 4)])
-@pytest.mark.parametrize("phase", [{}, {"steps_per_generation": 8}, {"generation_batch_size": 64}])
-def test_trls_fields_give_trls_sizes(micro, accumulation, phase):
-    sizes = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation, "num_generations": 2}
-    theirs = trl.GRPOConfig(use_cpu=True, report_to="none", **sizes, **phase)
-    ours = resolve(num_generations=2, micro_batch_size=micro, accumulation_steps=accumulation, **phase)
-    assert ours.global_batch_size == micro * accumulation
-    assert ours.rollout_batch_size == theirs.generation_batch_size
-    assert ours.accumulation_steps == theirs.gradient_accumulation_steps
-    assert ours.steps_per_rollout * accumulation == theirs.steps_per_generation
+PHASES = [
+    *((2, 1, 2, phase) for phase in ({}, {"steps_per_generation": 8}, {"generation_batch_size": 64})),
+    *((4, 4, 2, phase) for phase in ({}, {"steps_per_generation": 8}, {"generation_batch_size": 64})),
+    # steps that cut groups
+    *((6, 3, 4, phase) for phase in ({"steps_per_generation": 6}, {"generation_batch_size": 36})),
+]
 
 
-@pytest.mark.parametrize("phase", [{"steps_per_generation": 6}, {"generation_batch_size": 36}])
-def test_a_step_may_cut_groups_as_in_trl(phase):
-    sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "num_generations": 4}
-    theirs = trl.GRPOConfig(use_cpu=True, report_to="none", **sizes, **phase)
-    for g in (
-        resolve(micro_batch_size=6, accumulation_steps=3, **phase),
-        GRPOConfig(use_cpu=True, report_to="none", **sizes, **phase).geometry,
-        GRPOConfig.from_trl(theirs).geometry,
-    ):
-        assert (g.global_batch_size, g.rollout_batch_size) == (18, theirs.generation_batch_size) == (18, 36)
-        assert (g.steps_per_rollout, g.prompts_per_rollout, g.accumulation_steps) == (2, 9, 3)
+@pytest.mark.parametrize(("micro", "accumulation", "generations", "phase"), PHASES)
+def test_trls_fields_give_trls_sizes(micro, accumulation, generations, phase):
+    sizes = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation, **phase}
+    config = {"use_cpu": True, "report_to": "none", "num_generations": generations, **sizes}
+    theirs = trl.GRPOConfig(**config)
+    resolved = geometry_of({"num_generations": generations, **sizes}, 1)
+    for g in (resolved, GRPOConfig(**config).geometry, GRPOConfig.from_trl(theirs).geometry):
+        assert g.global_batch_size == micro * accumulation
+        assert g.rollout_batch_size == theirs.generation_batch_size == g.prompts_per_rollout * generations
+        assert g.accumulation_steps == theirs.gradient_accumulation_steps
+        assert g.steps_per_rollout * accumulation == theirs.steps_per_generation
 
 
 @given(st.integers(2, 100), st.integers(1, 200), st.integers(1, 8))

@@ -9,8 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_ext.forward import choice as module
-from grpo_ext.forward import forms, prefix_cache
+from grpo_ext.forward import choice, forms, prefix_cache
 from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
@@ -110,24 +109,21 @@ def test_adapters_and_widths():
 # ---- Which models run it --------------------------------------------------------------------------------------------
 
 
-def chosen_form(monkeypatch: Any, model: Any, **options: Any) -> tuple[str, str]:
+def chosen_form(caplog: Any, model: Any, **options: Any) -> tuple[str, str]:
     """The form after the check, and the warnings."""
-    warnings: list[str] = []
-    monkeypatch.setattr(module, "any_process", lambda value, device: value)
-    monkeypatch.setattr(module, "gather_lists", list)
-    monkeypatch.setattr(module.logger, "warning", warnings.append)
+    caplog.clear()
     chosen = ForwardChoice(("packed", "prefix"), torch.device("cpu"), **options)
     with torch.no_grad():
         chosen.check(model, rows_of(*SHAPES["long"]))
     assert chosen.settled(model)
-    return chosen.form(model), " ".join(warnings)
+    return chosen.form(model), " ".join(r.getMessage() for r in caplog.records if r.name == choice.__name__)
 
 
 @pytest.mark.parametrize("precision", [in_full_unless(False, torch.float32), torch.bfloat16])
 @pytest.mark.parametrize("kind", HYBRID)
-def test_hybrid_models_run_it_after_the_check(monkeypatch, kind, precision):
+def test_hybrid_models_run_it_after_the_check(caplog, kind, precision):
     model = model_of(kind).to(precision)
-    assert chosen_form(monkeypatch, model, checkpointing_kwargs=CHECKPOINTING) == ("prefix", "")
+    assert chosen_form(caplog, model, checkpointing_kwargs=CHECKPOINTING) == ("prefix", "")
 
 
 @pytest.mark.parametrize(
@@ -140,20 +136,16 @@ def test_hybrid_models_run_it_after_the_check(monkeypatch, kind, precision):
         ("gpt2", CHECKPOINTING, "fails on completions after a cached prompt"),  # whose layers drop the cache
     ],
 )
-def test_models_that_cannot_pad_and_say_why(monkeypatch, kind, checkpointing, words):
+def test_models_that_cannot_pad_and_say_why(caplog, kind, checkpointing, words):
     model = model_of(kind)
     if kind == "gpt2":
         model._supports_attention_backend = False  # else it packs
-        assert chosen_form(monkeypatch, model)[0] == "prefix"
-    form, warnings = chosen_form(monkeypatch, model, checkpointing_kwargs=checkpointing)
+        assert chosen_form(caplog, model)[0] == "prefix"
+    form, warnings = chosen_form(caplog, model, checkpointing_kwargs=checkpointing)
     assert form == "padded"
     assert warnings.count("Padded batches run") == 1
     assert words in warnings
     assert not model.is_gradient_checkpointing
-
-
-def test_a_model_that_can_run_packs_does(monkeypatch):
-    assert chosen_form(monkeypatch, model_of("qwen2")) == ("packed", "")
 
 
 @pytest.mark.parametrize("fault", ["position", "neighbour", "padding"])

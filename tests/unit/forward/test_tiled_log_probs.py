@@ -1,4 +1,7 @@
-"""Log-probabilities in tiles: the derivative, the algebra, the precision and the memory, against all logits at once."""
+"""Log-probabilities in tiles: the derivative, the algebra, the precision and the memory, against all logits at once.
+
+Over the whole vocabulary, and over the tokens that sampling kept.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 
 from grpo_ext.forward import tiled_log_probs as module
+from grpo_ext.forward.sampling_masks import KeptIds, SamplingMasks
 from grpo_ext.forward.tiled_log_probs import LogitTransform
 from grpo_ext.forward.tiled_log_probs import tiled_log_probs as log_probs
 from tests.support.memory import LargestAllocation
@@ -30,13 +34,17 @@ def tiles(request, monkeypatch):
     monkeypatch.setattr(module, "CPU_TILE", TILES[request.param])
 
 
-def naive(hidden: Any, weight: Any, bias: Any, targets: Any, transform: LogitTransform) -> tuple[Any, Any]:
-    """Log-probabilities and entropies by way of all logits."""
+def naive(
+    hidden: Any, weight: Any, bias: Any, targets: Any, transform: LogitTransform, kept: Any = None
+) -> tuple[Any, Any]:
+    """Log-probabilities and entropies by way of all logits, or of those that a mask keeps."""
     logits = torch.nn.functional.linear(hidden, weight, bias) * transform.scale
     if transform.cap is not None:
         logits = transform.cap * torch.tanh(logits / transform.cap)
-    logps = (logits[:, : transform.vocabulary] / transform.temperature).log_softmax(-1)
-    return logps.gather(1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+    logits = logits[:, : transform.vocabulary] / transform.temperature
+    logps = (logits if kept is None else logits.masked_fill(~kept, -torch.inf)).log_softmax(-1)
+    entropies = -(logps.exp() * logps.masked_fill(logps.isinf(), 0)).sum(-1)
+    return logps.gather(1, targets[:, None])[:, 0], entropies
 
 
 def case(dtype: torch.dtype = torch.float64, rows: int = 7, hidden: int = 5, vocabulary: int = 11, seed: int = 0):
@@ -171,3 +179,60 @@ def test_a_frozen_head_gets_no_gradient_computed(monkeypatch):
     logps, _ = log_probs(hidden, weight.detach(), bias.detach(), targets, LogitTransform())
     logps.sum().backward()
     assert [x is None for x in added[0]] == [False, True, True]
+
+
+# ---- Of the tokens that sampling kept -------------------------------------------------------------------------------
+
+COUNTS = torch.tensor([3, 1, 0, -1, 2, -2, 4], dtype=torch.int32)
+IDS = torch.tensor([0, 5, 9, 7, 1, 10, 2, 3, 4, 8], dtype=torch.int32)
+TARGETS = torch.tensor([5, 7, 3, 0, 10, 1, 8])
+SUPPRESSED = (torch.tensor([4]), torch.tensor([4, 9]))
+MASKED = ("temperature", "scale_and_cap")
+
+
+def masks() -> SamplingMasks:
+    """Of three rows, of which the second has no tokens."""
+    rows = (KeptIds(COUNTS[:3], IDS[:4]), KeptIds(COUNTS[:0], IDS[:0]), KeptIds(COUNTS[3:], IDS[4:]))
+    return SamplingMasks.of(rows, SUPPRESSED)
+
+
+def kept() -> torch.Tensor:
+    """The same, as one mask (7, 11) written by hand."""
+    rows = [[0, 5, 9], [7], range(11), set(range(11)) - {4}, [1, 10], set(range(11)) - {4, 9}, [2, 3, 4, 8]]
+    return torch.tensor([[token in row for token in range(11)] for row in rows])
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("kind", MASKED)
+def test_probabilities_and_entropies_are_those_over_the_kept_tokens(kind):
+    inputs, transform = case()[:3], TRANSFORMS[kind]
+    logps, entropies = log_probs(*inputs, TARGETS, transform, masks=masks())
+    expected = naive(*inputs, TARGETS, transform, kept())
+    assert torch.allclose(logps, expected[0], rtol=0, atol=FLOAT64_SUMS)
+    assert torch.allclose(entropies, expected[1], rtol=0, atol=FLOAT64_SUMS)
+    everything, _ = log_probs(*inputs, TARGETS, transform)  # the control: without masks
+    assert [bool(same) for same in (everything - logps).abs() < 1e-6] == [False, False, True, *[False] * 4]
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("kind", MASKED)
+def test_the_backward_pass_under_masks_is_the_derivative(kind):
+    def both(*inputs: Any) -> Any:
+        return log_probs(*inputs, TARGETS, TRANSFORMS[kind], masks=masks())
+
+    assert torch.autograd.gradcheck(both, case()[:3])
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_a_token_that_was_chosen_from_itself_alone_has_probability_one_and_no_gradient(with_entropy):
+    hidden, weight, bias, _ = case(torch.float32)
+    logps, entropies = log_probs(hidden, weight, bias, TARGETS, TRANSFORMS[MASKED[0]], with_entropy, masks=masks())
+    assert logps[1].item() == 0.0
+    assert entropies is None or entropies[1].item() == 0.0
+    assert not torch.autograd.grad(logps[1], hidden)[0].any()
+
+
+def test_rows_are_cut_with_their_ids():
+    rows = (KeptIds(COUNTS[:3], IDS[:4]).first(1), KeptIds(COUNTS[3:], IDS[4:]).first(3))
+    assert [row.counts_T.tolist() for row in rows] == [[3], [-1, 2, -2]]
+    assert [row.ids_K.tolist() for row in rows] == [[0, 5, 9], [1, 10]]

@@ -88,15 +88,6 @@ def test_a_model_scores_and_learns_as_on_the_padded_batch(calls, kind, settings,
     assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= SAME_ALGEBRA
 
 
-def test_gradient_checkpointing_runs_the_same_calls_again(calls):
-    model, batch = model_of("llama"), rows_of(*SHAPES["groups"])
-    expected = gradient("padded", model, batch)
-    model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
-    assert (calls.count("_varlen"), calls.count("_varlen_backward")) == (16, 8)
-
-
 def test_layers_with_and_without_a_window_share_a_pack(calls, monkeypatch):
     """The arguments of the calls are computed once for each window, and those windows are known beforehand."""
     windows: list[int | None] = []

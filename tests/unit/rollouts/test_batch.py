@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.forward.rows import TokenRows, in_columns
 from grpo_ext.rollouts.batch import RolloutBatch, gather_scored
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import count_step
@@ -67,29 +66,12 @@ def overridden(changes: dict[str, Any], rows: Sequence[int] = range(4)) -> dict[
 
 
 def test_what_an_override_adds_arrives_as_it_was_returned():
-    added = {
-        "one": torch.arange(4.0),
-        "importance_sampling_ratio": torch.arange(1.0, 5.0)[:, None],
-        "few": torch.arange(12.0).view(4, 3),
-        "cube": torch.arange(24).view(4, 2, 3),
-        "tokens": torch.arange(20).view(4, 5),
-        "flags": torch.tensor([True, False, True, True]),
-        "texts": ["a", "b", "c", "d"],
-        "shift": torch.tensor(0.25),
-        "nothing": None,
-    }
-    scored = scored_batch() | added
-    everything = overridden(added)
-    assert everything.keys() == scored.keys()
-    for name, value in scored.items():
-        assert torch.equal(everything[name], value) if isinstance(value, torch.Tensor) else everything[name] == value
-    some = overridden(added, [2, 0])  # neither has five tokens
-    for name, value in scored.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(some[name], value[[2, 0]] if value.dim() else value), name
-    assert some["texts"] == ["c", "a"]
-    arrays = overridden({"numbers": np.arange(4.0), "words": np.array(["a", "b", "c", "d"])}, [2, 0])
-    assert (arrays["numbers"].tolist(), arrays["words"]) == ([2.0, 0.0], ["c", "a"])
+    """Fields of further shapes: tests/trainer/test_overridden_rollouts.py."""
+    ratio = torch.arange(1.0, 5.0)[:, None]
+    arrays = {"numbers": np.arange(4.0), "words": np.array(["a", "b", "c", "d"])}
+    some = overridden({"importance_sampling_ratio": ratio, "nothing": None, **arrays}, [2, 0])
+    assert torch.equal(some["importance_sampling_ratio"], ratio[[2, 0]])
+    assert (some["nothing"], some["numbers"].tolist(), some["words"]) == (None, [2.0, 0.0], ["c", "a"])
 
 
 def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():
@@ -113,25 +95,3 @@ def test_another_number_of_rows_is_refused():
 def test_what_the_loss_needs_is_asked_for_by_name():
     with pytest.raises(RolloutError, match="returned no prompt_mask, advantages; the loss needs them"):
         gather_scored(scored_batch() | {"prompt_mask": None, "advantages": None}, 4, 2)
-
-
-@pytest.mark.parametrize("hole", [[0], [1, 3], [4]])
-def test_tokens_that_attention_leaves_out_keep_their_places(hole):
-    mask = scored_batch()["completion_mask"].clone()
-    mask[1, hole] = 0  # the row with five tokens
-    batch = gather_scored(scored_batch() | {"completion_mask": mask}, 4, 2)
-    rows, at_the_end = batch.token_rows(), hole == [4]
-    assert batch.gaps == [False, not at_the_end, False, False]
-    assert rows.completions_B == [2, 4 if at_the_end else 5, 1, 3]
-    ids, tokens, width = rows.padded()
-    assert torch.equal(rows.attention_mask(tokens)[:, -width:], mask[:, :width])
-    assert torch.equal(rows.targets(), batch["completion_ids"].values[mask.flatten().bool()])
-    values = torch.arange(1.0, 1 + len(rows.targets()))
-    columns = in_columns(values, rows.places(), len(rows), 5)
-    assert torch.equal(columns[mask.bool()], values)
-    assert not columns[~mask.bool()].any()
-    again = TokenRows.of_padded(ids, rows.attention_mask(tokens), width)
-    assert torch.equal(again.ids_N, rows.ids_N)
-    assert (again.attended_N is None) == at_the_end
-    assert at_the_end or torch.equal(again.attended_N, rows.attended_N)
-    assert rows.part(slice(2, 4)).attended_N is None

@@ -17,12 +17,6 @@ from tests.support.server import generation_settings
 TOKENS, VOCABULARY = 400, 64
 
 
-def test_the_bound_is_rounding_in_bfloat16():
-    """Above what was measured of SmolLM2-135M (30 layers): up to 0.04 on average."""
-    assert 0.04 < rounding_bound(30) < 0.25
-    assert rounding_bound(120) == 2 * rounding_bound(30)
-
-
 @pytest.mark.parametrize(
     ("changes", "mode", "surplus"),
     [

@@ -57,20 +57,6 @@ def joined(monkeypatch: Any, parts: Sequence[LocalRollout], rank: int = 0) -> An
     return join(exchange(parts[rank], ImageSource()), TERMS, rank)
 
 
-def test_the_rows_of_all_processes_stand_in_global_order_whoever_has_how_many(monkeypatch):
-    alone = joined(monkeypatch, [part([0, 1, 2])])
-    for parts in ([part([0]), part([1, 2])], [part([0, 1]), part([]), part([2])], [part([]), part([0, 1, 2])]):
-        for rank, local in enumerate(parts):
-            found = joined(monkeypatch, parts, rank)
-            assert torch.equal(found.rewards_BF, alone.rewards_BF)
-            assert torch.equal(found.advantages_B, alone.advantages_B)
-            assert [entry.prompt for entry in found.entries] == ["p0", "p0", "p1", "p1", "p2", "p2"]
-            assert found.batch["prompt_ids"].values.tolist() == [10, 10, 11, 11, 12, 12]
-            assert list(found.local_rows) == [
-                i for i, e in enumerate(found.entries) if int(e.prompt[1]) in local.request.prompts
-            ]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_mask_on_one_process_means_tokens_of_the_model_on_the_other(monkeypatch, rank):
     parts = [part([0], mask=[1, 0]), part([1])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from grpo_ext.rollouts import token_record
-from grpo_ext.rollouts.token_record import Recorder, TokenRecord
+from grpo_ext.rollouts.token_record import Recorder
 
 ROWS, STEPS, VOCABULARY, BOUND = 3, 7, 11, 4
 
@@ -41,21 +41,3 @@ def test_records_are_those_of_each_row_wherever_rows_leave(monkeypatch):
         assert torch.allclose(record.logps_T, torch.stack([left.log_softmax(0).max() for _, left in pairs]))
         masses = [scores.softmax(0)[left.isfinite()].sum() for scores, left in pairs]
         assert torch.allclose(record.mass_T, torch.stack(masses))
-
-
-def test_without_filters_the_record_names_what_was_suppressed_at_each_position():
-    recorder = Recorder(kinds=[-2, -2, -1])
-    scores, tokens = torch.zeros(2, VOCABULARY), torch.zeros(2, dtype=torch.long)
-    for _ in range(4):
-        recorder.add(recorder.bounded(scores), tokens, scores.softmax(1))
-    record, _ = recorder.records([4, 1])
-    assert record.counts_T.tolist() == [-2, -2, -1, -1]
-    assert record.ids_K.tolist() == []
-    assert record.mass_T.tolist() == [1] * 4
-
-
-def test_records_join_and_are_cut_with_their_ids():
-    one = TokenRecord(torch.zeros(2), torch.ones(2), torch.tensor([2, 1]), torch.tensor([4, 5, 6]))
-    record = TokenRecord.joined([one, TokenRecord.neutral(2), one])
-    assert record.counts_T.tolist() == [2, 1, 0, 0, 2, 1]
-    assert record.first(5).ids_K.tolist() == [4, 5, 6, 4, 5]

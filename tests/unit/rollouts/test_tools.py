@@ -7,23 +7,18 @@ import logging
 import threading
 from typing import Any
 
-import accelerate
 import pytest
 
 from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox, TurnLimits
 from grpo_ext.rollouts.transcript import Transcript
+from tests.support.rewards import running_loop
 from tests.support.tool_runs import Shop, count, sampled
 
 SECONDS = 0.1
 LIMITS = TurnLimits(10**5, seconds=SECONDS)
 NO_ANSWER = str({"error": f"no answer within tool_timeout={SECONDS} seconds"})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def state():
-    accelerate.PartialState()  # the logger asks it which process this is
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +28,8 @@ def chat():
 
 @pytest.fixture(scope="module")
 def loop():
-    """One that goes on after a call, as TRL's does."""
-    made = asyncio.new_event_loop()
-    threading.Thread(target=made.run_forever, daemon=True).start()
-    return made
+    with running_loop() as loop:
+        yield loop
 
 
 def answered(toolbox: Toolbox, chat: Chat, calls: list[str], environment: Any = None, **arguments: Any) -> Transcript:

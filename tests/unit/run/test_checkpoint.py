@@ -1,13 +1,18 @@
-"""A checkpoint is whole or absent, and what is broken is named."""
+"""A checkpoint is whole or absent, and what is broken is named; the folder of a run is taken by one run at a time."""
 
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from accelerate import PartialState
+from filelock import FileLock
 
+from grpo_ext.errors import ConfigError
+from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import (
     LISTING,
     checkpoints,
@@ -39,13 +44,6 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[500] ^= 1
-    path.write_bytes(content)
-
-
 def remove(folder: Path) -> None:
     (folder / "sub" / "rng.pth").unlink()
 
@@ -58,13 +56,11 @@ def spoil_listing(folder: Path) -> None:
     ("damage", "says"),
     [
         (truncate, r"model\.safetensors has 1999 bytes instead of 2000"),
-        (flip, r"model\.safetensors has changed since it was written"),
         (remove, r"sub/rng\.pth is missing"),
         (spoil_listing, r"checkpoint\.json is broken"),
     ],
 )
 def test_damage_is_found_and_the_file_is_named(tmp_path, damage, says, caplog):
-    PartialState()  # Accelerate's loggers want to know the process
     good, bad = make(tmp_path, 2), make(tmp_path, 10)
     damage(bad)
     reason = why_broken(bad)
@@ -93,14 +89,6 @@ def test_a_name_that_is_taken_is_kept_beside(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
 
 
-def test_rotation_keeps_the_best_and_the_one_just_written(tmp_path):
-    for step in (1, 2, 3):
-        make(tmp_path, step)
-    for limit in (1, None):
-        rotate(tmp_path, limit, str(tmp_path / "checkpoint-1"), tmp_path / "checkpoint-3", None)
-        assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
-
-
 def test_rotation_deletes_the_oldest_and_no_more_than_there_are_too_many(tmp_path):
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
@@ -108,9 +96,37 @@ def test_rotation_deletes_the_oldest_and_no_more_than_there_are_too_many(tmp_pat
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
 
 
-def test_a_checkpoint_of_transformers_is_taken_unverified(tmp_path):
-    folder = tmp_path / "checkpoint-5"
-    folder.mkdir()
-    assert "neither" in str(why_broken(folder))
-    (folder / "trainer_state.json").write_text("{}")
-    assert why_broken(folder) is None
+# ---- The folder of a run --------------------------------------------------------------------------------------------
+
+
+def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
+    together = threading.Barrier(4)
+
+    def take(_: int) -> tuple[str, FileLock]:
+        together.wait(60)
+        return take_folder(str(tmp_path / "out"), in_place=False)
+
+    with ThreadPoolExecutor(4) as threads:
+        taken = list(threads.map(take, range(4)))  # with the locks, which are released with their objects
+    assert sorted(folder for folder, _ in taken) == [
+        str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")
+    ]
+
+
+def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_path, monkeypatch):
+    folder, acquire = tmp_path / "out", checkpoint._acquire
+
+    def late(name: str) -> Any:
+        if name == str(folder):
+            (folder / "checkpoint-1").mkdir(parents=True)
+        return acquire(name)
+
+    monkeypatch.setattr(checkpoint, "_acquire", late)
+    assert take_folder(str(folder), in_place=False)[0] == f"{folder}-2"
+    monkeypatch.undo()
+    assert take_folder(str(folder), in_place=True)[0] == str(folder)  # its lock was released
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_sentence():
+    with pytest.raises(ConfigError, match="output_dir='/proc/self' cannot be written to"):
+        take_folder("/proc/self", in_place=True)  # a folder in which nobody may make a file

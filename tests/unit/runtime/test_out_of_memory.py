@@ -6,16 +6,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from accelerate import PartialState
 
 from grpo_ext.errors import MemoryShortageError
 from grpo_ext.runtime.out_of_memory import Halving, MicroBatchLimits, available_bytes
-
-
-@pytest.fixture(autouse=True)
-def logging_state():
-    """Accelerate's logger speaks for the main process only once it knows which that is."""
-    PartialState(cpu=True)
 
 
 def limited(most: int, sizes: list[int]):

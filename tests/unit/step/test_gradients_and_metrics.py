@@ -24,11 +24,6 @@ def accelerator() -> Accelerator:
     return Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
 
 
-@pytest.fixture(autouse=True)
-def _state(accelerator):
-    """The metrics's reduction asks Accelerate's shared state."""
-
-
 def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
     """Rows 0, 1, ... cut by count, and filled up."""
     sizes = StepSizes([0] * rows, [1] * rows, [1] * rows)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.batching.micro_batches import MicroBatch
@@ -14,12 +13,6 @@ from grpo_ext.errors import ModelError
 from grpo_ext.step.loss import _router_loss
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import MicroBatchStatistics, StepContext, counted, set_statistics
-
-
-@pytest.fixture(autouse=True)
-def accelerator() -> Accelerator:
-    """Sums over processes ask Accelerate's shared state."""
-    return Accelerator(cpu=True)
 
 
 def measured(row: int, weight: float) -> MicroBatchStatistics:

@@ -45,19 +45,6 @@ def base(root) -> Path:
     return root / "base"
 
 
-@pytest.fixture(scope="module", params=["lora", "dora"])
-def adapter(root, base, request) -> tuple[Path, Any]:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-    trainer = other(
-        root / request.param,
-        model=model,
-        peft_config=LoraConfig(**LORA, use_dora=request.param == "dora"),
-        learning_rate=0.05,
-    )
-    trainer.train()
-    return root / request.param / "checkpoint-3", trainer.model
-
-
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -75,27 +62,6 @@ def test_a_full_model_is_the_trained_one_as_stored_or_converted(full, tmp_path, 
     card = (tmp_path / "out" / "README.md").read_text()
     for words in ("checkpoint-3, full", "library_name: transformers", '"learning_rate": 0.001,', "letter_reward"):
         assert words in card
-
-
-def test_an_adapter_alone_and_merged(adapter, base, tmp_path):
-    checkpoint, trained = adapter
-    alone = export(checkpoint, tmp_path / "alone")
-    assert alone == "adapter"
-    assert names(tmp_path / "alone") == {*PLAIN, "adapter_config.json", "adapter_model.safetensors"} - {
-        "config.json",
-        "generation_config.json",
-    }
-    merged = export(checkpoint, tmp_path / "adapter", merge_adapter=True)  # as a temporary folder of it might be called
-    assert merged == "merged adapter"
-    assert names(tmp_path / "adapter") == PLAIN | {"model.safetensors"}
-    expected = trained.merge_and_unload()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype="auto")
-    start = dict(tiny_model().named_parameters())
-    moved = 0
-    for (name, value), (_, other_value) in zip(model.named_parameters(), expected.named_parameters()):
-        assert torch.allclose(value, other_value, atol=1e-6), name
-        moved += int(not torch.equal(value, start[name]))
-    assert moved == 4  # q and v of two layers
 
 
 def test_a_model_with_images_and_a_merged_adapter_is_the_trained_one_and_has_its_processor(root, tmp_path):
@@ -213,16 +179,26 @@ def test_the_command_says_what_it_did(copy, tmp_path):
     assert "has no checksums" in done.output
 
 
-def test_an_adapter_is_merged_in_float32_into_a_base_in_half_precision(root, tmp_path):
-    tiny_model().bfloat16().save_pretrained(root / "half")
-    model = AutoModelForCausalLM.from_pretrained(root / "half", dtype="float32")
-    trainer = other(root / "on_half", model=model, peft_config=LoraConfig(**LORA))
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_alone_and_merged_in_float32_into_a_base_in_half_precision(tmp_path, dora):
+    tiny_model().bfloat16().save_pretrained(tmp_path / "half")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="float32")
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    adapter = LoraConfig(**LORA, use_dora=dora)
+    trainer = other(tmp_path / "on_half", model=model, peft_config=adapter, learning_rate=0.05)
     trainer.train()
-    checkpoint = root / "on_half" / "checkpoint-3"
-    export(checkpoint, tmp_path / "exact", merge_adapter=True, dtype="float32")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "exact").state_dict()
+    checkpoint = tmp_path / "on_half" / "checkpoint-3"
+    assert export(checkpoint, tmp_path / "alone") == "adapter"
+    files = {*PLAIN, "adapter_config.json", "adapter_model.safetensors"}
+    assert names(tmp_path / "alone") == files - {"config.json", "generation_config.json"}
+    out = tmp_path / "adapter"  # as a temporary folder of it might be called
+    assert export(checkpoint, out, merge_adapter=True, dtype="float32") == "merged adapter"
+    assert names(out) == PLAIN | {"model.safetensors"}
+    merged = AutoModelForCausalLM.from_pretrained(out).state_dict()
     expected = trainer.model.merge_and_unload().state_dict()
     assert all(torch.allclose(merged[name], value, atol=1e-6) for name, value in expected.items())
+    moved = [name for name, value in start.items() if not torch.allclose(merged[name], value, atol=1e-6)]
+    assert len(moved) == 4  # q and v of two layers
     export(checkpoint, tmp_path / "stored", merge_adapter=True)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype="auto").dtype == torch.bfloat16
 
