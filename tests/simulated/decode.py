@@ -3,7 +3,7 @@
     python -m tests.simulated.decode '{"who": "ours"}'
 
 `who` is ours or stock (transformers' `generate`). Counts are those of a long completion less those of a short one, over
-the tokens between, of a Llama with 1 and with 2 layers: what a layer needs, and what a token needs beside its layers.
+the tokens between, of a Llama with 2 and with 4 layers: what a layer needs, and what a token needs beside its layers.
 Settings: `filters` of the configuration; `ends`, tokens that end a completion; `planted`, another
 copy to the device and another wait for every token.
 """
@@ -24,7 +24,7 @@ from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
 
 ROWS = 16
-TOKENS = {"ours": (16, 48), "stock": (4, 12)}  # a short and a long completion; ours looks at the rows every 16 tokens
+TOKENS = {"ours": (32, 96), "stock": (4, 12)}  # a short and a long completion; only ours leaves out rows that ended
 KINDS = ("launches", "waits", "to_device", "to_host")
 
 
@@ -74,13 +74,13 @@ def main() -> None:
 
         engine.sampling_filters = planted
     sizes = {"tie_word_embeddings": False, "max_position_embeddings": 512, "eos_token_id": None}
-    models = [tiny_model("llama", num_hidden_layers=layers, **sizes).eval() for layers in (1, 2)]
+    models = [tiny_model("llama", num_hidden_layers=layers, **sizes).eval() for layers in (2, 4)]
     with simulated_gpu(), reference_kernels():
-        one, two = (per_token(case["who"], model, case["filters"], case["ends"]) for model in models)
+        two, four = (per_token(case["who"], model, case["filters"], case["ends"]) for model in models)
     result: dict[str, Any] = {}
     for kind in KINDS:
-        layer = two[kind].total() - one[kind].total()
-        result[kind] = {"layer": layer, "token": one[kind].total() - layer, "places": dict(one[kind])}
+        layer = (four[kind].total() - two[kind].total()) / 2
+        result[kind] = {"layer": layer, "token": two[kind].total() - 2 * layer, "places": dict(two[kind])}
     print(json.dumps(result))
 
 
