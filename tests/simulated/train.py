@@ -132,7 +132,7 @@ def train(
         parts |= {**pictures, "reward": picture_reward}
     parts["eval_dataset"] = parts["train_dataset"].select(range(5)) if evaluate else None
     parts["peft_config"] = peft.LoraConfig(**LORA) if lora else None
-    sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 12}
+    sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 24}
     others = {"max_steps": max_steps, "seed": 42, "use_cpu": False}
     trainer = make(folder, network, **parts, **sizes, **others, **settings)
     trainer.train()
