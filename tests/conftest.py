@@ -32,25 +32,29 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, help="processes that tests/crash kills (3, with --full)")
 
 
-# the files that take longest, so that with two workers (pytest-xdist, a file each) none of them is left to the end
+# the files that take longest, so that with two workers (pytest-xdist, a file each) none of them is left to the end;
+# those that launch several processes beside those that launch one
 LONG = (
-    "recipes/test_notebook",
     "invariance/test_matrix",
-    "trainer/test_ahead",
-    "distributed/test_engines",
     "simulated/test_simulated_gpu",
-    "invariance/test_ahead",
+    "distributed/test_engines",
     "recipes/test_recipe",
+    "invariance/test_ahead",
     "invariance/test_resume",
-    "invariance/test_tools",
-    "trainer/test_images",
-    "invariance/test_bitwise",
-    "distributed/test_two_processes",
     "packaging/test_wheel",
+    "invariance/test_tools",
+    "invariance/test_bitwise",
+    "trainer/test_images",
+    "unit/rewards/test_workers",
+    "trainer/test_vllm_experts",
+    "trainer/test_sampling_mask",
+    "unit/tools/test_plan",
+    "invariance/test_reward_workers",
+    "recipes/test_notebook",
     "packaging/test_side_effects",
-    "trainer/test_rewards",
     "unit/tools/test_check",
     "unit/tools/test_forks",
+    "unit/rollouts/test_keyed",
 )
 
 
@@ -79,6 +83,13 @@ def pytest_collection_finish(session):
 def frozen():
     yield
     freeze()  # models are imported when a test first builds one
+
+
+@pytest.fixture(scope="session")
+def lasting(request, tmp_path_factory):
+    """From a name to a folder that the next run of the tests finds again, where pytest has its cache."""
+    cache = getattr(request.config, "cache", None)
+    return tmp_path_factory.mktemp if cache is None else cache.mkdir
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def functions(draws: bool) -> tuple[Callable[..., Any], ...]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[tuple[int, int, bool], RunResult]:
     bench, found = Bench(tmp_path_factory.mktemp("workers")), {}
-    exact = {"bitwise_invariant": True, "trace": True, "max_steps": 3, "logging_steps": 1, "rollout_chunk_size": 4}
+    exact = {"bitwise_invariant": True, "trace": True, "max_steps": 2, "logging_steps": 1, "rollout_chunk_size": 4}
     for processes, size in ((1, 16), (2, 3)):
         keys = [(n, draws) for draws in (False, True) for n in WORKERS if n or not draws]
         runs = [

@@ -120,11 +120,11 @@ def test_installed_package_trains(installed, tmp_path):
     assert "step    1/1  reward" in printed
 
 
-def test_a_script_of_a_user_is_typed(installed):
+def test_a_script_of_a_user_is_typed(installed, lasting):
     pytest.importorskip("mypy")
     (installed.outside / "typed.py").write_text(TYPED)
     (installed.outside / "mypy.ini").write_text(MYPY)
-    options = ("--python-executable", installed.python, "--cache-dir", installed.outside / "cache")
+    options = ("--python-executable", installed.python, "--cache-dir", lasting("mypy"))  # of the libraries
     done = call(sys.executable, "-m", "mypy", *options, "typed.py", cwd=installed.outside)
     *lines, last = done.stdout.splitlines()
     messages = [line.split(": ", 1)[1] for line in lines]

@@ -23,7 +23,8 @@ from tests.simulated.device import CUDA, LEDGER, reference_kernels, simulated_gp
 from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
 
-ROWS, SHORT, LONG = 16, 32, 96
+ROWS = 16
+TOKENS = {"ours": (32, 96), "stock": (4, 12)}  # a short and a long completion; only ours leaves out rows that ended
 KINDS = ("launches", "waits", "to_device", "to_host")
 
 
@@ -49,8 +50,8 @@ def sample(model: Any, who: str, tokens: int, filters: dict[str, Any], ends: lis
 def per_token(who: str, model: Any, filters: dict[str, Any], ends: list[int]) -> dict[str, Counter[str]]:
     """Counts of each kind by place, for one token."""
     model = model.to(CUDA)
-    runs = []
-    for tokens in (SHORT, LONG):
+    runs, (fewer, more) = [], TOKENS[who]
+    for tokens in (fewer, more):
         LEDGER.reset()
         with torch.no_grad():
             sample(model, who, tokens, filters, ends)
@@ -58,7 +59,7 @@ def per_token(who: str, model: Any, filters: dict[str, Any], ends: list[int]) ->
     short, long = runs
     for kind in KINDS:
         long[kind].subtract(short[kind])
-    return {kind: Counter({str(k): n / (LONG - SHORT) for k, n in long[kind].items() if n}) for kind in KINDS}
+    return {kind: Counter({str(k): n / (more - fewer) for k, n in long[kind].items() if n}) for kind in KINDS}
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -88,7 +88,8 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, on_cpu: torch.Tensor) -> SimulatedTensor:
-        with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
+        modes = _disable_current_modes if torch._C._len_torch_dispatch_stack() else nullcontext  # none in a dispatch
+        with torch._C.DisableTorchFunctionSubclass(), modes():
             meta = torch.empty_strided(on_cpu.shape, on_cpu.stride(), dtype=on_cpu.dtype, device="meta")
         backend = torch.device("simulated", 0)
         return torch.Tensor._make_subclass(cls, meta, False, dispatch_device=True, device_for_backend_keys=backend)  # type: ignore[call-arg,return-value]
@@ -146,9 +147,9 @@ def _is_device(value: Any) -> bool:
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on the values in CPU memory, and record what it would do on a GPU."""
-    name = func._schema.name.partition("::")[2]
-    if func._schema.name == "prim::device":
+    if func is torch.ops.prim.device.default:  # half of all calls
         return torch.device("simulated", 0)
+    name = func._schema.name.partition("::")[2]
     flat = _leaves((args, kwargs))
     ours = [value for value in flat if isinstance(value, SimulatedTensor)]
     others = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, SimulatedTensor)]

@@ -118,6 +118,7 @@ def train(
     lora: bool = False,
     evaluate: bool = False,
     planted: bool = False,
+    max_steps: int = STEPS,
 ) -> tuple[list[dict[str, Any]], str]:
     """What each step recorded, and a digest of the weights at the end."""
     if planted:
@@ -132,7 +133,7 @@ def train(
     parts["eval_dataset"] = parts["train_dataset"].select(range(5)) if evaluate else None
     parts["peft_config"] = peft.LoraConfig(**LORA) if lora else None
     sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 24}
-    others = {"max_steps": STEPS, "seed": 42, "use_cpu": False}
+    others = {"max_steps": max_steps, "seed": 42, "use_cpu": False}
     trainer = make(folder, network, **parts, **sizes, **others, **settings)
     trainer.train()
     if evaluate:

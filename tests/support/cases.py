@@ -32,8 +32,8 @@ from tests.support.tiny import (
 )
 from tests.tolerances import ADAM_EPSILON
 
-TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 5}  # 22 prompts: rollouts of 8, 8 and 6 prompts
-REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "max_steps": 6}
+TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 3}  # 22 prompts: rollouts of 8, 8 and 6 prompts
+REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "max_steps": 5}
 # steps of 4+4+1, 3+4+2, 2+4+3 and 1+4+4 completions
 CUT = {"global_batch_size": 9, "rollout_batch_size": 36, "rollout_chunk_size": 12}
 # a setting of DDP that older versions of transformers do not have
@@ -90,7 +90,7 @@ CASES = {
     "grpo": Case({"loss_type": "grpo"}),
     "bnpo": Case({"loss_type": "bnpo"}, model="llama"),
     "dr_grpo": Case({"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    "dapo": Case({"loss_type": "dapo", "epsilon_high": 0.28, **TWO_STEPS}),
+    "dapo": Case({"loss_type": "dapo", "epsilon_high": 0.28, **TWO_STEPS, "max_steps": 5}),
     "cispo": Case({"loss_type": "cispo", "epsilon_high": 5.0, **REUSED}),
     "sapo": Case({"loss_type": "sapo", **TWO_STEPS}, model="llama"),
     "luspo": Case({"loss_type": "luspo", "importance_sampling_level": "sequence", **TWO_STEPS}),
@@ -163,6 +163,7 @@ CASES = {
 FULL = (
     *("gdpo", "reinforce_baseline", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards", "cut_reused"),
     *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "few_groups", "truncated", "entropy", "images_tiled"),
+    *("gspo", "kl", "gpt2", "kl_lora", "checkpointing", "token_budget"),
     *("lora_8bit", *(AHEAD.keys() - {"ahead_gspo", "ahead_kl_synced"})),
 )
 

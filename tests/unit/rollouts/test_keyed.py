@@ -158,7 +158,6 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 DISTRIBUTIONS = {
-    "plain": {},
     "all": {"temperature": 1.4, "top_k": 15, "top_p": 0.9, "min_p": 0.05},
     "repetition_penalty": {"repetition_penalty": 3.0, "temperature": 0.8},
 }
@@ -173,6 +172,7 @@ def test_the_first_token_follows_the_filtered_softmax_of_the_models_logits(model
 
 def test_leaving_a_setting_out_would_be_rejected_by_the_same_test(model):
     plain = first_tokens(model, sampling())
+    assert p_value(plain, expected_distribution(model)) > P_VALUE
     for wrong in ({"temperature": 1.1}, {"repetition_penalty": 1.3}, {"temperature": 0.9}):
         assert p_value(plain, expected_distribution(model, **wrong)) < P_VALUE
     filtered = first_tokens(model, sampling(top_k=15, temperature=0.7))
