@@ -100,8 +100,8 @@ def choose_by_blocks(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple
     if rest := -vocabulary % _BLOCK:
         probabilities_BV = torch.nn.functional.pad(probabilities_BV, (0, rest))
     blocks_BNK = probabilities_BV.unflatten(-1, (-1, _BLOCK))
-    # cast after the sum: `sum(dtype=float64)` would cast all of (B, V) first
-    shares_BN = (blocks_BNK.sum(dim=-1).double().nan_to_num(0.0) * 2.0**52).long()
+    # in float32, as `sum(dtype=float64)` would cast all of (B, V) first; a product with a power of two is exact
+    shares_BN = (blocks_BNK.sum(dim=-1).nan_to_num(0.0) * 2.0**52).long()
     cdf_BN = shares_BN.cumsum(dim=-1)
     total_B = cdf_BN[:, -1]
     # below the total, because a product with a number below 1 is rounded to one below it

@@ -183,7 +183,7 @@ def measure(
     trains_head = lora_rank is None and head is not None
     size, choice = getattr(torch, compute).itemsize, ForwardChoice(forms, torch.device("cpu"))
     return ModelSizes(
-        parameters=parameters,
+        parameters=parameters + (adapters or 0),
         trained=parameters if adapters is None else adapters,
         largest_layer=max(layers, default=parameters),
         outside=parameters - sum(layers),

@@ -328,6 +328,7 @@ AHEAD = [
 ]
 
 
+@pytest.mark.full
 def test_two_processes_that_a_server_samples_ahead_for_are_one_run(folder):
     """Old log-probabilities are those of the weights that the server had; without a lag the run is one too."""
     jobs = [*AHEAD, Job("now", SERVER, prompts=24)]

@@ -120,6 +120,7 @@ def test_installed_package_trains(installed, tmp_path):
     assert "step    1/1  reward" in printed
 
 
+@pytest.mark.full
 def test_a_script_of_a_user_is_typed(installed, lasting):
     pytest.importorskip("mypy")
     (installed.outside / "typed.py").write_text(TYPED)

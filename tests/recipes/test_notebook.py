@@ -69,6 +69,7 @@ def test_the_committed_outputs_are_of_a_whole_run():
     check_values(printed(notebook))
 
 
+@pytest.mark.full
 def test_the_second_part_runs_with_any_chat_model(tmp_path):
     model, tokenizer = tiny_model(), tool_tokenizer()
     model.resize_token_embeddings(len(tokenizer))

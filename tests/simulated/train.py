@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -39,13 +39,20 @@ STEPS = 2
 
 
 class Steps(transformers.TrainerCallback):
-    """What was recorded of each step, up to the optimizer's."""
+    """What was recorded of each step, from its completions to the optimizer's; decode.py counts sampling."""
 
     def __init__(self) -> None:
         self.recorded: list[dict[str, Any]] = []
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        LEDGER.reset()
+    def begin_after(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """`_prepare_inputs` of a trainer, after which a step begins."""
+
+        def prepared(rows: Any) -> Any:
+            completions = prepare(rows)
+            LEDGER.reset()
+            return completions
+
+        return prepared
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         waits = {f"{name} {place}": count for (name, place), count in LEDGER.waits.items()}
@@ -135,6 +142,7 @@ def train(
     sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 24}
     others = {"max_steps": max_steps, "seed": 42, "use_cpu": False}
     trainer = make(folder, network, **parts, **sizes, **others, **settings)
+    trainer._prepare_inputs = steps.begin_after(trainer._prepare_inputs)
     trainer.train()
     if evaluate:
         trainer.evaluate()

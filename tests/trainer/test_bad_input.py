@@ -19,6 +19,7 @@ from peft import LoraConfig, PrefixTuningConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, GrpoExtError, ModelError
+from grpo_ext.runtime import determinism
 from tests.support.drop_in import conversations, tool_tokenizer
 from tests.support.tiny import config_kwargs, given_rollout, prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import Game
@@ -154,6 +155,12 @@ def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path, kind)
             parameter.register_post_accumulate_grad_hook(lambda p: p.data.sub_(0.1 * p.grad))
     with pytest.raises(ConfigError, match="during the backward pass"):
         make(tmp_path, model=model, optimizers=(optimizer, None))
+
+
+def test_bitwise_mode_refuses_kernels_of_another_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(determinism, "current_flash_attention_impl", lambda: "FA4")
+    with pytest.raises(ConfigError, match="bitwise_invariant=True cannot be combined with the attention kernels 'FA4'"):
+        make(tmp_path, **BITWISE)
 
 
 @pytest.mark.parametrize("name", ["runs/nope", "/runs/nope"])

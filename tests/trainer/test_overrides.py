@@ -20,6 +20,7 @@ from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts import batch, rollout_func
 from grpo_ext.runtime.collectives import uneven_gathers
+from grpo_ext.step.settings import step_settings_of
 from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build, learns_as_in_trl
 from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
@@ -157,7 +158,7 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     trainer = build(tmp_path, GRPOTrainer, OwnTerm, max_steps=1)
     trainer.train()
-    attempt = trainer._step_planner.evaluation(trainer.model, trainer._rollouts.batch, trainer._step_settings())
+    attempt = trainer._step_planner.evaluation(trainer.model, trainer._rollouts.batch, step_settings_of(trainer))
     attempt.measure(trainer.model)
     with torch.no_grad():
         assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,)))) != 0.0

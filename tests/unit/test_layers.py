@@ -15,10 +15,21 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext")
 
 # rooms from the bottom to the top: each may import itself and those before it; "package" is grpo_ext/__init__.py
 ROOMS = (
-    *("errors", "loading", "algorithms", "batching", "compat", "runtime", "precision", "setting_rules", "config"),
+    *(
+        "errors",
+        "loading",
+        "replay",
+        "algorithms",
+        "batching",
+        "compat",
+        "runtime",
+        "precision",
+        "setting_rules",
+        "config",
+    ),
     *("forward", "rewards", "rollouts", "step", "run", "checks", "trainer", "package", "demo", "tools"),
 )
-PURE = ("errors", "loading", "algorithms", "batching")  # torch and the standard library alone
+PURE = ("errors", "loading", "replay", "algorithms", "batching")  # torch and the standard library alone
 NAMES_COLLECTIVES = "grpo_ext/runtime/collectives.py"
 COLLECTIVES = {
     *("gather", "gather_object", "gather_for_metrics", "reduce", "broadcast", "broadcast_object_list"),

@@ -222,6 +222,7 @@ def test_no_process_is_left_of_a_launch_that_takes_too_long():
     assert [process.returncode for process in started] == [-9, -9]
 
 
+@pytest.mark.full
 def test_the_processes_of_a_launch_end_with_their_caller(tmp_path):
     script, said = tmp_path / "script.py", tmp_path / "said"
     script.write_text("from tests.unit.tools.test_check import Hangs, runs; list(runs.train([Hangs()], 2))")

@@ -41,6 +41,7 @@ def ended(pid: int) -> bool:
     return False
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_forked_run_has_the_bits_of_a_launched_one(bench, processes):
     ours = [bench.run(name, 5, trace=True, max_steps=2) for name in ("kl", "moe")]
