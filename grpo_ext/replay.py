@@ -18,6 +18,9 @@ class Replay(NamedTuple):
     masks: bool = False
     experts: bool = False
 
+    def __bool__(self) -> bool:
+        return any(self)
+
     def __str__(self) -> str:
         settings = ("sampling_mask='replay'", "routing_replay=True")
         return " and ".join(setting for setting, replays in zip(settings, self) if replays)
@@ -31,7 +34,7 @@ class Replay(NamedTuple):
         Raises:
             ConfigError: names the settings.
         """
-        if any(self):
+        if self:
             raise ConfigError(
                 f"{self}: {problem}, and what was recorded of these is not known; pass on the same tensors, or leave "
                 "replay out."

@@ -143,8 +143,8 @@ def lay_out(
         inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
-    targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, masks=masks, routing=routing)
-    targets.entropy, targets.router = with_entropy, with_router
+    asked = {"entropy": with_entropy, "router": with_router}
+    targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, masks=masks, routing=routing, **asked)
     return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N)
 
 

@@ -126,7 +126,7 @@ def _layers(config: Any, behaviour: type) -> list[Any]:
 def why_own_cache(policy: Any) -> str | None:
     """Why a causal language model does not run on transformers' default cache, as a sentence; None if it does."""
     if CACHE not in inspect.signature(policy.forward).parameters:
-        return f"{type(policy).__name__} takes no {CACHE}"
+        return f"{type(policy).__name__} has a forward without an argument {CACHE}"
     return None if policy._supports_default_dynamic_cache() else f"{type(policy).__name__} has a cache of its own"
 
 

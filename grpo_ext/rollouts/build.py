@@ -141,11 +141,9 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
     if trainer.use_vllm:
         profile = functools.partial(compat.profiling_context, trainer)
         client = compat.client_of(trainer.vllm_generation) if trainer.vllm_mode == "server" else None
-        replayed = (
-            mask_bound(trainer.args, trainer.rollout_func),
-            trainer.args.replay.masks and not vllm_filters(trainer.args),
-        )
-        generation = Generation.of(trainer.vllm_generation, versions_of(trainer, client), *replayed)
+        bound = mask_bound(trainer.args, trainer.rollout_func)
+        unfiltered = trainer.args.replay.masks and not vllm_filters(trainer.args)
+        generation = Generation.of(trainer.vllm_generation, versions_of(trainer, client), bound, unfiltered)
         trainer.vllm_generation = generation
         routers = _returned_routers(trainer)
         if client is not None:

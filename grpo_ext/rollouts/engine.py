@@ -151,13 +151,18 @@ class TransformersEngine:
                     sampled += [row for piece in pieces for row in piece]
         return sampled
 
+    def _is_compact(self, model: Any, config: GenerationConfig) -> bool:
+        whole = self.settings.sharded or not self.settings.compact
+        return not whole and self.samples_by_key(config) and decodes_compactly(model, config)
+
     def _expected_rows(self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig) -> int | None:
         """How many completions of a chunk fit into the free memory at their longest; None where that is not known."""
         free = available_bytes(self.settings.device)
         if free is None or config.max_new_tokens is None:
             return None
         policy, kind = base_model_of(model), self.settings.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else policy.dtype
+        half = torch.is_autocast_enabled(kind) and self._is_compact(model, config)  # `RolloutCache` casts what it holds
+        dtype = torch.get_autocast_dtype(kind) if half else policy.dtype
         tokens = max(len(row.prompt_ids) + len(row.ids) for row in chunk) + config.max_new_tokens
         cache = cached_numbers(policy.config, tokens) * dtype.itemsize * _ROOM
         return int(free // (cache + policy.config.get_text_config().vocab_size * _SCORE_BYTES))
@@ -166,8 +171,7 @@ class TransformersEngine:
         self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, part: Sequence[int]
     ) -> list[Sampled]:
         rows, settings, keyed = [chunk[i] for i in part], self.settings, self.samples_by_key(config)
-        compact = keyed and settings.compact and not settings.sharded and decodes_compactly(model, config)
-        arguments = (rows, config, settings, self.images_of(rows), keyed, compact)
+        arguments = (rows, config, settings, self.images_of(rows), keyed, self._is_compact(model, config))
         try:
             return sample_chunk(model, *arguments)
         except PrecisionError as error:

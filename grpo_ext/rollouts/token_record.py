@@ -95,7 +95,7 @@ class Recorder(LogitsProcessor):
         return scores
 
     def bounded(self, scores_BV: torch.Tensor) -> torch.Tensor:
-        """The scores with at most `bound` tokens left, which filters exceed where scores are equal."""
+        """The scores with at most `bound` tokens left, which filters exceed at equal scores; precedes each `add`."""
         if self.bound is None:
             kind = self.kinds[min(self._position, len(self.kinds) - 1)]
             counts_B = torch.full((len(scores_BV),), kind, dtype=torch.int32)
