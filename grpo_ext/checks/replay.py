@@ -6,16 +6,7 @@ from typing import Any
 
 from ..errors import refuse_combination
 from ..rollouts.build import LOGPS, SCORE, overridden, samples_by_key
-from ..rollouts.keyed import setting_of
-
-# settings of transformers' sampling that change scores by what was written before, or at single positions, and values
-# without effect
-_NOT_REPLAYED: dict[str, Any] = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
-    **{name: [] for name in ("sequence_bias", "bad_words_ids", "begin_suppress_tokens")},
-}
+from ..rollouts.keyed import not_replayed
 
 
 def check_replay(trainer: Any) -> None:
@@ -33,11 +24,11 @@ def _check_masks(trainer: Any) -> None:
         f"{scoring} (it gets padded tensors, without the kept tokens)": scoring is not None,
     }
     if not trainer.use_vllm and trainer.rollout_func is None:  # rollouts.vllm_replay checks vLLM's settings
-        others["this way of generating (it returns no kept tokens)"] = not samples_by_key(trainer)
-        model, config = trainer.accelerator.unwrap_model(trainer.model), trainer.generation_config
-        for name, neutral in {**_NOT_REPLAYED, "temperature": trainer.temperature}.items():
-            value = setting_of(model, config, name)
-            others[f"{name}={value!r} (only {neutral!r} is replayed)"] = value not in (None, neutral)
+        others["beam search, do_sample=False or a paged cache (they return no kept tokens)"] = not samples_by_key(
+            trainer
+        )
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        others |= not_replayed(model, trainer.generation_config, trainer.temperature)
     remedy = "Leave one of the two out; sampling without top_p, top_k and min_p needs no masks."
     refuse_combination("sampling_mask='replay'", others, remedy)
 

@@ -20,7 +20,7 @@ from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
 from ..batching.micro_batches import Form
-from ..errors import ConfigError
+from ..errors import ConfigError, refuse_combination
 from ..forward.images import PromptProcessor
 from ..forward.reference import base_model_of
 from ..forward.routing import Router, routers_of
@@ -38,7 +38,7 @@ from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngi
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .environments import Environments
 from .images import ImageSource
-from .keyed import filter_values, suppressed_tokens, truncating
+from .keyed import filter_values, not_replayed, suppressed_tokens, truncating
 from .local import Hooks, Terms
 from .overrides import OverriddenWorker
 from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
@@ -273,6 +273,12 @@ def _refuse_changes(trainer: Any) -> None:
         raise ConfigError(
             "sampling_mask, routing_replay, suppress_tokens or min_new_tokens was changed after the trainer was built, "
             "and completions refer to what was set then; set it in GRPOConfig (generation_kwargs)."
+        )
+    if trainer.args.replay.masks and not trainer.use_vllm and trainer.rollout_func is None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        others = not_replayed(model, trainer.generation_config, trainer.temperature)
+        refuse_combination(
+            "sampling_mask='replay'", others, "It was changed after the trainer was built; leave it out."
         )
     for name in ("num_generations", "num_iterations"):
         value, planned = getattr(trainer, name), getattr(trainer.geometry, name)

@@ -43,6 +43,16 @@ _NOT_PLAIN = (
 )
 
 
+# settings of transformers' sampling that change scores by what was written before, or at single positions, and values
+# without effect
+_NOT_REPLAYED: dict[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **{name: [] for name in ("sequence_bias", "bad_words_ids", "begin_suppress_tokens")},
+}
+
+
 class KeyedChoice(LogitsProcessor):
     """Samples the token of each row by its key.
 
@@ -150,6 +160,23 @@ def sampling_filters(
     if torch.are_deterministic_algorithms_enabled():
         filters = [_OnCpu(filter) if isinstance(filter, _ADD_UP) else filter for filter in filters]
     return LogitsProcessorList([recorder, *filters]), recorder
+
+
+def not_replayed(model: Any, config: GenerationConfig, temperature: float) -> dict[str, bool]:
+    """Settings of sampling that replayed masks do not describe, and whether they are set, for `refuse_combination`.
+
+    Args:
+        temperature: by which training divides.
+    """
+    others = {}
+    for name, neutral in _NOT_REPLAYED.items():
+        value = setting_of(model, config, name)
+        reason = "it changes scores by more than leaving some out, which a mask does not describe"
+        others[f"{name}={value!r} ({reason})"] = value not in (None, neutral)
+    value = setting_of(model, config, "temperature")
+    reason = f"training divides by temperature={temperature!r}: set that alone"
+    others[f"temperature={value!r} in generation_kwargs ({reason})"] = value not in (None, temperature)
+    return others
 
 
 # ---- Suppressed tokens ----------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def _router_loss(coefficient: float, router: RouterOutput | None, context: Micro
         raise ModelError(
             f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, and the forward returned no "
             "router logits; set router_aux_loss_coef=0, or let an override of _get_per_token_logps_and_entropies pass "
-            "compute_aux_loss on."
+            "on compute_aux_loss, and the tensors that it is given."
         )
     step = context.step
     chosen, probs, rows = router_statistics(router.logits, router.counts_BL, step.top_k)

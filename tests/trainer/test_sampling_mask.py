@@ -13,7 +13,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.tool_runs import always_calling
-from tests.support.trainers import OtherMask, change, error, first_line, make, passing_on
+from tests.support.trainers import OtherMask, change, error, first_line, make, on, passing_on
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 REPLAY = {"sampling_mask": "replay"}
@@ -148,13 +148,21 @@ def test_masks_go_through_every_form(tmp_path):
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
         ({"generation_kwargs": {"no_repeat_ngram_size": 1}}, "no_repeat_ngram_size=1"),
         ({"generation_kwargs": {"forced_eos_token_id": 1}}, "forced_eos_token_id=1"),
-        ({"generation_kwargs": {"temperature": 0.5}}, "temperature=0.5"),
-        ({"generation_kwargs": {"num_beams": 2}}, "this way of generating"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "temperature=0.5 in generation_kwargs .training divides by"),
+        ({"generation_kwargs": {"num_beams": 2}}, "beam search"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_before_training(tmp_path, changes, names):
     with pytest.raises(ConfigError, match=f"sampling_mask='replay'.*{names}"):
         make(tmp_path, top_p=0.9, **changes, **REPLAY)
+
+
+def test_a_callback_that_changes_what_masks_do_not_describe_ends_the_run(tmp_path):
+    trainer = make(tmp_path, top_p=0.9, max_steps=2, **REPLAY)
+    trainer.add_callback(on("on_step_end", lambda state: setattr(trainer.generation_config, "temperature", 0.5)))
+    with pytest.raises(ConfigError, match="temperature=0.5 .*changed after the trainer was built"):
+        trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def pairs_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
