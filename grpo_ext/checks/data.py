@@ -28,7 +28,11 @@ def with_length(train: Any, evaluation: Any) -> list[Any]:
 
 
 def check_prompts(dataset: Any, split: str) -> None:
-    """Raise a DataError for an empty set, no prompt column or an empty prompt; a stream is checked when it is read."""
+    """Refuse an empty set, a missing prompt column and empty prompts; a stream is checked when it is read.
+
+    Raises:
+        DataError: names the split, and the row where there is one.
+    """
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
     if not has_readable_prompts(dataset):
@@ -92,7 +96,11 @@ def check_prompt_lengths(
 
 
 def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
-    """Raise a ConfigError or a DataError where the rows of a stream would be read out of order."""
+    """Refuse a stream where rows are read out of order.
+
+    Raises:
+        ConfigError, DataError: names the remedy.
+    """
     if train is None or hasattr(train, "__len__"):
         return
     if dynamic_sampling:
@@ -109,7 +117,13 @@ def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
 
 
 def check_images(dataset: Any, prepare: Any) -> None:
-    """Raise a DataError where one of a few rows has other images when read again, which happens wherever it is run."""
+    """Refuse a data set that gives other images when a row is read again, which happens wherever it is run.
+
+    Checks a few rows.
+
+    Raises:
+        DataError: names the row.
+    """
     for number in sorted({n * (len(dataset) - 1) // 3 for n in range(4)}):
         reads = [dataset[number] for _ in range(2)]
         if isinstance(reads[0]["prompt"], str) and images_of(reads[0]):

@@ -26,7 +26,11 @@ _SPLIT_DEPENDENT_ADAPTERS = {
 
 
 def check_causal_lm(model: Any) -> None:
-    """Raise a ModelError for an object that cannot sample and score text."""
+    """Refuse an object that cannot sample and score text.
+
+    Raises:
+        ModelError: it has no `generate`, or no language-model head.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not callable(getattr(model, "generate", None)):
         raise ModelError(
@@ -52,7 +56,11 @@ def find_model(name: str, load: Mapping[str, Any]) -> None:
 
 
 def refuse_frozen(model: nn.Module) -> None:
-    """Raise a ModelError if no parameter is trained, as in an adapter that was loaded for inference."""
+    """Refuse to train a model of which no parameter is trained.
+
+    Raises:
+        ModelError: an adapter that was loaded for inference, as a rule.
+    """
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             "no parameter of the model is trained (requires_grad is False for all of them); an adapter to go on with "
@@ -132,7 +140,11 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
 
 
 def refuse(reasons: list[str], allow: bool) -> list[str]:
-    """Raise a SplitDependentError for what makes the update depend on the split, or return it where that is allowed."""
+    """Raise for what makes the update depend on the split, or return it where that is allowed.
+
+    Raises:
+        SplitDependentError: there is something and `allow` is false.
+    """
     if reasons and not allow:
         raise SplitDependentError(
             "the update would depend on the batch split: " + ". ".join(reasons) + ". To train all the same, set "
@@ -142,7 +154,14 @@ def refuse(reasons: list[str], allow: bool) -> list[str]:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise a ConfigError for a user's optimizer, or a hook, that updates the model during the backward pass."""
+    """Refuse what updates the model during the backward pass; that of one micro-batch is not that of the step.
+
+    Args:
+        optimizer: as the user passed it, or None.
+
+    Raises:
+        ConfigError: names the optimizer, or the parameter that steps by itself.
+    """
     hooked = [name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked or hasattr(optimizer, "fused_backward"):
         stepping = f"a hook on the gradient of {hooked[0]}" if hooked else f"the optimizer {type(optimizer).__name__}"
@@ -153,9 +172,12 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_half_weights(model: Any, fp16: bool) -> None:
-    """Raise a ModelError for trained half-precision weights in fp16, whose scaler takes none; else warn of rounding.
+    """Refuse trained weights in half precision in fp16, whose scaler takes none; otherwise warn of their rounding.
 
     Not for DeepSpeed, which trains float32 copies.
+
+    Raises:
+        ModelError: names one.
     """
     trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     half = {name: str(dtype).removeprefix("torch.") for name, dtype in trained.items() if dtype.itemsize < 4}
@@ -175,7 +197,11 @@ def check_half_weights(model: Any, fp16: bool) -> None:
 
 
 def refuse_prompt_learning(policy: nn.Module) -> None:
-    """Raise a ModelError for adapters with virtual tokens before the prompt (prompt, prefix and p-tuning)."""
+    """Refuse adapters that put virtual tokens before the prompt (prompt tuning, p-tuning, prefix tuning).
+
+    Raises:
+        ModelError: names the adapter.
+    """
     for name, config in (getattr(policy, "peft_config", None) or {}).items():
         if getattr(config, "is_prompt_learning", False):
             kind = str(getattr(config.peft_type, "value", config.peft_type))

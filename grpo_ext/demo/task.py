@@ -29,22 +29,31 @@ MAX_COMPLETION_LENGTH = 8  # tokens; the longest answer is five letters and the 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """The arguments of a trainer: a model with its tokenizer, data with `prompt` and `answer`, reward functions."""
+    """The arguments of a trainer: a model with its tokenizer, data with `prompt` and `answer`, reward functions.
 
-    about: str  # a description of the problem and the initial weights
-    model_path: Path | str  # folder or id
+    Attributes:
+        about: a description of the problem and the initial weights.
+        model_path: folder or id.
+        reward_funcs: the first returns 1.0 for right answers.
+    """
+
+    about: str
+    model_path: Path | str
     train_dataset: Dataset
     eval_dataset: Dataset
-    reward_funcs: list[Callable[..., Any]]  # the first returns 1.0 for right answers
+    reward_funcs: list[Callable[..., Any]]
 
 
 @dataclass(frozen=True)
 class Demo:
-    """A problem that `--demo` names."""
+    """A problem that `--demo` names.
 
-    # makes or downloads the model, once; the id or folder of another model takes its place
+    Attributes:
+        load: makes or downloads the model, once; the id or folder of another model takes its place.
+        settings: of the run, known before anything is loaded: fields of `GRPOConfig`, and `rewards` by name.
+    """
+
     load: Callable[[str | None], DemoTask]
-    # of the run, known before anything is loaded: fields of `GRPOConfig`, and `rewards` by name
     settings: Mapping[str, Any]
 
 
@@ -113,7 +122,11 @@ def demo_config_defaults() -> dict[str, Any]:
 
 
 def demo_named(name: str) -> Demo:
-    """The embedded demo, or the `Demo` in a file, as `path/to/file.py:name`; a ConfigError if there is none."""
+    """The embedded demo, or the `Demo` that a file defines, as `path/to/file.py:name`.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if name == EMBEDDED:
         reward = f"{__name__}.{sorted_letters_reward.__name__}"
         return Demo(lambda model: load_demo(), {**demo_config_defaults(), "rewards": [reward], "demo": EMBEDDED})

@@ -59,7 +59,11 @@ def start(function: Callable[[], Any]) -> Future[Any]:
 
 
 def result_in_time(future: Future[Any], seconds: float | None, setting: str) -> Any:
-    """The result of a future, or a CallTimeout after `seconds`; it is cancelled then, but a thread runs on."""
+    """The result of a future; without one after `seconds` it is cancelled.
+
+    Raises:
+        CallTimeout: there is none. A thread keeps running, because a thread cannot be stopped.
+    """
     if not wait([future], seconds).done:
         future.cancel()
         raise CallTimeout(seconds, setting)
@@ -80,20 +84,33 @@ _FINAL = (ConfigError, CallCancelled)  # no further attempt is made
 
 @dataclass(frozen=True)
 class Faults:
-    """How a reward function that hangs or raises is handled."""
+    """How a reward function that hangs or raises is handled.
 
-    timeout: float | None = None  # seconds a call may take; None: any time
-    retries: int = 0  # after a call that failed
-    on_failure: str = "error"  # after the last retry: "error", or "none" for `None` as the reward of every completion
+    Attributes:
+        timeout: seconds a call may take; None: any time.
+        retries: retries after a call that failed.
+        on_failure: after the last one: "error", or "none" for `None` as the reward of every completion of the call.
+    """
+
+    timeout: float | None = None
+    retries: int = 0
+    on_failure: str = "error"
 
 
 @dataclass(frozen=True)
 class GuardedCall:
-    """A call of a reward function for one chunk of completions."""
+    """A call of a reward function for one chunk of completions.
+
+    Attributes:
+        function: the reward function.
+        record: an empty record of the call. Each attempt logs into a copy, so a failed attempt logs nothing.
+        keywords: of the call, without `log_metric` and `log_extra`.
+        faults: how a call that hangs or raises is handled.
+    """
 
     function: Callable[..., Any]
-    record: RewardCall  # empty: each attempt logs into a copy, so a failed attempt logs nothing
-    keywords: dict[str, Any]  # of the call, without `log_metric` and `log_extra`
+    record: RewardCall
+    keywords: dict[str, Any]
     faults: Faults
 
     def run_here(self) -> ChunkRewards:
@@ -145,7 +162,11 @@ class GuardedCall:
         logger.warning(f"reward function '{self.record.function}' failed ({failure}); {tries}.")
 
     def _failed(self, error: Exception) -> ChunkRewards:
-        """No rewards after the last attempt, or a RewardError, as `on_failure` says."""
+        """No rewards after the last attempt.
+
+        Raises:
+            RewardError: a failure is an error.
+        """
         failure, name, rows = _text(error), f"reward function '{self.record.function}'", self.record.rows
         if self.faults.on_failure == "none":
             logger.warning(f"{name} failed ({failure}); its {rows} completions get None (reward_on_failure='none').")
@@ -159,7 +180,11 @@ class GuardedCall:
         raise RewardError(f"{name} raised {failure}; {getattr(error, 'remedy', remedy)}") from error
 
     def _checked(self, rewards: Any) -> list[float | None]:
-        """The rewards as floats or `None`, one for each completion; a RewardError for anything else."""
+        """The rewards as floats or `None`.
+
+        Raises:
+            RewardError: not a sequence, the wrong number of values, or a value that is not a finite number.
+        """
         returned = f"reward function '{self.record.function}' returned"
         remedy = f"return one number or None for each of the {self.record.rows} completions."
         try:

@@ -41,31 +41,47 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """The trainer's reward functions at the start of a rollout batch."""
+    """The trainer's reward functions at the start of a rollout batch.
 
-    functions: Sequence[Any]  # callables, and reward models (modules with one logit)
+    Attributes:
+        functions: callables, and reward models (modules with one logit).
+        names: of the functions.
+        processing_classes: the tokenizers of reward models; None for callables.
+        chat_template_kwargs: arguments of the chat template that a reward model's conversations are written with.
+    """
+
+    functions: Sequence[Any]
     names: Sequence[str]
-    processing_classes: Sequence[Any]  # the tokenizers of reward models; None for callables
-    # arguments of the chat template that a reward model's conversations are written with
+    processing_classes: Sequence[Any]
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RewardRows:
-    """The completions of one process."""
+    """The completions of one process.
 
-    inputs: Sequence[Mapping[str, Any]]  # rows of the data set; columns but prompt and completion become keywords
-    prompts: list[Any]  # texts, or lists of messages; so are completions
+    Attributes:
+        inputs: rows of the data set; all columns but the prompt and the completion become keywords.
+        prompts, completions: texts, or lists of messages.
+        completion_ids: token ids of each completion.
+        environments: the environment of each completion; None without environments.
+        retired: the `id` of each environment that has no reward, because a call has not come back.
+        first: place of the first of these completions in the rollout batch, over all processes.
+        chunk: completions in one call; the rows are whole chunks, so cutting them from the first cuts by global order;
+            None: all rows in one call.
+        state: of the Trainer, for the functions.
+        recorders: the user's overrides of `log_metric` and `log_extra`, by these names.
+    """
+
+    inputs: Sequence[Mapping[str, Any]]
+    prompts: list[Any]
     completions: list[Any]
-    completion_ids: list[Any]  # token ids of each completion
-    environments: list[Any] | None = None  # of each completion; None without environments
-    retired: Collection[int] = ()  # `id`s of environments that have no reward: a call has not come back
-    first: int = 0  # place of the first of these completions in the rollout batch, over all processes
-    # completions in one call; the rows are whole chunks, so cutting them from the first cuts by global order; None: all
-    # rows in one call
+    completion_ids: list[Any]
+    environments: list[Any] | None = None
+    retired: Collection[int] = ()
+    first: int = 0
     chunk: int | None = None
-    state: Any = None  # of the Trainer, for the functions
-    # the user's overrides of `log_metric` and `log_extra`, by these names
+    state: Any = None
     recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
 
     def columns(self) -> dict[str, Any]:
@@ -87,16 +103,28 @@ class RewardRows:
 
 @dataclass(frozen=True)
 class RewardRunner:
-    """Calls reward functions and reward models."""
+    """Calls reward functions and reward models.
 
-    device: torch.device  # of the inputs of reward models
+    Attributes:
+        device: where the rewards are, and the inputs of reward models.
+        faults: how a function that hangs or raises is handled.
+        workers: processes that run synchronous functions; None: they run here, in order.
+        async_loop: the running loop of asynchronous functions; None where the trainer was built without any.
+        profile: a context around a function's work, by its name.
+    """
+
+    device: torch.device
     faults: Faults = field(default_factory=Faults)
-    workers: RewardWorkers | None = None  # run synchronous functions; None: they run here, in order
-    async_loop: asyncio.AbstractEventLoop | None = None  # running; None: the trainer was built without async functions
-    profile: Callable[[str], AbstractContextManager[Any]] = nullcontext  # around a function's work, by its name
+    workers: RewardWorkers | None = None
+    async_loop: asyncio.AbstractEventLoop | None = None
+    profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def pack_functions(self, sources: RewardFunctions) -> None:
-        """Pickle the synchronous functions for `workers`; a ConfigError for one that cannot be pickled."""
+        """Pickle the synchronous functions for `workers`.
+
+        Raises:
+            ConfigError: a function cannot be sent to another process.
+        """
         for name, function in zip(sources.names, sources.functions, strict=True):
             if self.workers is not None and not isinstance(function, nn.Module) and not is_async(function):
                 self.workers.add(function, name)
@@ -140,7 +168,12 @@ class RewardRunner:
         return rewards_BF, records
 
     def _begin(self, sources: RewardFunctions, number: int, rows: RewardRows) -> list[Callable[[], ChunkRewards]]:
-        """A function for each chunk, which returns its rewards; asynchronous ones and those of `workers` run by now."""
+        """A function for each chunk, which returns its rewards. Asynchronous chunks and those of `workers` run by now.
+
+        Raises:
+            RewardError: there is no loop for an asynchronous function.
+            ConfigError: a function cannot be sent to the processes of `workers`.
+        """
         function, name = sources.functions[number], sources.names[number]
         if isinstance(function, nn.Module):
             return [partial(self._run_model, sources, number, rows)]

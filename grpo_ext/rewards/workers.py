@@ -63,7 +63,11 @@ class RewardWorkers:
         self._threads = ThreadPoolExecutor(number, "reward worker")
 
     def add(self, function: Callable[..., Any], name: str) -> None:
-        """Pickle a function before it is called; a ConfigError where it cannot be sent to another process."""
+        """Pickle a function, before it is called.
+
+        Raises:
+            ConfigError: it cannot be sent to another process.
+        """
         if id(function) in self._packed:
             return
         try:
@@ -76,7 +80,11 @@ class RewardWorkers:
             ) from error
 
     def submit(self, guarded: GuardedCall) -> Future[ChunkRewards]:
-        """Make a call in the next process that is free; a ConfigError where its function cannot be sent there."""
+        """Make a call in the next process that is free.
+
+        Raises:
+            ConfigError: the function cannot be sent to another process.
+        """
         self.add(guarded.function, guarded.record.function)
         ended = self._ended
         return self._threads.submit(
@@ -84,7 +92,11 @@ class RewardWorkers:
         )
 
     def _attempt(self, guarded: GuardedCall, ended: threading.Event) -> Attempt:
-        """Call a function in the process of this thread; a CallCancelled once `ended` is set."""
+        """Call a function in the process of this thread.
+
+        Raises:
+            CallCancelled: `ended` is set.
+        """
         keywords, record, state = dict(guarded.keywords), guarded.record, guarded.keywords["trainer_state"]
         if (step := getattr(state, "global_step", None)) is not None:
             # its class would import transformers there, and its log grows with the run

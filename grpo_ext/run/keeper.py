@@ -69,6 +69,10 @@ class RunKeeper(TrainerCallback):
     Args:
         trainer: owns this object.
         user_args: the user's configuration; its `output_dir` follows that of the loop's.
+
+    Attributes:
+        output_dir: the folder that transformers' saving writes to; None: the run's.
+        resumed: the loop's state in the checkpoint that the run resumes from.
     """
 
     def __init__(self, trainer: Any, user_args: trl.GRPOConfig | None) -> None:
@@ -77,8 +81,8 @@ class RunKeeper(TrainerCallback):
         self.args: GRPOConfig = trainer.args
         self.watch = InterruptWatch(self.accelerator)
         self.say = self.watch.say
-        self.output_dir: str | None = None  # the folder that transformers' saving writes to; None: the run's
-        self.resumed = TrainerState()  # the loop's, in the checkpoint that the run resumes from
+        self.output_dir: str | None = None
+        self.resumed = TrainerState()
         self._geometry: BatchGeometry = trainer.geometry  # as it was configured
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
         self._log = RunLog()
@@ -151,7 +155,11 @@ class RunKeeper(TrainerCallback):
             self._lock = None
 
     def _read(self, checkpoint: str) -> None:
-        """Compare a checkpoint with this run, and read its state; weights and optimizer are read by transformers."""
+        """Compare a checkpoint with this run, and read its state; weights and optimizer are read by transformers.
+
+        Raises:
+            CheckpointError: it belongs to another run, or a file is broken.
+        """
         listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
         if listing is None:
             logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")

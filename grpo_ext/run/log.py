@@ -100,18 +100,27 @@ class RunLog:
 
 @dataclass
 class LoggedRun:
-    """A log without the lines that a later start supersedes."""
+    """A log without the lines that a later start supersedes.
 
-    # one for each training call, oldest first; with "ended" and the last "step" where the call has ended
+    Attributes:
+        starts: one for each training call, oldest first; with "ended" and the last "step" where the call has ended.
+        entries: log lines, oldest first; each has step, epoch, time and values.
+        resumed_from: the steps that were resumed from.
+        seconds: spent in training calls, superseded steps included.
+    """
+
     starts: list[dict[str, Any]] = field(default_factory=list)
-    # log lines, oldest first; each has step, epoch, time and values
     entries: list[dict[str, Any]] = field(default_factory=list)
-    resumed_from: list[int] = field(default_factory=list)  # steps
-    seconds: float = 0.0  # spent in training calls, superseded steps included
+    resumed_from: list[int] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 def read_log(path: str | Path) -> LoggedRun:
-    """Read the log of a run, which may still be running."""
+    """Read the log of a run, which may still be running.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     run, seconds = LoggedRun(), 0.0  # of the training call so far
     for raw in Path(path).read_bytes().splitlines():
         try:

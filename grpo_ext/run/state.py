@@ -30,22 +30,29 @@ WEIGHTS = "grpo_ext_rollout_weights.safetensors"
 
 @dataclass
 class RunState:
-    """What a checkpoint holds beside model, optimizer and scheduler."""
+    """What a checkpoint holds beside model, optimizer and scheduler.
 
-    rollout: RolloutBatch | None = None  # the scored rollout batch that is being trained on
-    rollout_name: tuple[int, int] | None = None  # its epoch and its index in the epoch
-    # values of the steps since the last log line, by name
+    Attributes:
+        rollout: the scored rollout batch that is being trained on.
+        rollout_name: its epoch and its index in the epoch.
+        metrics: values of the steps since the last log line, by name.
+        loss: sums of the Trainer since the last log line and since the start, and the step of the last log line.
+        losses: of every step so far.
+        limits: sizes that fit into memory, where they are smaller than those in the configuration.
+        waiting: rollout batches that are being sampled (`rollout_lag`): for each the first optimizer step, from 0, that
+            trains on it, and the weights that sample it. Those with the same weights share one object.
+        sampled_at: optimizer steps made before the weights that sampled `rollout`.
+        reference: the weights of a reference model that moves during the run (`sync_ref_model`).
+    """
+
+    rollout: RolloutBatch | None = None
+    rollout_name: tuple[int, int] | None = None
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    # sums of the Trainer since the last log line and since the start, and the step of the last log line
     loss: dict[str, float] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)  # of every step so far
-    # sizes that fit into memory, where they are smaller than those in the configuration
+    losses: list[float] = field(default_factory=list)
     limits: dict[str, Any] = field(default_factory=dict)
-    # rollout batches that are being sampled (`rollout_lag`): for each the first optimizer step, from 0, that trains on
-    # it, and the weights that sample it; those with the same weights share one object
     waiting: list[tuple[int, Weights]] = field(default_factory=list)
-    sampled_at: int = 0  # optimizer steps made before the weights that sampled `rollout`
-    # the weights of a reference model that moves during the run (`sync_ref_model`)
+    sampled_at: int = 0
     reference: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -115,10 +122,13 @@ class RunState:
 
     @classmethod
     def load(cls, folder: str | Path, num_generations: int) -> RunState | None:
-        """Read from a checkpoint's folder, or raise a CheckpointError; None if another trainer wrote it.
+        """Read from a checkpoint's folder; None if another trainer wrote it.
 
         Args:
             num_generations: completions per group of the rollout batch.
+
+        Raises:
+            CheckpointError: a file cannot be read.
         """
         path = Path(folder) / STATE
         if not path.is_file():

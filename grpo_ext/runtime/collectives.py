@@ -179,10 +179,13 @@ def first_of_all_processes(value: Any) -> Any:
 
 @contextmanager
 def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
-    """An error inside on one process becomes a CheckpointError on all, so that none waits in a later collective.
+    """An error inside on one process is raised on all, so that none waits in a later collective.
 
     Args:
         explain: from the first failure's message to that of the error.
+
+    Raises:
+        CheckpointError: on every process.
     """
     failure: Exception | None = None
     try:

@@ -128,7 +128,11 @@ def demo_of(settings: Mapping[str, Any]) -> Demo | None:
 
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
-    """Settings as the dataclasses that they configure; a ConfigError where these, TRL or transformers refuse one."""
+    """Settings as the dataclasses that they configure.
+
+    Raises:
+        ConfigError: a setting is refused, by this package, TRL or transformers.
+    """
     try:
         script, training, model = (kind(**fields_of({"lora_dropout": 0.0, **settings}, kind)) for kind in OPTIONS)
     except GrpoExtError:

@@ -38,38 +38,62 @@ _QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4 bits have a float32 factor for
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that determine its memory."""
+    """The sizes of a model that determine its memory.
+
+    Attributes:
+        parameters: all weights; trained: those with a gradient.
+        largest_layer: parameters of the largest layer, which is gathered as a whole.
+        outside: parameters outside of the layers, which FSDP2 gathers for a whole step.
+        head: trained parameters of the language-model head, whose gradient is one tensor beside those of the step.
+        layers, hidden, vocabulary: of the configuration.
+        compute_bytes: per number in a forward (2: autocast to a half precision).
+        token_bytes: saved per token and layer for the backward pass.
+        cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
+        quantised: parameters that are held in `quantised_bytes` each.
+        form: how its completions run; form_in_words: that, and why not in another form.
+    """
 
     parameters: int
-    trained: int  # parameters with a gradient
-    largest_layer: int  # parameters of the largest layer, which is gathered as a whole
+    trained: int
+    largest_layer: int
     layers: int
     hidden: int
     vocabulary: int
-    compute_bytes: int  # per number in a forward (2: autocast to a half precision)
-    token_bytes: float  # saved per token and layer for the backward pass
-    cache_bytes: float  # of keys and values per token of a sequence, all layers, while sampling
-    quantised: int = 0  # parameters that are held in `quantised_bytes` each
+    compute_bytes: int
+    token_bytes: float
+    cache_bytes: float
+    quantised: int = 0
     quantised_bytes: float = 0.0
-    outside: int = 0  # parameters outside of the layers, which FSDP2 gathers for a whole step
-    head: int = 0  # trained parameters of the language-model head, whose gradient is one tensor beside the step's
-    form: Form = "packed"  # in which its completions run
-    form_in_words: str = ""  # and why not in another form
+    outside: int = 0
+    head: int = 0
+    form: Form = "packed"
+    form_in_words: str = ""
 
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """How a model is run."""
+    """How a model is run.
 
-    engine: str  # one of `ENGINES`
-    processes: int  # devices that share what the engine shards
-    tokens: int  # of the largest micro-batch, prompt included
-    sampled_tokens: int  # of all completions of a `generate` call at their longest, prompts included
-    checkpointing: bool = True  # of gradients
-    reference: bool = False  # a separate reference model is held
-    bitwise: bool = False  # gradient sums of 64-bit integers
-    weights_ahead: int = 0  # copies of the trained weights on this device, for rollout batches that are sampled ahead
-    head_tile: int = TILE[0] * TILE[1]  # logits that the head computes at a time
+    Attributes:
+        engine: one of `ENGINES`; processes: devices that share what it shards.
+        tokens: of the largest micro-batch, prompt included.
+        sampled_tokens: of all completions of a `generate` call at their longest, prompts included.
+        checkpointing: gradient checkpointing.
+        reference: a separate reference model is held.
+        bitwise: gradient sums of 64-bit integers.
+        weights_ahead: copies of the trained weights on this device, for rollout batches that are sampled ahead.
+        head_tile: logits that the head computes at a time.
+    """
+
+    engine: str
+    processes: int
+    tokens: int
+    sampled_tokens: int
+    checkpointing: bool = True
+    reference: bool = False
+    bitwise: bool = False
+    weights_ahead: int = 0
+    head_tile: int = TILE[0] * TILE[1]
 
 
 def _at_a_time(model: ModelSizes, engine: str) -> tuple[float, float]:
@@ -86,7 +110,11 @@ def _at_a_time(model: ModelSizes, engine: str) -> tuple[float, float]:
 
 
 def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
-    """Bytes per device by part, with the totals "training" and "rollout"; a ConfigError for an unknown engine."""
+    """Bytes per device by part, with the totals "training" and "rollout".
+
+    Raises:
+        ConfigError: unknown engine.
+    """
     if layout.engine not in ENGINES:
         raise ConfigError(f"engine={layout.engine!r}: use one of {', '.join(ENGINES)}.")
     deepspeed = layout.engine in ("zero2", "zero3")

@@ -93,7 +93,11 @@ def report(run: str | Path) -> Path:
 
 
 def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:
-    """The log in a run's folder, or a ConfigError; and every number in it by name, in the order of first appearance."""
+    """The log in a run's folder, and every number in it by name, in the order of first appearance.
+
+    Raises:
+        ConfigError: there is no log of a run in it.
+    """
     folder = Path(path)
     log = read_log(folder / LOG) if (folder / LOG).is_file() else LoggedRun()
     if not log.entries:

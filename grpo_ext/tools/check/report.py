@@ -26,16 +26,23 @@ class Split:
 
 @dataclass
 class SplitResult:
-    """How a split compares with the reference split of the same trainer; errors are NaN where there are none."""
+    """How a split compares with the reference split of the same trainer; errors are NaN where there are none.
+
+    Attributes:
+        verdict: "reference", "same", "same bits", "rounding", "differs", "nothing learned" or "refused".
+        reason: the cause, where it is known.
+        update_error: relative update error.
+        gradient_error: relative error of the first gradient.
+        metric_error: the largest difference of a logged value.
+    """
 
     split: Split
     trainer: str
-    # "reference", "same", "same bits", "rounding", "differs", "nothing learned" or "refused"
     verdict: str = "refused"
-    reason: str = ""  # the cause, where it is known
-    update_error: float = math.nan  # relative
-    gradient_error: float = math.nan  # relative, of the first gradient
-    metric_error: float = math.nan  # the largest difference of a logged value
+    reason: str = ""
+    update_error: float = math.nan
+    gradient_error: float = math.nan
+    metric_error: float = math.nan
 
     def __str__(self) -> str:
         """The result in a line."""

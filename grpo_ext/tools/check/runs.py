@@ -34,23 +34,40 @@ OUTPUT, RUNS = "output.txt", "runs.pickle"  # in the folder of a launch: what it
 
 @dataclass(frozen=True)
 class Run:
-    """One training run."""
+    """One training run.
 
-    name: str  # unique among the runs of a launch
-    model_path: str  # folder or id of the initial model, loaded in float32, with its tokenizer
-    data_path: str  # folder of the training set (`Dataset.save_to_disk`)
-    rewards: tuple[Any, ...]  # reward functions, as for the trainer
-    config: dict[str, Any]  # keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply
-    trainer: str = OURS  # or `STOCK`, for stock TRL with the same settings
-    peft: PeftConfig | None = None  # None: all weights are trained
-    quantization: Any = None  # a `transformers.BitsAndBytesConfig`, or None
-    eval_path: str | None = None  # folder of an evaluation set; evaluated once after training
-    trace: bool = False  # hash every parameter and optimizer tensor after every step
-    gradients: bool = False  # return the first gradient that is not zero
-    resume_from: str | None = None  # a checkpoint
-    rollout_func: Any = None  # as for the trainer
-    nameless: bool = False  # clear the model's name, as for a model built in memory
-    # from the model to a context in which it is trained
+    Attributes:
+        name: unique among the runs of a launch.
+        model_path: folder or id of the initial model, loaded in float32, with its tokenizer.
+        data_path: folder of the training set (`Dataset.save_to_disk`).
+        rewards: reward functions, as for the trainer.
+        config: keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply.
+        trainer: "grpo_ext", or "trl" for stock TRL with the same settings.
+        peft: None for full training.
+        quantization: a `transformers.BitsAndBytesConfig`, or None.
+        eval_path: folder of an evaluation set; evaluated once after training.
+        trace: hash every parameter and optimizer tensor after every step.
+        gradients: return the first gradient that is not zero.
+        resume_from: a checkpoint to resume from.
+        rollout_func: as for the trainer.
+        nameless: clear the model's name, as for a model built in memory.
+        within: from the model to a context in which it is trained.
+    """
+
+    name: str
+    model_path: str
+    data_path: str
+    rewards: tuple[Any, ...]
+    config: dict[str, Any]
+    trainer: str = OURS
+    peft: PeftConfig | None = None
+    quantization: Any = None
+    eval_path: str | None = None
+    trace: bool = False
+    gradients: bool = False
+    resume_from: str | None = None
+    rollout_func: Any = None
+    nameless: bool = False
     within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
 
     @property
@@ -66,16 +83,21 @@ class Run:
 
 @dataclass
 class RunResult:
-    """The outcome of a run."""
+    """The outcome of a run.
+
+    Attributes:
+        delta: parameters after minus before, per trainable parameter, float64.
+        log: the Trainer's log lines.
+        error: the message, where the run ended with one.
+        trace: for each step, the hash of every parameter and optimizer tensor.
+        gradients: per parameter, of the first step with a gradient that is not zero, as the optimizer gets it.
+    """
 
     name: str
-    # parameters after minus before, per trainable parameter, float64
     delta: dict[str, torch.Tensor] = field(default_factory=dict)
-    log: list[dict[str, Any]] = field(default_factory=list)  # the Trainer's log lines
-    error: str | None = None  # the message, where the run ended with one
-    # for each step, the hash of every parameter and optimizer tensor
+    log: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
     trace: list[dict[str, str]] = field(default_factory=list)
-    # per parameter, of the first step with a gradient that is not zero, as the optimizer gets it
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
