@@ -149,5 +149,5 @@ def test_a_hook_that_passes_on_changes_no_bit_of_a_model_with_experts(tmp_path):
         for name, mixin in (("plain", None), ("passing", PassesOn))
     )
     assert torch.equal(plain, passing)
-    with pytest.raises(ModelError, match="let an override of _get_per_token_logps_and_entropies pass on compute_aux_loss"):
+    with pytest.raises(ModelError, match="_get_per_token_logps_and_entropies pass on compute_aux_loss"):
         build(tmp_path / "back", GRPOTrainer, KeepsTheRouterBack, parts=lambda: parts("moe")).train()
