@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import refuse_combination
-from ..rollouts.build import LOGPS, SCORE, overridden, samples_by_key
-from ..rollouts.keyed import not_replayed
+from ..rollouts.build import LOGPS, SCORE, outside_masks, overridden, samples_by_key
 
 
 def check_replay(trainer: Any) -> None:
@@ -23,12 +22,10 @@ def _check_masks(trainer: Any) -> None:
         f"{sampling} (it returns no kept tokens)": sampling is not None,
         f"{scoring} (it gets padded tensors, without the kept tokens)": scoring is not None,
     }
-    if not trainer.use_vllm and trainer.rollout_func is None:  # rollouts.vllm_replay checks vLLM's settings
-        others["beam search, do_sample=False or a paged cache (they return no kept tokens)"] = not samples_by_key(
-            trainer
-        )
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        others |= not_replayed(model, trainer.generation_config, trainer.temperature)
+    if not trainer.use_vllm and trainer.rollout_func is None:
+        foreign = "beam search, do_sample=False or a paged cache (they return no kept tokens)"
+        others[foreign] = not samples_by_key(trainer)
+    others |= outside_masks(trainer)
     remedy = "Leave one of the two out; sampling without top_p, top_k and min_p needs no masks."
     refuse_combination("sampling_mask='replay'", others, remedy)
 

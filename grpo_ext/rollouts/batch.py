@@ -164,11 +164,11 @@ class RolloutBatch:
         attended = None
         if any(self.gaps):
             attended = torch.cat(tokens(self["prompt_mask"], self["completion_mask"])).bool()
-        kept = None
+        kept_B = None
         if KEPT_COUNTS in self.columns:
             rows = zip(self[KEPT_COUNTS], self[KEPT_IDS], completions)
-            kept = [KeptIds(counts_T, ids_K).first(n) for counts_T, ids_K, n in rows]
-        return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept, experts)
+            kept_B = [KeptIds(counts_T, ids_K).first(n) for counts_T, ids_K, n in rows]
+        return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept_B, experts)
 
     def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
         """TRL's dictionary: padded, prompts on the left and completions on the right.

@@ -274,12 +274,9 @@ def _refuse_changes(trainer: Any) -> None:
             "sampling_mask, routing_replay, suppress_tokens or min_new_tokens was changed after the trainer was built, "
             "and completions refer to what was set then; set it in GRPOConfig (generation_kwargs)."
         )
-    if trainer.args.replay.masks and not trainer.use_vllm and trainer.rollout_func is None:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        others = not_replayed(model, trainer.generation_config, trainer.temperature)
-        refuse_combination(
-            "sampling_mask='replay'", others, "It was changed after the trainer was built; leave it out."
-        )
+    if trainer.args.replay.masks:
+        remedy = "It was changed after the trainer was built; leave it out."
+        refuse_combination("sampling_mask='replay'", outside_masks(trainer), remedy)
     for name in ("num_generations", "num_iterations"):
         value, planned = getattr(trainer, name), getattr(trainer.geometry, name)
         if value != planned:
@@ -287,6 +284,14 @@ def _refuse_changes(trainer: Any) -> None:
                 f"{name} was changed to {value} after the trainer was built, and steps and rollout batches are planned "
                 f"with {planned}; set it in GRPOConfig."
             )
+
+
+def outside_masks(trainer: Any) -> dict[str, bool]:
+    """Settings of this trainer's sampling that replayed masks do not describe, for `refuse_combination`."""
+    if trainer.use_vllm or trainer.rollout_func is not None:  # rollouts.vllm_replay checks vLLM's
+        return {}
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return not_replayed(model, trainer.generation_config, trainer.temperature)
 
 
 def _suppressed(trainer: Any) -> list[torch.Tensor]:
