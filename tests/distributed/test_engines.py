@@ -81,14 +81,12 @@ LAST = {"save_strategy": "steps", "save_steps": 3}
 REPLAYED = {"top_p": 0.8, "sampling_mask": "replay", "rollout_chunk_size": 8}  # two calls for each process
 ROUTED = {"routing_replay": True, "gradient_checkpointing": True, "num_iterations": 2, "max_steps": 2}
 IMAGES = {"beta": 0.1, "gradient_checkpointing": True, **SAVED, "max_steps": 2}
-# what `make test` runs under FSDP2 and ZeRO-3
+# what `make test` runs under FSDP2
 FEW = [
     Job("saved", SAVED),
     Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2, "max_steps": 2, **REPLAYED}),
-    Job("hybrid", {"gradient_checkpointing": True, "beta": 0.1, "max_steps": 2}, model="hybrid"),
     Job("routed", ROUTED, model="moe"),
     Job("few", FEW_ROWS),  # one group: others have none
-    Job("images_saved", IMAGES, prompts=8, model="llava"),
     Job("whole", {"max_steps": 2}, whole=True),  # the control of FSDP2's gradients
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("resumed", SAVED, resume="saved/checkpoint-1"),
@@ -99,6 +97,8 @@ ALL = [
     Job("images_few", FEW_ROWS, prompts=8, model="idefics3"),
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("tools", TOOLS, tools=True),
+    Job("hybrid", {"gradient_checkpointing": True, "beta": 0.1, "max_steps": 2}, model="hybrid"),
+    Job("images_saved", IMAGES, prompts=8, model="llava"),
     Job("lora_saved", {"beta": 0.1, **SAVED}, lora=True),
     Job("lora_resumed", {"beta": 0.1, **SAVED}, lora=True, resume="lora_saved/checkpoint-1"),
     *FEW[:-1],
@@ -221,7 +221,7 @@ WITH_ALL = [
 ENGINES = [
     pytest.param("fsdp2", 2),
     pytest.param("zero2", 2, marks=[needs_deepspeed, full]),
-    pytest.param("zero3", 2, marks=needs_deepspeed),
+    pytest.param("zero3", 2, marks=[needs_deepspeed, full]),
     pytest.param("ddp", 2, marks=full),  # on more processes: tests/invariance
     *WITH_ALL,
 ]

@@ -59,7 +59,8 @@ def test_the_same_bits_for_every_split_and_nothing_is_gathered_beside_training(b
         assert_same_run(whole[name], result, steps=STEPS)
 
 
-@pytest.mark.parametrize(("processes", "times", "longest"), [(2, 1, 0.05), pytest.param(2, 5, 0.3, marks=full)])
+@full
+@pytest.mark.parametrize(("processes", "times", "longest"), [(2, 1, 0.05), (2, 5, 0.3)])
 def test_delays_change_nothing(bench, whole, processes, times, longest):
     runs = [
         dataclasses.replace(lagged(bench, f"jitter{lag}-{processes}-{n}", lag, 8), rewards=(jittery(longest),))
@@ -106,6 +107,7 @@ def test_an_error_of_one_process_ends_all(bench):
     assert "the judge is out" in message
 
 
+@pytest.mark.full
 def test_an_evaluation_changes_nothing(bench, whole):
     more = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2}
     run = dataclasses.replace(lagged(bench, "evaluated", 2, 5, **more), eval_path=bench.data(5))

@@ -36,9 +36,10 @@ def bench(tmp_path_factory) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def whole(bench) -> dict[str, RunResult]:
+def whole(bench, request) -> dict[str, RunResult]:
     """Uninterrupted runs, which leave a checkpoint of every step."""
-    runs = [long_run(bench, bench.folder, name, **changes) for name, changes in RUNS.items()]
+    names = [*RUNS] if request.config.getoption("--full") else ["whole", "exact", "cut"]
+    runs = [long_run(bench, bench.folder, name, **RUNS[name]) for name in names]
     return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
 
 
@@ -55,8 +56,9 @@ def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) 
         # inside a rollout batch, after it, around the end of an epoch
         pytest.param("whole", 1, 16, (1, 2, 4, 11, 13), marks=full),
         ("exact", 3, 3, (14,)),  # another number of processes
-        ("adaptive", 1, 16, (7,)),
-        ("dynamic", 2, 3, (6, 14)),  # before a rollout batch, in the second epoch
+        pytest.param("adaptive", 1, 16, (7,), marks=full),
+        # before a rollout batch, in the second epoch
+        pytest.param("dynamic", 2, 3, (6, 14), marks=full),
         ("cut", 2, 5, (1, 2, 9)),  # after the first step of a rollout batch, between its iterations, in the last one
     ],
 )
@@ -66,6 +68,7 @@ def test_the_same_bits_from_every_kind_of_stop(bench, whole, name, processes, si
         assert_same_run(whole[name], result, step, RUNS[name].get("max_steps", 10 if name == "cut" else STEPS))
 
 
+@pytest.mark.full
 def test_dynamic_sampling_has_replaced_groups(whole):
     assert sum(line.get("dynamic_sampling/replaced_groups", 0) for line in whole["dynamic"].log) > 0
 
@@ -102,7 +105,7 @@ def test_stock_trl_learns_something_else(bench):
 AT = {"rollouts": 5, "rewards": 19, "window": 6, "optimizer": 7, "writing": 4, "listing": 37, "publishing": 3}
 
 
-@pytest.mark.parametrize("moment", [m if m in ("rewards", "writing") else pytest.param(m, marks=full) for m in AT])
+@pytest.mark.parametrize("moment", [m if m == "writing" else pytest.param(m, marks=full) for m in AT])
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(bench, whole, moment):
     name = f"killed-{moment}"
     killed = long_run(bench, bench.folder, name)

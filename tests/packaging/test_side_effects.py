@@ -38,6 +38,7 @@ def test_import_changes_nothing():
     assert differences(*states("import grpo_ext")) == {}
 
 
+@pytest.mark.full
 def test_importing_the_trainer_changes_no_more_than_trl_does():
     theirs = f"{SEEDED}; from trl import GRPOConfig, GRPOTrainer"
     assert differences(*states(theirs, "from grpo_ext import Console, GRPOConfig, GRPOTrainer")[1:]) == {}

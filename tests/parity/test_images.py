@@ -95,7 +95,10 @@ CASES: dict[str, tuple[str, Callable[[], Dataset], dict[str, Any], dict[str, Any
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+FEW = ("data set, llava", "data set, qwen2_5_vl", "messages", "environments", "tools, two steps")  # of `make test`
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_images_are_those_of_stock_trl(tmp_path, name):
     family, rows, parts, settings, counts = CASES[name]
     act = knowing_images if "tools" in parts else train

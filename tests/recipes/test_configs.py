@@ -120,7 +120,12 @@ def test_a_preset_sets_what_the_paper_says_and_parses_with_the_demo(recipe, name
     )
 
 
-@pytest.mark.parametrize("name", [*REAL, *PRESETS])
+FEW = ("gsm8k_lora", "dapo")  # what `make test` trains
+
+
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(n, marks=pytest.mark.full) for n in [*REAL, *PRESETS] if n not in FEW)]
+)
 def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
     _, _, rows, overrides = REAL.get(name, (1, None, question_rows, TOY))
     here: Overrides = {

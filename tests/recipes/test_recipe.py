@@ -107,7 +107,10 @@ def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(accelerate_l
     ("name", "rewards", "weights", "steps", "gain"),
     [
         ("demo_lora", ["sorted_letters_reward"], "adapter_model.safetensors", 20, 0.3),
-        ("demo_two_rewards", ["sorted_letters_reward", "length_penalty"], "model.safetensors", 2, None),
+        pytest.param(
+            *("demo_two_rewards", ["sorted_letters_reward", "length_penalty"], "model.safetensors", 2, None),
+            marks=pytest.mark.full,
+        ),
         ("demo_custom_reward", ["share_in_place"], "model.safetensors", 2, None),
     ],
 )

@@ -163,8 +163,9 @@ CASES = {
 FULL = (
     *("gdpo", "reinforce_baseline", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards", "cut_reused"),
     *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "few_groups", "truncated", "entropy", "images_tiled"),
-    *("gspo", "kl", "gpt2", "kl_lora", "checkpointing", "token_budget"),
-    *("lora_8bit", *(AHEAD.keys() - {"ahead_gspo", "ahead_kl_synced"})),
+    *("gspo", "kl", "gpt2", "kl_lora", "checkpointing", "token_budget", "two_sided", "sequence_sum", "padded"),
+    *("images_apart", "rollout_func_few", "sampling", "adaptive"),
+    *("lora_8bit", *(AHEAD.keys() - {"ahead_gspo"})),
 )
 
 SETTINGS = {

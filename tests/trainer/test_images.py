@@ -47,7 +47,7 @@ def some(*chosen: str) -> list:
     return [pytest.param(name, marks=() if name in chosen else pytest.mark.full) for name in FAMILIES]
 
 
-@pytest.mark.parametrize("family", some("qwen2_5_vl", "lfm2_vl"))
+@pytest.mark.parametrize("family", some("qwen2_5_vl"))
 def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, family):
     whole = make(tmp_path / "whole", family, per_device_train_batch_size=16, max_steps=1)
     part = "deepstack" if family == "qwen3_vl" else "vis"  # vision, visual
@@ -132,7 +132,7 @@ def with_tools(folder: Any, family: str = "llava", tool: Any = look, **settings:
 @pytest.mark.parametrize(
     ("family", "tool", "other"),
     [
-        ("qwen2_5_vl", look, look_elsewhere),
+        pytest.param("qwen2_5_vl", look, look_elsewhere, marks=pytest.mark.full),
         ("llava", Gallery, OtherGallery),
         pytest.param("internvl", look, look_elsewhere, marks=pytest.mark.full),
     ],

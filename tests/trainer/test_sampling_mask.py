@@ -86,6 +86,7 @@ def standard_errors(gradients: torch.Tensor, truth: torch.Tensor, direction: tor
     return float(values.mean() / (values.std() / len(values) ** 0.5))
 
 
+@pytest.mark.full
 def test_the_gradient_is_that_of_the_policy_that_was_sampled(tmp_path):
     truth, biased = expected_gradients()
     replayed = sampled_gradients(tmp_path / "replay", **REPLAY)

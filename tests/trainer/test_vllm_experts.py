@@ -121,13 +121,18 @@ def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path, engines):
 @pytest.mark.parametrize(
     ("routed_of", "problem"),
     [
-        (lambda e: None, "none"),
         (lambda e: e[1:], r"an array \(\d+, 3, 2\)"),
-        (lambda e: e[:, :2], r"an array \(\d+, 2, 2\), where routers of layers \[0, 2\] make 4 choices,"),
-        (lambda e: e[:, :, :1], r"an array \(\d+, 3, 1\)"),
-        (lambda e: e[:, 0], r"an array \(\d+, 2\)"),
-        (lambda e: e + np.uint8(9), r"\[\d+, \d+\] as a choice of different experts out of 4,"),
         (lambda e: e * 0, r"\[0, 0\] as a choice"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (lambda e: None, "none"),
+                (lambda e: e[:, :2], r"an array \(\d+, 2, 2\), where routers of layers \[0, 2\] make 4 choices,"),
+                (lambda e: e[:, :, :1], r"an array \(\d+, 3, 1\)"),
+                (lambda e: e[:, 0], r"an array \(\d+, 2\)"),
+                (lambda e: e + np.uint8(9), r"\[\d+, \d+\] as a choice of different experts out of 4,"),
+            )
+        ),
     ],
 )
 def test_an_engine_that_returns_other_than_it_was_told_to_ends_the_run(
@@ -143,7 +148,10 @@ def test_an_engine_that_returns_other_than_it_was_told_to_ends_the_run(
 @pytest.mark.parametrize(
     ("installed", "reason"),
     [
-        ({"takes": False}, "vLLM 0.31.0 returns no experts (EngineArgs has no enable_return_routed_experts)"),
+        pytest.param(
+            *({"takes": False}, "vLLM 0.31.0 returns no experts (EngineArgs has no enable_return_routed_experts)"),
+            marks=pytest.mark.full,
+        ),
         ({"on_cpu": True}, "vLLM 0.31.0 returns no experts on a CPU"),
     ],
 )

@@ -33,7 +33,7 @@ def furthest_ratio(log: dict[str, Any]) -> float:
     [
         {"top_p": 0.6},
         {"top_k": 5},
-        {"min_p": 0.3},
+        pytest.param({"min_p": 0.3}, marks=pytest.mark.full),
         {"top_p": 0.9, "temperature": 0.7, "vllm_importance_sampling_mode": "token_truncate"},
         {"top_p": 0.9, "generation_kwargs": {"top_k": -1, "min_tokens": 4, "min_p": 0.1}},
     ],

@@ -224,7 +224,12 @@ def unscorable(completions, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "raises", [lambda completions, **kwargs: {}["answer"], lambda completions: [0.0], functools.partial(unscorable)]
+    "raises",
+    [
+        lambda completions, **kwargs: {}["answer"],
+        pytest.param(lambda completions: [0.0], marks=pytest.mark.full),
+        pytest.param(functools.partial(unscorable), marks=pytest.mark.full),
+    ],
 )
 def test_an_error_reads_as_in_the_training_process_and_shows_where_it_was_raised(raises):
     with pytest.raises(RewardError) as here:
@@ -340,6 +345,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.full
 def test_functions_of_a_script_without_a_guard_run_and_no_worker_outlives_it(tmp_path):
     script, pids = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(textwrap.dedent(SCRIPT))

@@ -166,6 +166,7 @@ SAMPLE_THEIR_OWN_WAY = {
 }
 
 
+@pytest.mark.full
 def test_every_architecture_that_overrides_generate_is_known():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

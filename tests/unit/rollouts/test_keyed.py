@@ -163,7 +163,7 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", ["all", pytest.param("repetition_penalty", marks=pytest.mark.full)])
 def test_the_first_token_follows_the_filtered_softmax_of_the_models_logits(model, name):
     options = DISTRIBUTIONS[name]
     counts = first_tokens(model, sampling(**options))

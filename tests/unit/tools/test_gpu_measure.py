@@ -37,6 +37,7 @@ def test_a_rehearsal_measures_every_form_and_stock_trl():
         assert one["peak_mib"] > one["working_mib"] > 0
 
 
+@pytest.mark.full
 def test_what_its_time_does_not_allow_is_named():
     status, found = run("--seconds", "1")
     assert status == 1
