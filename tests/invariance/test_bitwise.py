@@ -14,7 +14,7 @@ NAMES = [  # what bitwise mode takes
     name for name, case in CASES.items() if "micro_batch_tokens" not in case.config and case.rollout_func is None
 ]
 ALWAYS = (
-    *("dapo", "quantile_bonus", "moe", "few_groups", "replayed"),
+    *("dapo", "moe", "few_groups", "replayed"),
     "truncated",  # units of a single row, where kernels round by alignment
     next(iter(QUANTISED), "kl_lora"),
 )

@@ -14,6 +14,7 @@ from tests.support.cases import Bench
 from tests.support.launches import run_all
 from tests.tolerances import DIFFERENT
 
+pytestmark = pytest.mark.full  # in `make test`: tests/unit/rewards/test_workers.py
 WORKERS = (0, 1, 2)
 
 

@@ -20,7 +20,7 @@ from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 NAMES = [name for name in CASES if name not in ("leak", "partial")]  # which depend on the split
 SIZES = dict.fromkeys(CASES, 5) | {"async": 3}
-FULL = ("tools", "company", "environments")
+FULL = ("tools", "company", "environments", "hanging")
 
 
 def launched(folder: Path, processes: int, *runs: tuple[str, int, dict[str, Any]]) -> str:

@@ -52,7 +52,10 @@ def recorded_by(recorder: Recorder, cls: type, folder: Any, *callbacks: Any, **s
 @pytest.mark.parametrize(
     "settings",
     [
-        {"bf16": None, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch"},
+        pytest.param(
+            {"bf16": None, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch"},
+            marks=pytest.mark.full,
+        ),
         {
             **{"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 5, "per_device_eval_batch_size": 5},
             "gradient_accumulation_steps": 2,
