@@ -285,11 +285,13 @@ def _mismatch(ours: type, name: str) -> str | None:
     if theirs is None:
         return f"GRPOTrainer.{name} is missing"
     override = getattr(ours, name)
-    taken, expected = parameters_of(theirs), parameters_of(override)
+    installed, expected = parameters_of(theirs), parameters_of(override)
     variable = {p.kind for p in inspect.signature(override).parameters.values()} & _VARIABLE  # passes on what follows
-    if (taken[: len(expected)] if variable else taken) == expected:
+    if (installed[: len(expected)] if variable else installed) == expected:
         return None
-    return f"GRPOTrainer.{name} takes ({', '.join(taken)}), not ({', '.join(expected)}{', ...' if variable else ''})"
+    return (
+        f"GRPOTrainer.{name} takes ({', '.join(installed)}), not ({', '.join(expected)}{', ...' if variable else ''})"
+    )
 
 
 @functools.cache

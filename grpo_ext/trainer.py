@@ -167,7 +167,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._keeper = RunKeeper(self, user_args)
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
-        self._passes = PassAtK(self.args)
+        self._pass_at_k = PassAtK(self.args)
         self._uncovered = check_trainer(self, config)
         if config.reward_workers:
             self._rollouts.worker.rewards.pack_functions(terms_of(self).rewards)
@@ -294,8 +294,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Like transformers' method, with pass@k and mean@k of the whole set, under its prefix; for `predict` too."""
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output: Any = super().evaluation_loop(dataloader, *options)
-        passes = self._passes.metrics(self.num_generations_eval) if len(dataloader) else {}
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in passes.items()})
+        pass_metrics = self._pass_at_k.metrics(self.num_generations_eval) if len(dataloader) else {}
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pass_metrics.items()})
         return output
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
@@ -309,7 +309,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         rows = StepRows.checked(generation_batch)
         batch = self._rollouts.completions_of(rows, terms_of(self))
         if (terms := self._rollouts.scored_by) is not None:
-            self._passes.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
+            self._pass_at_k.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
         return batch
 
     def _with_events(self, micro_batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -352,7 +352,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 bounds = (args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max)
                 self.entropy_coef = adapted_entropy_coefficient(self.entropy_coef, self._last_world_entropy, *bounds)
             values = {"entropy_coef": self.entropy_coef} | values
-        # the Trainer's own loss goes through a float32 mean of processes
+        # the loss too: transformers would log a float32 mean over processes
         for name, value in (values | {"loss": loss}).items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         return loss
@@ -436,7 +436,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
         refuse_frozen(self.model)
-        self._rollouts.hold(None, None)
+        self._rollouts.forget_rollout()
         self._losses, self._rollouts.waiting = [], ()
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.release_folder)

@@ -2,7 +2,7 @@
 
 Differs from TRL's `GRPOTrainer._compute_loss` in one thing: no denominator is computed here. The loss of a step is
 `sum(weights * per_token_loss)` with weights fixed by step-wide counts, so any partition of the step adds up to it.
-Called by the trainer for every micro-batch. Shapes: B completions, T completion tokens (padded), (B, 1) per sequence.
+Called by step.loss for every micro-batch. Shapes: B completions, T completion tokens (padded), (B, 1) per sequence.
 """
 
 from __future__ import annotations
@@ -141,22 +141,22 @@ class RatioRule:
     As in its `_generate_and_score_completions`. Shapes: T tokens of one completion.
 
     Attributes:
-        level: one of `RATIO_MODES`: one ratio for each token or each completion; cut off, or zero, outside the bounds.
+        mode: one of `RATIO_MODES`: one ratio for each token or each completion; cut off, or zero, outside the bounds.
         lowest, highest: the bounds; None: no bound.
     """
 
-    level: str
+    mode: str
     lowest: float | None
     highest: float | None
 
     def __post_init__(self) -> None:
-        if self.level not in RATIO_MODES:
-            raise ConfigError(f"vllm_importance_sampling_mode={self.level!r} is unknown; use {', '.join(RATIO_MODES)}.")
+        if self.mode not in RATIO_MODES:
+            raise ConfigError(f"vllm_importance_sampling_mode={self.mode!r} is unknown; use {', '.join(RATIO_MODES)}.")
 
     @property
     def of_sequences(self) -> bool:
         """Whether a completion has one ratio."""
-        return self.level.startswith("sequence")
+        return self.mode.startswith("sequence")
 
     def ratios(self, old_T: torch.Tensor, sampling_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
         """The ratios of a completion's tokens, (T,), or that of the completion, (1,).
@@ -172,7 +172,7 @@ class RatioRule:
         ratios = torch.exp(difference)
         lowest = -math.inf if self.lowest is None else self.lowest
         bounded = ratios.clamp(lowest, math.inf if self.highest is None else self.highest)
-        return bounded if self.level.endswith("truncate") else ratios.where(ratios == bounded, 0.0)
+        return bounded if self.mode.endswith("truncate") else ratios.where(ratios == bounded, 0.0)
 
 
 def importance_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:
@@ -282,7 +282,7 @@ def token_weights(
             raise ConfigError("loss_aggregation='prompt_mean' needs to know the groups of the batch.")
         tokens_B = torch.tensor([max(counts.group_tokens[group], 1) for group in groups_B], device=mask.device)
         return mask / tokens_B[:, None] / len(counts.group_tokens)
-    follows_trl = cfg.aggregation is None and cfg.loss_type != "bnpo"  # which counts in the micro-batch
+    follows_trl = cfg.aggregation is None and cfg.loss_type != "bnpo"  # TRL's bnpo counts tokens itself
     if counts.items is not None and follows_trl:
         return mask / max(counts.items, 1.0)
     return mask / tokens

@@ -88,7 +88,11 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of the step that run in one forward; `weight` is 0 where it only keeps the collectives aligned."""
+    """Rows of the step that run in one forward.
+
+    Attributes:
+        weight: 1, or 0 for a filler that a process runs only to keep the collectives aligned.
+    """
 
     rows: tuple[int, ...]
     weight: float = 1.0
@@ -162,7 +166,7 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
     """
     pieces = sizes.pieces(rows)
     numbers = _longest_first([sizes.load(piece, cost) for piece in pieces], processes)
-    assigned = [sorted(row for number in taken for row in pieces[number]) for taken in numbers]
+    assigned = [sorted(row for number in of_process for row in pieces[number]) for of_process in numbers]
     loads = [sizes.load(part, cost) for part in assigned]
     for _ in range(8 * processes):
         high, low = loads.index(max(loads)), loads.index(min(loads))

@@ -24,7 +24,7 @@ from .sizes import BatchGeometry, EpochLayout, StepLayout, ceil_div, process_pro
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One process's part of a rollout batch.
+    """Which prompts of a rollout batch this process samples.
 
     Attributes:
         epoch, layout: where the step stands.
@@ -43,7 +43,7 @@ class RolloutRequest:
 
     @property
     def name(self) -> tuple[int, int]:
-        """Of the rollout batch: its epoch, and its index in the epoch."""
+        """What identifies the rollout batch: its epoch, and its index in the epoch."""
         return self.epoch, self.layout.rollout
 
 
@@ -52,7 +52,7 @@ class StepRows(Sequence[dict[str, Any]]):
     """The rows of one process for one rollout batch, in the place of TRL's list of rows.
 
     Attributes:
-        rows: one for each completion; none in a step that goes on with a rollout batch.
+        rows: one for each completion; empty in a map-style data set's step that continues a rollout batch.
         request: the part of the rollout batch that they belong to.
         numbers: of the rows in the data set; none for a stream.
     """

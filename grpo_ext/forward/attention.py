@@ -42,7 +42,7 @@ class TakesNoPacks(ModelError):
 def split_is_cheaper(group: PackedGroup, device: torch.device) -> bool:
     """The cost rule for one group: attention by segments, or one dense masked call over prompt and completions.
 
-    Both are counted in (query, key) pairs: a dense call computes all of them, segments only those that are seen, for
+    Both are counted in (query, key) pairs: a dense call computes all of them, segments only the visible ones, for
     one more call each.
     """
     call_cost = _CALL_COST if device.type == "cpu" else _ACCELERATOR_CALL_COST
@@ -53,7 +53,7 @@ def split_is_cheaper(group: PackedGroup, device: torch.device) -> bool:
     return split < total**2
 
 
-def seen_mask(group: PackedGroup, window: int | None, device: torch.device) -> torch.Tensor:
+def visible_mask(group: PackedGroup, window: int | None, device: torch.device) -> torch.Tensor:
     """Which tokens of a group see which, (n, n) for the n tokens of prompt and completions, rows are queries.
 
     A completion's tokens see the whole prompt and what comes before them in the same completion.
@@ -99,10 +99,10 @@ def joint_parts_by_window(layout: PackLayout, config: Any) -> dict[int | None, l
 def _mask_of(
     layout: PackLayout, window: int | None, device: torch.device, dtype: torch.dtype, group: PackedGroup
 ) -> torch.Tensor:
-    """`seen_mask` of a group as terms of the scores: (1, 1, n, n), 0 or -inf."""
+    """`visible_mask` of a group as terms of the scores: (1, 1, n, n), 0 or -inf."""
 
     def make() -> torch.Tensor:
-        mask = seen_mask(group, window, device)
+        mask = visible_mask(group, window, device)
         # kernels of CUDA copy a mask in every call unless its rows begin at multiples of 8 elements
         terms = torch.zeros(len(mask), len(mask) + -len(mask) % 8, dtype=dtype, device=device)[:, : len(mask)]
         return terms.masked_fill_(~mask, -torch.inf)[None, None]
@@ -211,7 +211,7 @@ def _by_group(
             outputs.append(by_flash(group, parts))
         else:
             mask = mask_of(PackedGroup((0, layout.longest), ()))
-            outputs += [attend(*segment, mask=seen) for *segment, seen in _segments(group, parts, mask)]
+            outputs += [attend(*segment, mask=segment_mask) for *segment, segment_mask in _segments(group, parts, mask)]
     return torch.cat(outputs, dim=1)
 
 

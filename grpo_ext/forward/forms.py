@@ -143,8 +143,8 @@ def lay_out(
         inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
-    asked = {"entropy": with_entropy, "router": with_router}
-    targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, masks=masks, routing=routing, **asked)
+    outputs = {"entropy": with_entropy, "router": with_router}
+    targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, masks=masks, routing=routing, **outputs)
     return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N)
 
 
@@ -263,7 +263,7 @@ def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
 
 
 def _sources(mask_BL: torch.Tensor) -> torch.Tensor:
-    """The number of each token among those that are not padding, -1 for padding."""
+    """The number of each token among the real ones; -1 for padding."""
     return torch.full_like(mask_BL, -1).masked_scatter(mask_BL.bool(), torch.arange(int(mask_BL.sum())))
 
 

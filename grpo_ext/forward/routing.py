@@ -241,7 +241,7 @@ def _unknown(reason: str) -> ModelError:
 
 
 def _verify(module: Any) -> None:
-    """Check on random numbers that a router returns the experts that are recorded and those that are replayed.
+    """Check on random inputs that a router returns the recorded and the replayed experts.
 
     Raises:
         ModelError: it does not, it gives a replayed expert no weight, or it cannot be run.

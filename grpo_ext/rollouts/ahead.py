@@ -126,7 +126,7 @@ class RolloutsAhead:
         steps: the steps of the training set; max_steps: how many of them the run takes.
         send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
             server holds one set of weights at a time, so they are sent once it has answered all requests.
-        jobs: submitted rollout batches, in order; the first of them until its rollout batch is held.
+        jobs: submitted rollout batches, in order; the first stays until the step after it is trained on begins.
     """
 
     worker: RolloutWorker
@@ -191,8 +191,8 @@ class RolloutsAhead:
         """This process's part of a rollout batch; an error of the thread is its `failure`.
 
         Args:
-            rows: none: the rollout batch of the step, which was sampled ahead; else further prompts for it (dynamic
-                sampling), which the same weights sample.
+            rows: empty for the rollout batch of the step, which was sampled ahead; for dynamic sampling further
+                prompts, which the same weights sample now.
         """
         job, request = self.jobs[0], rows.request
         if rows:

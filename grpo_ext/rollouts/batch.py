@@ -62,8 +62,8 @@ class RolloutBatch:
             - sampler_logps, kept_counts, kept_ids: of `TokenRecord`; the latter two are no part of TRL's dictionary.
             - experts: of the tokens of prompt and completion, (N, C); no part of TRL's dictionary either.
         groups: which group of the rollout batch each completion belongs to.
-        constants: what a user's override adds that is not of completions.
-        widths: padded widths of prompts and completions in every micro-batch; None: those of its longest.
+        constants: what a user's override adds that has no entry per completion.
+        widths: padded widths of prompts and completions in every micro-batch; None: as wide as its longest need.
         items_per_token: TRL's `num_items_in_batch` over the tokens that carry loss, where an override returns another
             number of them; TRL's token mean divides by it.
     """
@@ -248,14 +248,14 @@ def _concatenated(name: str, parts: Sequence[Any]) -> Column:
 _REQUIRED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
 
-def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) -> RolloutBatch:
+def gather_scored(scored: Mapping[str, Any], num_rows: int, num_generations: int) -> RolloutBatch:
     """Gather the dictionaries that a user's `_generate_and_score_completions` returned on all processes; one exchange.
 
     Columns keep their padding, and fields that TRL does not know are kept. Images are left out: every forward prepares
     them again.
 
     Args:
-        rows: of the call of the override; 0 for a process without prompts.
+        num_rows: rows that the override was called with; 0 on a process without prompts.
 
     Raises:
         RolloutError: on every process, where an override returned no advantages (or tokens or masks), another number of
@@ -263,7 +263,7 @@ def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) ->
     """
     images = images_among(scored)
     entries = {name: _on_cpu(value) for name, value in scored.items() if name not in images}
-    shares: list[tuple[int, dict[str, Any]]] = gather_lists([(rows, entries)])
+    shares: list[tuple[int, dict[str, Any]]] = gather_lists([(num_rows, entries)])
     shares = [share for share in shares if share[0]]
     for rows, share in shares:
         if missing := [name for name in _REQUIRED if share.get(name) is None]:

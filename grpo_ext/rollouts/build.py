@@ -1,6 +1,6 @@
 """The trainer's rollouts: the main thread's worker, and what each rollout batch reads of the trainer.
 
-With rollouts.build_ahead the only module of this room that reads a trainer. Called by the trainer.
+With rollouts.build_ahead and `vllm_weights.versions_of` all of this room that reads a trainer. Called by the trainer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .environments import Environments
 from .images import ImageSource
 from .keyed import filter_values, not_replayed, suppressed_tokens, truncating
 from .local import Hooks, Terms
-from .overrides import OverriddenWorker
+from .overrides import MainWorker
 from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Rollouts
 from .tools import Toolbox, TurnLimits, context_length
@@ -54,7 +54,8 @@ SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
 # a user's override of these may change the rows, so each has to carry its images
 _CHANGE_ROWS = (SCORE, "_generate")
-_RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}  # TRL's, by the argument of functions
+# TRL's methods behind arguments of reward functions
+_RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
 
 
 def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Rollouts]:
@@ -80,7 +81,7 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
 
 def _worker(
     trainer: Any, images: ImageSource, forwards: ForwardRunner, memory: Halving, clock: PhaseClock
-) -> OverriddenWorker:
+) -> MainWorker:
     """The worker of the main thread, on the models that are trained."""
     args, factories = trainer.args, trainer.environment_factories
     chat = Chat(
@@ -102,7 +103,7 @@ def _worker(
             trainer.environments = [transcript.environment for transcript in transcripts]
             trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
 
-    return OverriddenWorker(
+    return MainWorker(
         forwards=forwards,
         models=lambda: (trainer.model, trainer.ref_model),
         engine=_engine(trainer, settings, images, memory),

@@ -98,7 +98,7 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
 
 
 def _snapshot(trainer: Any, accelerator: Any) -> Snapshot:
-    """Copies of the models, which run as those that are trained do."""
+    """Copies of the models that run as the trained ones do."""
 
     def prepare(model: Any) -> Any:
         install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)

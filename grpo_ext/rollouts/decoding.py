@@ -174,7 +174,7 @@ class _Rows:
         self._ends = torch.cat([end.to(ids.device).view(-1) for end in ends] or [ids.new_empty(0)])
 
     def append(self, tokens: torch.Tensor) -> None:
-        """Add a token (B,) to every row, padding to those that are done."""
+        """Append a token (B,) to each row; finished rows get padding."""
         self.ids = torch.cat([self.ids, tokens.masked_fill(self.done, self._pad)[:, None]], dim=1)
 
     def ended(self, scores: torch.Tensor) -> list[bool]:

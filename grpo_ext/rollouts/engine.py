@@ -61,8 +61,8 @@ class EngineSettings:
         filler: a token, for rows that no result contains.
         pad: the padding token of TRL's dictionary.
         chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
-        together: completions of a `generate` call, at most, where it samples several chunks; None: those of a chunk.
-        multiple: of which the width of a batch is (TRL's `pad_to_multiple_of`).
+        rows_per_call: completions of a `generate` call, at most, where it samples several chunks; None: of a chunk.
+        multiple: the width of a batch is rounded up to a multiple of this (TRL's `pad_to_multiple_of`).
         compact: each different prompt runs once, and finished rows leave the batch.
         sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
         replay: what is recorded.
@@ -74,7 +74,7 @@ class EngineSettings:
     filler: int
     pad: int
     chunk_size: int | None = None
-    together: int | None = None
+    rows_per_call: int | None = None
     multiple: int | None = None
     compact: bool = True
     sharded: bool = False
@@ -84,7 +84,7 @@ class EngineSettings:
     def resize_chunks(self, geometry: BatchGeometry) -> None:
         """Set the sizes of chunks and of `generate` calls."""
         self.chunk_size = geometry.rollout_chunk_size
-        self.together = geometry.generate_size if geometry.together else None
+        self.rows_per_call = geometry.generate_size if geometry.together else None
 
     def groups_of(self, num_generations: int) -> int | None:
         """Completions of a chunk in whole groups, at least one."""
@@ -96,7 +96,7 @@ class EngineSettings:
         A process starts at the border of a chunk (`batching.sizes.process_prompts`), so places on a process cut the
         chunks of the whole rollout batch.
         """
-        size = _whole_groups(self.together or self.chunk_size, num_generations)
+        size = _whole_groups(self.rows_per_call or self.chunk_size, num_generations)
         chunks: dict[int, list[Transcript]] = {}
         for transcript in transcripts:
             chunks.setdefault(0 if size is None else transcript.place // size, []).append(transcript)

@@ -61,7 +61,7 @@ class Round:
         batch: its completions, with their advantages.
         rewards_BF: their rewards; advantages_B: what they become.
         entries: what is logged of each completion.
-        reward_calls: with what functions logged, in the order of the completions.
+        reward_calls: a record of each call of a reward function, with what it logged, in the order of the completions.
         local_rows: which of its rows are this process's.
     """
 
@@ -77,7 +77,7 @@ class Round:
 
 
 def exchange(local: LocalRollout, images: ImageSource) -> list[Share]:
-    """The shares of all processes; every process comes here once.
+    """The shares of all processes; a collective.
 
     Raises:
         GrpoExtError: on every process, where a process failed; there it is the error itself.
@@ -150,7 +150,7 @@ def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
 def _share(local: LocalRollout, images: ImageSource) -> Share:
     if local.failure is not None:
         return Share(failure=(type(local.failure).__name__, str(local.failure)))
-    transcripts, terms = local.counted, local.terms
+    transcripts, terms = local.real_transcripts, local.terms
     columns: dict[str, Column] = {}
     if transcripts:
         columns = trl_columns(local, transcripts)
@@ -183,7 +183,8 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
     """The columns of a rollout batch but advantages and images, under TRL's names.
 
     Args:
-        whole: keep all tokens of a masked-out completion. Otherwise one stays, because `[-0:]` selects every column.
+        whole: keep all tokens of a masked-out completion. Otherwise one stays: TRL takes the last T columns by
+            `[:, -T:]`, which are all of them for T = 0.
     """
     terms = local.terms
     masked = terms.masked(transcripts)

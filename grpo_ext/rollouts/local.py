@@ -47,7 +47,7 @@ class Hooks:
         return any((self.generate, self.turn, self.rollout, self.score))
 
     @property
-    def any(self) -> bool:
+    def need_all_processes(self) -> bool:
         """Whether a process without prompts has to take part, because a hook may hold collectives."""
         return any(vars(self).values())
 
@@ -116,7 +116,7 @@ class Terms:
 
 @dataclass
 class LocalRollout:
-    """One process's part of a rollout batch.
+    """What this process has sampled and scored of a rollout batch.
 
     Attributes:
         request: the prompts of this process.
@@ -125,7 +125,7 @@ class LocalRollout:
         extra_fields: what a `rollout_func` returned beside TRL's lists.
         old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
         rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
-        reward_calls: with what the functions logged.
+        reward_calls: a record of each call of a reward function, with what it logged.
         forms: which forward each model ran, where that was chosen on this process alone.
         failure: the error that ended the local phase.
     """
@@ -143,7 +143,7 @@ class LocalRollout:
     failure: Exception | None = None
 
     @property
-    def counted(self) -> list[Transcript]:
+    def real_transcripts(self) -> list[Transcript]:
         """The transcripts that reach the rollout batch."""
         return [] if self.request.empty else self.transcripts
 

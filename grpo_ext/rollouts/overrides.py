@@ -25,7 +25,7 @@ from .worker import RolloutWorker
 
 
 @dataclass
-class OverriddenWorker(RolloutWorker):
+class MainWorker(RolloutWorker):
     """The worker of the main thread, where users' overrides run.
 
     Attributes:
@@ -96,7 +96,8 @@ class OverriddenWorker(RolloutWorker):
             row = chunk[min(place, len(chunk) - 1)]
             key, cut = row.key, len(ids) - len(row.ids)
             if place >= len(chunk) or call_number:  # a row that the override has added, or a further call
-                key = int(mix(torch.tensor(key), BEYOND + place * (place >= len(chunk)) + (call_number << 20)))
+                added = place if place >= len(chunk) else 0
+                key = int(mix(torch.tensor(key), BEYOND + added + (call_number << 20)))
             shown = row.images if images is None else list(images[place] or ())
             rows.append(
                 dataclasses.replace(row, key=key, images=shown, prompt_ids=list(ids[:cut]), ids=list(ids[cut:]))

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import RolloutError
 from ..runtime.collectives import gather_lists
 
-TOGETHER = "vLLM cuts what several processes sampled together as if all had as many"
+UNEQUAL_SHARES = "vLLM cuts what several processes sampled together as if each had the same number of rows"
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (
     "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
@@ -82,7 +82,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | None:
-    """Why processes need as many prompts to generate together, as the rest of a sentence; None if they do not.
+    """Why processes need the same number of prompts to sample together, as a clause; None if they do not.
 
     Args:
         sharded: a forward is a collective.
@@ -90,15 +90,15 @@ def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | Non
     """
     if sharded:
         return "a forward of a sharded model is a collective"
-    together = rollout_func if args.vllm_mode == "server" else args.vllm_tensor_parallel_size > 1
-    return TOGETHER if args.use_vllm and together else None
+    shares_engine = rollout_func if args.vllm_mode == "server" else args.vllm_tensor_parallel_size > 1
+    return UNEQUAL_SHARES if args.use_vllm and shares_engine else None
 
 
 def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
     """Refuse a number of rows that `caller` cannot sample for together with the other processes; a collective.
 
     Args:
-        reason: why processes need as many (`why_equal`).
+        reason: why processes need the same number (`why_equal`).
 
     Raises:
         RolloutError: on every process.

@@ -35,7 +35,7 @@ from .images import ImageSource
 from .join import Round, exchange, join
 from .keyed import BEYOND
 from .local import LocalRollout, Terms
-from .overrides import OverriddenWorker
+from .overrides import MainWorker
 from .records import add_to_table, rollout_metrics
 from .rollout_func import refuse_unequal_shares, why_equal
 from .trl_shapes import trl_dictionary
@@ -64,7 +64,7 @@ class Rollouts:
 
     accelerator: Accelerator
     args: GRPOConfig
-    worker: OverriddenWorker
+    worker: MainWorker
     memory: Halving
     sync_vllm: Callable[[], None]
     check: EngineCheck | None = None
@@ -91,6 +91,10 @@ class Rollouts:
     def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
         """Train on a rollout batch of this name; None: the next step samples."""
         self.batch, self.batch_name = batch, name
+
+    def forget_rollout(self) -> None:
+        """The next step samples."""
+        self.hold(None, None)
 
     def slices(self, num_generations: int) -> ProcessSlices:
         """How rollout batches are divided over the processes for sampling."""
@@ -126,8 +130,7 @@ class Rollouts:
         """The completions of an optimizer step, or of an evaluation; the same on every process.
 
         Args:
-            rows: of this process; none where they are not needed: in a step that does not begin a rollout batch, and
-                with a lag.
+            rows: of this process; empty in a map-style data set's step that continues a rollout batch, and with a lag.
         """
         request = rows.request
         if not terms.training:
@@ -158,7 +161,7 @@ class Rollouts:
             names = ", ".join(terms.rewards.names)
             logger.warning(
                 f"No completion of this rollout was scored: {names} returned None for all of them, "
-                "so nothing can be learned or said from it; check that the reward functions fit the data."
+                "so there is nothing to learn from; check that the reward functions fit the data."
             )
 
     # ---- One round ------------------------------------------------------------------------------------------------
@@ -180,18 +183,20 @@ class Rollouts:
         request, hooks = rows.request, terms.hooks
         try:
             # code of a user gathers, and processes have different numbers of rows
-            uneven = uneven_gathers(self.accelerator, request.empty) if hooks.any else contextlib.nullcontext()
-            with uneven:
+            gathers = contextlib.nullcontext()
+            if hooks.need_all_processes:
+                gathers = uneven_gathers(self.accelerator, request.empty)
+            with gathers:
                 return self.worker.sample(rows, terms, repeat)
         except Exception as error:
             # other processes may wait for this one in a collective: of a forward, of vLLM, or of a user's hook
-            together = why_equal(self.args, self.worker.settings.sharded, rollout_func=hooks.rollout is not None)
-            if together or hooks.tokenize or hooks.generate or hooks.turn or self.accelerator.num_processes == 1:
+            reason = why_equal(self.args, self.worker.settings.sharded, rollout_func=hooks.rollout is not None)
+            if reason or hooks.tokenize or hooks.generate or hooks.turn or self.accelerator.num_processes == 1:
                 raise
             return LocalRollout(request, terms, failure=error)
 
     def _joined(self, local: LocalRollout, terms: Terms) -> Round:
-        """Join the parts of all processes; every process comes here once."""
+        """Join the parts of all processes; a collective."""
         shares = exchange(local, self.images)
         calculate, rewards = terms.hooks.rewards, None
         if calculate is not None:

@@ -84,7 +84,7 @@ class Recorder(LogitsProcessor):
     _position: int = 0  # of the token that is drawn next
     _numbers_B: torch.Tensor | None = None  # of the rows that are left, among all
     _prompts_NC: torch.Tensor | None = None  # experts of the first forward's tokens
-    # numbers of rows, and columns of `add`; those that are the same for all rows are on the CPU, which costs no launch
+    # row numbers and the columns of `add`; columns that are equal for all rows stay on the CPU, without a launch
     _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     _parts: dict[int, list[TokenRecord]] = field(default_factory=dict)  # of each row, on the host
     _experts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of each row, on the host

@@ -89,10 +89,10 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
 def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
     """Read the dictionary that a `rollout_func` returned; `env_mask` and further fields go where TRL puts them."""
     fields = {name: value for name, value in output.items() if name not in ("prompt_ids", "completion_ids", "logprobs")}
-    masks, kept = fields.pop("env_mask", None), fields.pop("kept_ids", None)
+    masks, kept_ids_B = fields.pop("env_mask", None), fields.pop("kept_ids", None)
     _fill(local, output["prompt_ids"], output["completion_ids"], masks, output["logprobs"], fields)
-    if local.terms.replay.masks and kept is not None:
-        for transcript, kept_ids in zip(local.transcripts, kept):
+    if local.terms.replay.masks and kept_ids_B is not None:
+        for transcript, kept_ids in zip(local.transcripts, kept_ids_B):
             transcript.record = TokenRecord.of_kept(kept_ids, transcript.logps)
     local.extra_fields = fields
 

@@ -21,7 +21,7 @@ from ..algorithms.keyed_random import mix
 from ..forward.routing import Router
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group
-from .rollout_func import TOGETHER, refuse_unequal_shares
+from .rollout_func import UNEQUAL_SHARES, refuse_unequal_shares
 from .token_record import TokenRecord
 from .transcript import Sampled, Transcript
 from .vllm_replay import experts_of, mask_record
@@ -57,7 +57,7 @@ class VllmEngine:
         """
         engines = self.generation.tensor_parallel_size
         if engines > 1 and not any(transcript.turns for transcript in transcripts):
-            refuse_unequal_shares("vLLM", len(transcripts), TOGETHER)
+            refuse_unequal_shares("vLLM", len(transcripts), UNEQUAL_SHARES)
         if not transcripts:
             return []
         images = [transcript.images or None for transcript in transcripts]

@@ -77,11 +77,12 @@ class RolloutWorker:
         """
         local = LocalRollout(rows.request, terms)
         try:
-            if not rows.request.empty or terms.hooks.any or self.shards_vision:
+            if not rows.request.empty or terms.hooks.need_all_processes or self.shards_vision:
                 local.transcripts = self.begin(rows, terms, repeat)
             self.converse(local)
         except Exception:
-            if not self.settings.sharded:  # the first comparison of a form is a collective
+            # in `add_logprobs` other processes may compare the form of a new model, a collective: join it
+            if not self.settings.sharded:
                 with contextlib.suppress(Exception):
                     self.add_logprobs(LocalRollout(rows.request, terms))
             raise
@@ -153,12 +154,12 @@ class RolloutWorker:
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """What the engine samples; for a process without prompts one token per stand-in."""
         request, config = local.request, local.terms.generation_config
-        counted = rows = [] if request.empty else transcripts
-        if not counted and self.shards_vision and config is not None:
+        real = rows = [] if request.empty else transcripts
+        if not real and self.shards_vision and config is not None:
             # the forwards of other processes see images, so this one's have to; vLLM holds weights of its own
             rows = [transcript.prompt_alone() for transcript in local.transcripts[:1]]
         sampled = self.engine.generate(rows, config, request.num_generations)
-        if counted:
+        if real:
             return sampled
         logps: list[float | None] | None = [0.0] if config is None else None  # vLLM returns log-probabilities
         return [Sampled([self.settings.filler], logps) for _ in transcripts]
@@ -171,25 +172,25 @@ class RolloutWorker:
         if not (terms.scores_policy or terms.reference):
             return
         rows = self._token_rows(local)
-        counted = bool(len(rows))
-        if not counted:  # a stand-in row: a forward may be a collective, and the first comparison of a form is
+        has_rows = bool(len(rows))
+        if not has_rows:  # a stand-in row: a forward may be a collective, and the first comparison of a form is
             rows = TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
 
-        def score(by_reference: bool) -> list[torch.Tensor]:
+        def log_probs(by_reference: bool) -> list[torch.Tensor]:
             # the reference has routers of its own
             of_model = dataclasses.replace(rows, experts_NC=None) if by_reference else rows
             logps_S, experts_NC = self._log_probs(of_model, terms, by_reference)
-            if counted and experts_NC is not None:
+            if has_rows and experts_NC is not None:
                 for transcript, (start, stop) in zip(local.transcripts, itertools.pairwise(rows.starts_B)):
                     transcript.experts_NC = experts_NC[start:stop]
                 share_prompt_experts(local.transcripts, local.request.num_generations)
-            return list(logps_S.cpu().split(list(rows.completions_B))) if counted else []
+            return list(logps_S.cpu().split(list(rows.completions_B))) if has_rows else []
 
         with self.clock.phase("logps"):
             if terms.scores_policy:
-                local.old_logps = score(False)
+                local.old_logps = log_probs(False)
             if terms.reference:
-                local.ref_logps = score(True)
+                local.ref_logps = log_probs(True)
 
     def _log_probs(self, rows: TokenRows, terms: Terms, by_reference: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities and experts under one of the models; see `ForwardRunner.rollout_log_probs`."""
@@ -224,9 +225,9 @@ class RolloutWorker:
         if local.terms.hooks.rewards:
             return
         with self.clock.phase("rewards"):
-            local.rewards_BF, calls = self.compute_rewards(local, *reward_columns(local.counted))
+            local.rewards_BF, calls = self.compute_rewards(local, *reward_columns(local.real_transcripts))
             local.reward_calls = [*calls, *logged_elsewhere(local)]
-            if self.settings.sharded and not local.counted:  # reward models may be sharded too
+            if self.settings.sharded and not local.real_transcripts:  # reward models may be sharded too
                 filler = RewardRows([{}], [""], [""], [[]])
                 self.rewards.join_remaining_forwards(local.terms.rewards, filler)
 
@@ -240,7 +241,7 @@ class RolloutWorker:
             prompts=prompts,
             completions=completions,
             completion_ids=ids,
-            environments=[t.environment for t in local.counted if t.environment is not None] or None,
+            environments=[t.environment for t in local.real_transcripts if t.environment is not None] or None,
             retired=self.environments.retired,
             first=local.first,
             chunk=self.settings.groups_of(local.request.num_generations),
@@ -279,4 +280,4 @@ def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
     table = {name: list(entries) for name, entries in columns.items()}
     metrics.clear()
     columns.clear()
-    return [RewardCall("log_extra", -1, local.first, len(local.counted), values, table)]
+    return [RewardCall("log_extra", -1, local.first, len(local.real_transcripts), values, table)]

@@ -241,8 +241,8 @@ def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
         lock.acquire(timeout=patience)
     except Timeout:
         return None
-    for left in Path(folder).glob(f"{_PARTIAL}*"):  # by interrupted saves
-        shutil.rmtree(left, ignore_errors=True)
+    for partial in Path(folder).glob(f"{_PARTIAL}*"):  # by interrupted saves
+        shutil.rmtree(partial, ignore_errors=True)
     return lock
 
 
@@ -269,12 +269,12 @@ def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
         )
     name, numbers, reasons = folder, itertools.count(2), list[str]()
     while (lock := None if checkpoints(name) else _acquire(name)) is None or checkpoints(name):
-        held = "belongs to another run, which has not ended"
+        reason = "belongs to another run, which has not ended"
         if checkpoints(name):  # perhaps of a run that has ended in between
-            held = "holds checkpoints of an earlier run, which are left alone"
+            reason = "holds checkpoints of an earlier run, which are left alone"
         if lock is not None:
             lock.release()
-        reasons.append(f"{name} {held}")
+        reasons.append(f"{name} {reason}")
         name = f"{folder.rstrip('/')}-{next(numbers)}"
     if reasons:
         logger.warning(

@@ -15,7 +15,10 @@ from transformers import TrainerCallback
 
 
 class PhaseClock(TrainerCallback):
-    """Adds up the seconds of the phases of a step on this process: rollout, logps, rewards, train, optimizer."""
+    """Adds up the seconds of the phases of a step on this process.
+
+    They are rollout, logps, rewards, train and optimizer; with a lag also wait_rollout and wait_train.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -44,5 +47,5 @@ class PhaseClock(TrainerCallback):
 
     def take(self) -> dict[str, float]:
         """The seconds so far, by phase; starts again at zero."""
-        taken, self.seconds = self.seconds, defaultdict(float)
-        return taken
+        seconds, self.seconds = self.seconds, defaultdict(float)
+        return seconds

@@ -172,16 +172,15 @@ def accumulating(
 ) -> Iterator[Callable[[torch.Tensor], None]]:
     """A context for the backward passes of a step; at its end one sum over the processes.
 
-    Where an engine reduces in the backward pass, `accelerator.backward` divides by the number of micro-batches (not
-    under DeepSpeed) and the engine averages over processes; the scale undoes both, because the weights are those of the
-    whole step.
+    The scale undoes the division of `accelerator.backward` by the accumulation steps; or, where an engine reduces in
+    the backward pass, its mean over processes: Accelerate divides by 1 under FSDP, and not at all under DeepSpeed.
 
     Args:
         gradients: how gradients are added up; None where the engine does it: DeepSpeed in its last backward, FSDP in
             every one.
         count: micro-batches of this process.
 
-    Returns:
+    Yields:
         The backward pass of a micro-batch's part of the loss of the step.
 
     Raises:
@@ -194,7 +193,7 @@ def accumulating(
     if gradients is None:
         # FSDP reduces in every backward: gradients that wait for the last one are whole on every process
         steps = 1 if accelerator.distributed_type == DistributedType.FSDP else count
-        scale = accelerator.num_processes * (1 if deepspeed else steps)
+        scale = accelerator.num_processes
     else:
         # more than `count`, so that no backward synchronises; a power of two divides exactly
         steps = scale = 1 << count.bit_length()

@@ -41,8 +41,8 @@ from .statistics import (
     MicroBatchStatistics,
     StepContext,
     count_step,
-    counted,
     set_statistics,
+    step_counts,
     token_tensors,
 )
 
@@ -253,7 +253,7 @@ class StepPlanner:
         """
         rows, mask, top_k = self.tokens_of(inputs, settings.training), loss_mask(inputs), settings.experts_per_token
         whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), num_generations)
-        step = StepContext(counted(mask.sum(1).tolist(), groups), StepMetrics(self.accelerator.device), top_k=top_k)
+        step = StepContext(step_counts(mask.sum(1).tolist(), groups), StepMetrics(self.accelerator.device), top_k=top_k)
         if settings.top_entropy_quantile < 1.0:
             with torch.no_grad():
                 scores = self.forwards.micro_batch_log_probs(model, inputs, rows, settings.router)

@@ -42,7 +42,9 @@ class StepContext:
     top_k: int = 1
 
     def items_in_batch(self, rows: int, processes: int, steps_per_rollout: int | None) -> float:
-        """The `num_items_in_batch` that TRL's rescaling (in training alone) turns into the loss tokens of this step.
+        """The `num_items_in_batch` of a micro-batch, from which TRL's loss gets the loss tokens of the step.
+
+        It divides by the processes and, in training, multiplies by the accumulation over `steps_per_generation`.
 
         Args:
             rows: completions of the micro-batch.
@@ -115,7 +117,7 @@ class MicroBatchContext:
         return self.step.counts.completions / len(self.groups)
 
 
-def counted(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
+def step_counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
     """The denominators of completions, from the tokens of each that carry loss and the group it belongs to."""
     by_group = dict.fromkeys(groups_B, 0)
     for group, tokens in zip(groups_B, tokens_B):
@@ -140,7 +142,7 @@ class MicroBatchStatistics:
 
 def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
     """Count a step. Every process holds the whole step, so the counts need no collective."""
-    counts = counted([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
+    counts = step_counts([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
     if rollout.items_per_token is not None:
         counts = replace(counts, items=counts.tokens * rollout.items_per_token)
     return StepContext(counts, metrics, top_k=top_k)

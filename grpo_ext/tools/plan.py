@@ -127,15 +127,15 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     shards_weights = layout.engine in ("zero3", "fsdp2")
     gathered, reduced = _at_a_time(model, layout.engine)
     holders = layout.processes if layout.engine != "ddp" else 1  # of gradients and optimizer states
-    held_weights = whole / layout.processes if shards_weights else whole
+    resident_weights = whole / layout.processes if shards_weights else whole
     casts = plain * model.compute_bytes if half and not deepspeed and not shards_weights else 0
     # with checkpointing the input of every layer, and one layer that is run again
     inputs = model.hidden * _WEIGHT_BYTES * model.layers
     saved = inputs + model.token_bytes if layout.checkpointing else model.token_bytes * model.layers
     parts = {
-        "weights": held_weights + gathered,
+        "weights": resident_weights + gathered,
         "half-precision copies": casts,
-        "reference": held_weights if layout.reference else 0,
+        "reference": resident_weights if layout.reference else 0,
         "gradients": (width if deepspeed else 4) * model.trained / holders + reduced,
         "gradient of the head": 4 * model.head,
         "optimizer": (8 + masters) * model.trained / holders,
@@ -146,14 +146,14 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         "weights that sample": layout.weights_ahead * width * model.trained,
         "key-value cache": model.cache_bytes * layout.sampled_tokens,
     }
-    held = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))
+    resident = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))
     in_a_step = ("half-precision copies", "gradients", "gradient of the head", "bitwise sums", "activations", "logits")
     step = sum(parts[n] for n in in_a_step)
     # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer; others hold half copies
     sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0) + (0 if model.quantised else casts)
     if layout.weights_ahead:  # both at the same time
-        return {**parts, "training": held + step + sampling, "rollout": held + step + sampling}
-    return {**parts, "training": held + step, "rollout": held + sampling}
+        return {**parts, "training": resident + step + sampling, "rollout": resident + step + sampling}
+    return {**parts, "training": resident + step, "rollout": resident + sampling}
 
 
 def load_config(model: str) -> Any:

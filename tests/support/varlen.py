@@ -154,7 +154,7 @@ def dense(
     mask = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool, device=query.device)
     for group in layout.groups:
         whole = slice(group.prompt[0], max(group.answers[1], group.prompt[1]))
-        mask[whole, whole] = attention.seen_mask(group, window, query.device)
+        mask[whole, whole] = attention.visible_mask(group, window, query.device)
     key, value = (x.repeat_interleave(query.size(1) // key.size(1), dim=1) for x in (key, value))
     return ((query @ key.mT * SCALE).masked_fill(~mask, -torch.inf)).softmax(-1) @ value
 

@@ -40,7 +40,7 @@ COMMUNICATORS = {"accelerator", "accelerate", "dist", "distributed", "state"}
 
 
 def layer_of(path: str) -> str:
-    """The layer of a file, by its place: "grpo_ext/algorithms/losses.py" is in core."""
+    """The layer of a file, by its place: "grpo_ext/algorithms/losses.py" is in "algorithms"."""
     parts = Path(path).with_suffix("").parts[1:]
     return "package" if parts == ("__init__",) else parts[0]
 

@@ -86,9 +86,9 @@ def _one_is_one_too_far(monkeypatch: Any, model: Any) -> None:
 
 
 def _mask(monkeypatch: Any, change: Any) -> None:
-    mask = attention.seen_mask
+    mask = attention.visible_mask
     monkeypatch.setattr(attention, "_CALL_COST", 10**9)
-    monkeypatch.setattr(attention, "seen_mask", lambda group, window, device: change(mask, group, window, device))
+    monkeypatch.setattr(attention, "visible_mask", lambda group, window, device: change(mask, group, window, device))
 
 
 def _one_sees_its_neighbour(monkeypatch: Any, model: Any) -> None:

@@ -94,7 +94,7 @@ def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
 def test_a_mask_is_made_once_for_all_layers_and_freed(monkeypatch, split, kind, windows, checkpointing):
     """One mask serves every segment of a pack; else every group has one."""
     monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
-    computed, masks = (record_results(monkeypatch, attention, name) for name in ("seen_mask", "_mask_of"))
+    computed, masks = (record_results(monkeypatch, attention, name) for name in ("visible_mask", "_mask_of"))
     model, batch = model_of(kind), rows_of(*SHAPES["groups"])
     if checkpointing:
         model.train()

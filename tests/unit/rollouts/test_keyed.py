@@ -242,11 +242,11 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
     assert [{place // size for place in part} for part in parts] == [{c} for c in sorted({p // size for p in places})]
 
 
-def engine_of(model, sharded: bool = False, together: int | None = None) -> TransformersEngine:
+def engine_of(model, sharded: bool = False, rows_per_call: int | None = None) -> TransformersEngine:
     """With chunks of two groups of four."""
     PartialState()  # the logger asks it which process this is
     ends = {"eos_token_ids": [EOS], "filler": EOS, "pad": EOS}
-    settings = EngineSettings(CPU, chunk_size=8, together=together, sharded=sharded, **ends)
+    settings = EngineSettings(CPU, chunk_size=8, rows_per_call=rows_per_call, sharded=sharded, **ends)
     memory = Halving("generation", "", not sharded)
     return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
 
@@ -294,7 +294,7 @@ def counting(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize(("together", "sizes"), [(None, [8, 8, 4]), (20, [20]), (12, [12, 8])])
 def test_chunks_are_sampled_together_and_scored_apart(model, monkeypatch, together, sizes):
-    engine, asked, config = engine_of(model, together=together), counting(monkeypatch), sampling(max_new_tokens=4)
+    engine, asked, config = engine_of(model, rows_per_call=together), counting(monkeypatch), sampling(max_new_tokens=4)
     with torch.no_grad():
         found = engine.generate(transcripts(range(20)), config, 4)
         assert found == engine_of(model).generate(transcripts(range(20)), config, 4)
@@ -308,14 +308,14 @@ def test_a_cache_that_is_foreseen_not_to_fit_is_cut_beforehand(model, monkeypatc
     asked, config = counting(monkeypatch), sampling(max_new_tokens=4)
     monkeypatch.setattr(engine_module, "available_bytes", lambda device: 8 * one - 1)
     with torch.no_grad():
-        found = engine_of(model, together=20).generate(transcripts(range(20)), config, 4)
+        found = engine_of(model, rows_per_call=20).generate(transcripts(range(20)), config, 4)
         assert asked == [7, 7, 6]
-        assert found == engine_of(model, sharded=True, together=20).generate(transcripts(range(20)), config, 4)
+        assert found == engine_of(model, sharded=True, rows_per_call=20).generate(transcripts(range(20)), config, 4)
     assert asked[3:] == [20]  # calls are collectives
     monkeypatch.setattr(engine_module, "available_bytes", lambda device: 10 * one - 1)
     asked.clear()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # in which the cache holds half the bytes
-        engine_of(model, together=20).generate(transcripts(range(20)), config, 4)
+        engine_of(model, rows_per_call=20).generate(transcripts(range(20)), config, 4)
     assert asked == [10, 10]
 
 

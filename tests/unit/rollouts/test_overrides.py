@@ -9,7 +9,7 @@ import pytest
 
 from grpo_ext.rollouts.images import ImageSource
 from grpo_ext.rollouts.local import Hooks
-from grpo_ext.rollouts.overrides import OverriddenWorker
+from grpo_ext.rollouts.overrides import MainWorker
 from grpo_ext.rollouts.transcript import Sampled, Transcript
 
 
@@ -23,7 +23,7 @@ def test_where_a_forward_is_a_collective_a_process_without_rows_samples_with_the
 
     terms = SimpleNamespace(hooks=Hooks(turn=pytest.fail), generation_config=object())
     local: Any = SimpleNamespace(request=SimpleNamespace(empty=empty, num_generations=2), terms=terms)
-    worker = OverriddenWorker.__new__(OverriddenWorker)
+    worker = MainWorker.__new__(MainWorker)
     worker.settings, worker.images = SimpleNamespace(sharded=True, filler=7), ImageSource()  # type: ignore[assignment]
     worker.engine = SimpleNamespace(generate=generate)
     sampled = worker.sample_turn(local, [Transcript({}, 0) for _ in range(rows)])
