@@ -183,10 +183,9 @@ class Rollouts:
         request, hooks = rows.request, terms.hooks
         try:
             # code of a user gathers, and processes have different numbers of rows
-            gathers = contextlib.nullcontext()
-            if hooks.need_all_processes:
-                gathers = uneven_gathers(self.accelerator, request.empty)
-            with gathers:
+            with contextlib.ExitStack() as gathers:
+                if hooks.need_all_processes:
+                    gathers.enter_context(uneven_gathers(self.accelerator, request.empty))
                 return self.worker.sample(rows, terms, repeat)
         except Exception as error:
             # other processes may wait for this one in a collective: of a forward, of vLLM, or of a user's hook
