@@ -172,8 +172,8 @@ def accumulating(
 ) -> Iterator[Callable[[torch.Tensor], None]]:
     """A context for the backward passes of a step; at its end one sum over the processes.
 
-    The scale undoes the division of `accelerator.backward` by the accumulation steps; or, where an engine reduces in
-    the backward pass, its mean over processes: Accelerate divides by 1 under FSDP, and not at all under DeepSpeed.
+    The loss is scaled to undo two divisions: that of `accelerator.backward` by the accumulation steps (none under
+    DeepSpeed), and the mean over processes of an engine that reduces in the backward pass.
 
     Args:
         gradients: how gradients are added up; None where the engine does it: DeepSpeed in its last backward, FSDP in
@@ -193,7 +193,7 @@ def accumulating(
     if gradients is None:
         # FSDP reduces in every backward: gradients that wait for the last one are whole on every process
         steps = 1 if accelerator.distributed_type == DistributedType.FSDP else count
-        scale = accelerator.num_processes
+        scale = accelerator.num_processes * (1 if deepspeed else steps)
     else:
         # more than `count`, so that no backward synchronises; a power of two divides exactly
         steps = scale = 1 << count.bit_length()

@@ -12,7 +12,7 @@ from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.errors import ModelError
 from grpo_ext.step.loss import _router_loss
 from grpo_ext.step.metrics import StepMetrics
-from grpo_ext.step.statistics import MicroBatchStatistics, StepContext, counted, set_statistics
+from grpo_ext.step.statistics import MicroBatchStatistics, StepContext, set_statistics, step_counts
 
 
 def measured(row: int, weight: float) -> MicroBatchStatistics:
@@ -23,7 +23,7 @@ def measured(row: int, weight: float) -> MicroBatchStatistics:
 
 
 def statistics(weights: list[float]) -> StepContext:
-    context = StepContext(counted([2] * 3, [0] * 3), StepMetrics(torch.device("cpu")))
+    context = StepContext(step_counts([2] * 3, [0] * 3), StepMetrics(torch.device("cpu")))
     set_statistics(context, [measured(row, weight) for row, weight in enumerate(weights)], 0.5)
     return context
 
