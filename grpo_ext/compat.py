@@ -289,9 +289,8 @@ def _mismatch(ours: type, name: str) -> str | None:
     variable = {p.kind for p in inspect.signature(override).parameters.values()} & _VARIABLE  # passes on what follows
     if (installed[: len(expected)] if variable else installed) == expected:
         return None
-    return (
-        f"GRPOTrainer.{name} takes ({', '.join(installed)}), not ({', '.join(expected)}{', ...' if variable else ''})"
-    )
+    wanted = [*expected, "..."] if variable else expected
+    return f"GRPOTrainer.{name} takes ({', '.join(installed)}), not ({', '.join(wanted)})"
 
 
 @functools.cache

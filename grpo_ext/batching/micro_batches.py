@@ -88,11 +88,7 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of the step that run in one forward.
-
-    Attributes:
-        weight: 1, or 0 for a filler that a process runs only to keep the collectives aligned.
-    """
+    """Rows of the step that run in one forward; weight 0: a filler, run only to keep the collectives aligned."""
 
     rows: tuple[int, ...]
     weight: float = 1.0

@@ -15,10 +15,7 @@ from transformers import TrainerCallback
 
 
 class PhaseClock(TrainerCallback):
-    """Adds up the seconds of the phases of a step on this process.
-
-    They are rollout, logps, rewards, train and optimizer; with a lag also wait_rollout and wait_train.
-    """
+    """Adds up a process's seconds by phase: rollout, logps, rewards, train, optimizer; with a lag also of waits."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

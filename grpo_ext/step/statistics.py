@@ -42,9 +42,7 @@ class StepContext:
     top_k: int = 1
 
     def items_in_batch(self, rows: int, processes: int, steps_per_rollout: int | None) -> float:
-        """The `num_items_in_batch` of a micro-batch, from which TRL's loss gets the loss tokens of the step.
-
-        It divides by the processes and, in training, multiplies by the accumulation over `steps_per_generation`.
+        """The `num_items_in_batch` that TRL's loss rescales (in training alone) to the loss tokens of the step.
 
         Args:
             rows: completions of the micro-batch.

@@ -111,6 +111,12 @@ def test_the_derived_accumulation_is_rounded_up_never_floored(generations, promp
     assert (g.prompts_per_rollout, g.steps_per_rollout) == (prompts * steps, steps)
 
 
+def test_an_accumulation_that_is_given_has_to_be_the_derived_one():
+    sizes = {"global_batch_size": 20, "num_processes": 3}
+    assert resolve(**sizes, accumulation_steps=2).global_batch_size == 20  # shares of 7, 7 and 6 in micro-batches of 4
+    assert "derived as 2" in refusal(**sizes, accumulation_steps=3)
+
+
 # ---- TRL's meaning --------------------------------------------------------------------------------------------------
 
 
