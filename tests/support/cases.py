@@ -1,8 +1,8 @@
 """The matrix: what is trained, under which splits, and where stock TRL is known to differ.
 
 Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes a covering subset: every
-loss and term in one process with one micro-batch, and on several with a smaller one; `make test-full` takes all cases
-(those in `FULL` have another case of their kind), each with one micro-batch size for each number of processes.
+loss type and most terms in one process with one micro-batch, and on several with a smaller one; `make test-full` takes
+all cases (those in `FULL` too), each with one micro-batch size for each number of processes.
 """
 
 from __future__ import annotations
