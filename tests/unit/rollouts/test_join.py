@@ -15,6 +15,7 @@ from grpo_ext.batching.prompt_order import RolloutRequest
 from grpo_ext.batching.sizes import StepLayout
 from grpo_ext.errors import ConfigError, PrecisionError, ProcessError, RolloutError
 from grpo_ext.replay import Replay
+from grpo_ext.rewards.guard import RewardCall, columns_of
 from grpo_ext.rollouts import join as module
 from grpo_ext.rollouts.images import ImageSource
 from grpo_ext.rollouts.join import exchange, join
@@ -55,6 +56,16 @@ def joined(monkeypatch: Any, parts: Sequence[LocalRollout], rank: int = 0) -> An
     shares = [module._share(local, ImageSource()) for local in parts]
     monkeypatch.setattr(module, "gather_lists", lambda own: shares)
     return join(exchange(parts[rank], ImageSource()), TERMS, rank)
+
+
+def test_calls_of_reward_functions_are_in_the_order_of_completions_and_functions(monkeypatch):
+    parts = [part([0]), part([1])]
+    for local in parts:  # as workers end: the second function first
+        for name, number in (("second", 1), ("first", 0)):
+            local.reward_calls.append(RewardCall(name, number, local.first, 2, [], {"by": [name] * 2}))
+    calls = joined(monkeypatch, parts).reward_calls
+    assert [(call.first, call.number) for call in calls] == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert columns_of(calls, 4) == {"by": ["second"] * 4}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
