@@ -55,6 +55,14 @@ def test_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(copy, caplog
     assert why_broken(copy / "checkpoint-2") is None
 
 
+def test_the_loss_that_train_returns_is_that_of_all_steps(tmp_path):
+    """Also where a checkpoint was saved between two log lines."""
+    settings = {**SAVE, "logging_steps": 2, "max_steps": 3}
+    whole = make(tmp_path / "out", **settings).train()
+    resumed = make(tmp_path / "other", **settings).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert resumed.training_loss == pytest.approx(whole.training_loss, rel=1e-6, abs=1e-9) != 0.0
+
+
 def test_nothing_whole_is_an_error(copy, tmp_path):
     for folder in checkpoints(copy):
         damage(folder)
