@@ -437,7 +437,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """
         refuse_frozen(self.model)
         self._rollouts.forget_rollout()
-        self._losses, self._rollouts.waiting = [], ()
+        self._losses = []
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.release_folder)
             if (reward_workers := self._rollouts.worker.rewards.workers) is not None:

@@ -93,8 +93,8 @@ class Rollouts:
         self.batch, self.batch_name = batch, name
 
     def forget_rollout(self) -> None:
-        """The next step samples."""
-        self.hold(None, None)
+        """The next step samples, and nothing waits to be sampled ahead."""
+        self.batch, self.batch_name, self.waiting = None, None, ()
 
     def slices(self, num_generations: int) -> ProcessSlices:
         """How rollout batches are divided over the processes for sampling."""

@@ -14,9 +14,8 @@ NAMES = [  # what bitwise mode takes
     name for name, case in CASES.items() if "micro_batch_tokens" not in case.config and case.rollout_func is None
 ]
 ALWAYS = (
-    *("dapo", "moe", "few_groups", "replayed"),
+    *("dapo", "moe", "few_groups", "replayed", next(iter(QUANTISED), "kl_lora")),
     "truncated",  # units of a single row, where kernels round by alignment
-    next(iter(QUANTISED), "kl_lora"),
 )
 EXACT = {"bitwise_invariant": True, "adam_epsilon": 1e-8, "weight_decay": 0.1, "max_grad_norm": 0.5}
 

@@ -98,7 +98,7 @@ def test_stock_trl_learns_something_else(launches, name, processes, size):
 
 
 def test_default_adam_agrees_to_rounding_in_float64(tmp_path):
-    bench, names = Bench(tmp_path), ("kl", "quantile_bonus")  # grouped expert products have no float64
+    bench, names = Bench(tmp_path), ("kl", "quantile_bonus", "gpt2")  # grouped expert products have no float64
     loaded = {"model_init_kwargs": {"dtype": torch.float64}}  # the reference model too
     exact = {"within": float64_throughout, "adam_epsilon": 1e-8, **loaded}
     wide = [bench.run(name, REFERENCE, OURS, **exact) for name in names]

@@ -15,6 +15,7 @@ from grpo_ext.tools.stock import STOCK
 from tests.support.cases import Bench
 from tests.support.kills import dying
 from tests.support.launches import STEPS, assert_same_run, long_run, run_all
+from tests.support.selection import few_of
 from tests.support.tiny import letter_reward, sparse_reward, stock_scores
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 
@@ -27,6 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dynamic": {"dynamic_sampling": True, "bitwise_invariant": True, "rewards": (sparse_reward,), "max_steps": 16},
     "cut": CUT,
 }
+FULL = ("adaptive", "dynamic")  # left to `make test-full`
 full = pytest.mark.full
 
 
@@ -38,7 +40,7 @@ def bench(tmp_path_factory) -> Bench:
 @pytest.fixture(scope="module")
 def whole(bench, request) -> dict[str, RunResult]:
     """Uninterrupted runs, which leave a checkpoint of every step."""
-    names = [*RUNS] if request.config.getoption("--full") else ["whole", "exact", "cut"]
+    names = [name for name in RUNS if name not in FULL or request.config.getoption("--full")]
     runs = [long_run(bench, bench.folder, name, **RUNS[name]) for name in names]
     return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
 
@@ -105,7 +107,7 @@ def test_stock_trl_learns_something_else(bench):
 AT = {"rollouts": 5, "rewards": 19, "window": 6, "optimizer": 7, "writing": 4, "listing": 37, "publishing": 3}
 
 
-@pytest.mark.parametrize("moment", [m if m == "writing" else pytest.param(m, marks=full) for m in AT])
+@pytest.mark.parametrize("moment", few_of(AT, ("writing",)))
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(bench, whole, moment):
     name = f"killed-{moment}"
     killed = long_run(bench, bench.folder, name)

@@ -12,6 +12,7 @@ from datasets import Dataset
 from tests.parity.harness import ROWS, alike, train
 from tests.parity.scripts import Journal, Script, writing_reward
 from tests.support.images import FAMILIES, Gallery, calling, image, image_model, image_processor, image_rows, look
+from tests.support.selection import few_of
 from tests.support.tiny import stock_scores
 
 pytestmark = stock_scores
@@ -98,7 +99,7 @@ CASES: dict[str, tuple[str, Callable[[], Dataset], dict[str, Any], dict[str, Any
 FEW = ("data set, llava", "data set, qwen2_5_vl", "messages", "environments", "tools, two steps")  # of `make test`
 
 
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in CASES])
+@pytest.mark.parametrize("name", few_of(CASES, FEW))
 def test_images_are_those_of_stock_trl(tmp_path, name):
     family, rows, parts, settings, counts = CASES[name]
     act = knowing_images if "tools" in parts else train

@@ -12,6 +12,7 @@ import pytest
 
 from grpo_ext.batching.sizes import check_equal_slices, geometry_of
 from grpo_ext.rewards.registry import resolve_rewards
+from tests.support.selection import few_of
 from tests.support.toy_recipe import (
     CONFIGS,
     Overrides,
@@ -123,9 +124,7 @@ def test_a_preset_sets_what_the_paper_says_and_parses_with_the_demo(recipe, name
 FEW = ("gsm8k_lora", "dapo")  # what `make test` trains
 
 
-@pytest.mark.parametrize(
-    "name", [*FEW, *(pytest.param(n, marks=pytest.mark.full) for n in [*REAL, *PRESETS] if n not in FEW)]
-)
+@pytest.mark.parametrize("name", few_of([*REAL, *PRESETS], FEW))
 def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
     _, _, rows, overrides = REAL.get(name, (1, None, question_rows, TOY))
     here: Overrides = {

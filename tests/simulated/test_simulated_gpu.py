@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.forks import python
+from tests.support.selection import few_of
 
 SUMMED = {"top_h": 0.9, "typical_p": 0.95}  # filters with running sums, as top_p
 FILTERS = {"top_p": 0.9, "min_p": 0.02, "top_k": 20, "repetition_penalty": 1.1}
@@ -57,7 +58,7 @@ OTHERS = {
     "planted": CASES["bitwise"] | {"planted": True, "max_steps": 1},
     "packed, planted": PACKED | {"planted": True},
 }
-EACH = pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in CASES])
+EACH = pytest.mark.parametrize("name", few_of(CASES, DEFAULT))
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from tests.support.images import (
     picture_reward,
 )
 from tests.support.rollouts import share_forwards
+from tests.support.selection import few_of
 from tests.support.tiny import stock_scores
 from tests.support.trainers import SAVE, change, error, log_of, parameters
 from tests.tolerances import DIFFERENT, UPDATE
@@ -42,12 +43,7 @@ def make(folder: Any, family: str = "llava", **changes: Any) -> Any:
     return trainers.make(folder, image_model(family), **{**usual, **changes})
 
 
-def some(*chosen: str) -> list:
-    """Families, of which `make test` takes these."""
-    return [pytest.param(name, marks=() if name in chosen else pytest.mark.full) for name in FAMILIES]
-
-
-@pytest.mark.parametrize("family", some("qwen2_5_vl"))
+@pytest.mark.parametrize("family", few_of(FAMILIES, ("qwen2_5_vl",)))
 def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, family):
     whole = make(tmp_path / "whole", family, per_device_train_batch_size=16, max_steps=1)
     part = "deepstack" if family == "qwen3_vl" else "vis"  # vision, visual

@@ -117,22 +117,21 @@ def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path, engines):
 
 # ---- What is not returned, or cannot be ------------------------------------------------------------------------------
 
+FURTHER_PROBLEMS = [
+    (lambda e: None, "none"),
+    (lambda e: e[:, :2], r"an array \(\d+, 2, 2\), where routers of layers \[0, 2\] make 4 choices,"),
+    (lambda e: e[:, :, :1], r"an array \(\d+, 3, 1\)"),
+    (lambda e: e[:, 0], r"an array \(\d+, 2\)"),
+    (lambda e: e + np.uint8(9), r"\[\d+, \d+\] as a choice of different experts out of 4,"),
+]
+
 
 @pytest.mark.parametrize(
     ("routed_of", "problem"),
     [
         (lambda e: e[1:], r"an array \(\d+, 3, 2\)"),
         (lambda e: e * 0, r"\[0, 0\] as a choice"),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                (lambda e: None, "none"),
-                (lambda e: e[:, :2], r"an array \(\d+, 2, 2\), where routers of layers \[0, 2\] make 4 choices,"),
-                (lambda e: e[:, :, :1], r"an array \(\d+, 3, 1\)"),
-                (lambda e: e[:, 0], r"an array \(\d+, 2\)"),
-                (lambda e: e + np.uint8(9), r"\[\d+, \d+\] as a choice of different experts out of 4,"),
-            )
-        ),
+        *(pytest.param(*problem, marks=pytest.mark.full) for problem in FURTHER_PROBLEMS),
     ],
 )
 def test_an_engine_that_returns_other_than_it_was_told_to_ends_the_run(

@@ -27,6 +27,7 @@ from grpo_ext.rollouts.keyed import can_sample_by_key, request_keys, sampling_fi
 from grpo_ext.rollouts.transcript import Sampled, Transcript
 from grpo_ext.runtime.out_of_memory import Halving
 from tests.support.rollouts import sampled_chunk
+from tests.support.selection import few_of
 from tests.support.tiny import tiny_model
 from tests.tolerances import P_VALUE
 
@@ -163,7 +164,7 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ["all", pytest.param("repetition_penalty", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", few_of(DISTRIBUTIONS, ("all",)))
 def test_the_first_token_follows_the_filtered_softmax_of_the_models_logits(model, name):
     options = DISTRIBUTIONS[name]
     counts = first_tokens(model, sampling(**options))

@@ -199,7 +199,8 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
 
     full, lora = planned({"beta": 0.0}), planned({"use_peft": True, "lora_r": 4})
     assert lora == planned({"beta": 0.0}, "--use_peft", "True", "--lora_r", "4") != full
-    assert planned({"bf16": False}) != full
+    assert planned({"bf16": False}) == planned({"beta": 0.0}, "--bf16", "False") != full
+    assert planned({"gradient_checkpointing": False}) != full
 
 
 def test_a_model_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
 from tests.support.rollouts import give_completions
+from tests.support.selection import few_of
 from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
 
 SMALL: dict[str, Any] = {
@@ -144,7 +145,7 @@ def saved_by(model: Any, tokens: int) -> tuple[int, int]:
     return activations, casts
 
 
-@pytest.mark.parametrize("size", [s if s.startswith("a") else pytest.param(s, marks=pytest.mark.full) for s in QWEN])
+@pytest.mark.parametrize("size", few_of(QWEN, ("a quarter of it",)))
 def test_the_arithmetic_is_what_a_whole_model_holds(size):
     """A step of all layers on fake tensors, which have sizes and no memory."""
     tokens, config = 1024, AutoConfig.for_model(**qwen(size))
