@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -477,12 +478,31 @@ class GRPOTrainer(trl.GRPOTrainer):
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Like transformers' method, which would train one step too many where a finished run is resumed."""
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)
-            return
-        self._keeper.say("The run is finished: nothing is left to train, and the weights stay as they are.")
+        """Like transformers' method, which would train one step too many where a finished run is resumed.
+
+        First comes the evaluation that an interrupt has put off, with the random states of the checkpoint.
+        """
+        with contextlib.ExitStack() as after:
+            if self._keeper.watch.evaluation_due:
+                states = after.enter_context(tempfile.TemporaryDirectory())
+                self._evaluate_late(kwargs["resume_from_checkpoint"], kwargs["trial"], kwargs["ignore_keys_for_eval"])
+                self._save_rng_state(states)
+                kwargs["resume_from_checkpoint"] = states  # from which transformers' method reads random states alone
+            finished = self.state.global_step >= self.state.max_steps
+            if not finished and not self.control.should_training_stop:  # a callback may stop early
+                super()._run_epoch(*args, **kwargs)
+                return
+        if finished:
+            self._keeper.say("The run is finished: nothing is left to train, and the weights stay as they are.")
         self.control.should_training_stop = True
+
+    def _evaluate_late(self, checkpoint: str, trial: Any, ignore_keys: Any) -> None:
+        """Evaluate as the loop would have before it wrote the checkpoint."""
+        self._keeper.watch.evaluation_due = False
+        self._load_rng_state(checkpoint)
+        best = self._determine_best_metric(self._evaluate(trial, ignore_keys), trial)
+        if best and self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = checkpoint
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """Like transformers' method, but keeps the checkpoint that an interrupted run resumes from."""

@@ -6,6 +6,7 @@ Differs from TRL: the errors come at construction, with the values, the rule and
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -325,6 +326,14 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
     if trainer.args.bitwise_invariant:
         check_bitwise(trainer)
     check_replay(trainer)
+    # `accelerate launch` sets the address where it was asked for several processes, also where it then starts one
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+    if launched and "WORLD_SIZE" not in os.environ and trainer.accelerator.num_processes == 1:
+        logger.warning(
+            "This process trains alone: MASTER_ADDR is set, so the launcher was asked for several processes, but it "
+            "started one. `accelerate launch --num_processes 2` starts one where it finds no second accelerator. On a "
+            "CPU use `torchrun --nproc_per_node 2`, or leave --num_processes out."
+        )
     sampling = _uncovered_sampling(trainer)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")

@@ -14,6 +14,8 @@ import os
 import re
 import shutil
 import tempfile
+from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from ..errors import CheckpointError, ConfigError
 logger = get_logger(__name__)
 LISTING = "checkpoint.json"
 LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
+RECORD = "_run.json"  # the name of the output_dir that a run's folder was given for, and when it last started
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 _PARTIAL = "_writing-"  # begins the names of folders that are not whole
@@ -233,6 +236,47 @@ def create_output_dir(folder: str) -> None:
         ) from error
 
 
+def _record(folder: Path) -> dict[str, str]:
+    """What is recorded of a run's folder; the folder itself, never started, where nothing is."""
+    record = {"output_dir": folder.name, "started": ""}
+    with suppress(OSError, ValueError, TypeError):
+        record |= json.loads((folder / RECORD).read_text())
+    return record
+
+
+def record_start(folder: str | Path, output_dir: str | Path) -> None:
+    """Record that a run starts in a folder, which it was given for `output_dir`."""
+    path = Path(folder)
+    given = _record(path)["output_dir"] if (path / RECORD).exists() else Path(output_dir).name
+    with suppress(OSError):  # a resume then finds the folder by the path of a checkpoint
+        started = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+        (path / RECORD).write_text(json.dumps({"output_dir": given, "started": started}) + "\n")
+
+
+def runs_of(output_dir: str | Path) -> list[Path]:
+    """The folders that runs with this `output_dir` were given: itself, `-2`, `-3`; the last started at the end."""
+    base = Path(output_dir)
+    numbered = re.compile(rf"{re.escape(base.name)}-\d+")
+    beside = [path for path in base.parent.glob("*") if numbered.fullmatch(path.name) and (path / RECORD).is_file()]
+    given = [path for path in sorted(beside) if _record(path)["output_dir"] == base.name]
+    return sorted([base, *given], key=lambda path: _record(path)["started"])
+
+
+def run_to_resume(wanted: str | bool | None, output_dir: str) -> Path | None:
+    """The folder of `output_dir` in which a resumed run goes on; None for a new run, or one that goes on elsewhere.
+
+    Args:
+        wanted: as for `find_checkpoint`.
+    """
+    if not wanted:
+        return None
+    runs = [run for run in runs_of(output_dir) if checkpoints(run)]
+    if is_path(wanted):
+        source = Path(str(wanted)).resolve().parent
+        runs = [run for run in runs if run.resolve() == source]
+    return runs[-1] if runs else None
+
+
 def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
     """The lock on a run's folder; None where another run holds it for longer than `patience` seconds."""
     create_output_dir(folder)
@@ -262,6 +306,7 @@ def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
     """
     if in_place:
         if (lock := _acquire(folder, _PATIENCE)) is not None:
+            record_start(folder, folder)
             return folder, lock
         raise CheckpointError(
             f"{folder} belongs to another run, which has not ended, and two runs would overwrite each other's "
@@ -281,4 +326,5 @@ def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
             f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "
             "resume_from_checkpoint the path of one of its checkpoints."
         )
+    record_start(name, folder)
     return name, lock

@@ -36,6 +36,8 @@ class InterruptWatch(TrainerCallback):
         self.accelerator = accelerator
         self.requested = False  # this process was asked to stop
         self.stopping = False  # one of the processes was; the run ends after this step
+        self.evaluation_due = False  # an evaluation of the last step is left to the run that resumes
+        self._ends_epoch = False  # the loop ends its epoch with the last step
 
     def say(self, sentence: str) -> None:
         """Print a line, on the main process."""
@@ -47,13 +49,28 @@ class InterruptWatch(TrainerCallback):
         if not any_process(self.requested, self.accelerator.device):
             return
         self.stopping = True
-        control.should_save = control.should_training_stop = True
-        control.should_evaluate = False  # takes time, and with save_strategy="best" decides whether to save
+        self._ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
+        control.should_training_stop = True
+        self._put_off_evaluation(control)
+        control.should_save = not self._ends_epoch
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Write no second checkpoint where the loop ends the epoch after a stop."""
-        if self.stopping:
-            control.should_save = control.should_evaluate = False
+        """After a stop: write the checkpoint, with what an epoch logs, where the step was the last of its epoch.
+
+        The loop also comes here from the middle of an epoch, with its checkpoint written.
+        """
+        if not self.stopping:
+            return
+        if self._ends_epoch:
+            self._put_off_evaluation(control)
+        else:
+            control.should_log = control.should_evaluate = False
+        control.should_save = self._ends_epoch
+
+    def _put_off_evaluation(self, control: TrainerControl) -> None:
+        """Leave an evaluation to the run that resumes: it takes time, and a launcher may kill this process."""
+        self.evaluation_due |= control.should_evaluate
+        control.should_evaluate = False
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # a child that a reward function or a tool has forked
@@ -73,7 +90,7 @@ class InterruptWatch(TrainerCallback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Turn SIGTERM and SIGINT into a request to stop; only the main thread of a program can listen."""
-        self.requested = self.stopping = False
+        self.requested = self.stopping = self.evaluation_due = False
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             yield

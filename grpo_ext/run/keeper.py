@@ -36,12 +36,13 @@ from ..runtime.attributes import assigned
 from ..runtime.collectives import failing_together, from_main_process, shards_parameters
 from ..runtime.determinism import environment
 from .checkpoint import (
-    checkpoints,
     find_checkpoint,
     is_path,
     publish,
     read_listing,
     rotate,
+    run_to_resume,
+    runs_of,
     set_aside_later,
     take_folder,
     write_listing,
@@ -87,6 +88,7 @@ class RunKeeper(TrainerCallback):
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
+        self._folder, self._wanted_dir = "", ""  # of the last run, and the user's output_dir that it was given for
         self._writer = ""  # unique to this training: processes of a killed one may still be writing
 
     @functools.cached_property
@@ -101,6 +103,7 @@ class RunKeeper(TrainerCallback):
         run_state, self._run_state = self._run_state, None  # its memory is freed
         if run_state is not None:
             run_state.restore(self.trainer)
+            self.watch.evaluation_due = run_state.evaluation_due
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write a line of the run's log."""
@@ -123,21 +126,30 @@ class RunKeeper(TrainerCallback):
         vars(self).pop("fingerprint", None)
         self.resumed, self._run_state = TrainerState(), None
         self._resize_chunks({})
-        output_dir = str(self.args.output_dir)
+        if self.args.output_dir != self._folder:  # the user's, not the one that an earlier run of this trainer was given
+            self._wanted_dir = str(self.args.output_dir)
+        output_dir = self._wanted_dir
 
         def take() -> tuple[str, str | None, bool, str]:
             checkpoint = find_checkpoint(wanted, output_dir) if is_path(wanted) else None
-            here = checkpoint is None or Path(checkpoint).resolve().parent == Path(output_dir).resolve()
-            in_place = bool(wanted) and here and bool(checkpoints(output_dir))
-            folder, self._lock = take_folder(output_dir, in_place)
+            run, runs = run_to_resume(wanted, output_dir), runs_of(output_dir)
+            if run in runs[:-1]:
+                later = ", ".join(map(str, runs[runs.index(run) + 1 :]))
+                logger.warning(
+                    f"Going on in {run}. {later} started later with the same output_dir; to go on with such a run "
+                    "instead, pass resume_from_checkpoint the path of one of its checkpoints."
+                )
+            folder, self._lock = take_folder(output_dir if run is None else str(run), in_place=run is not None)
             if not is_path(wanted):  # the newest one once the folder is locked
-                checkpoint = find_checkpoint(wanted, output_dir)
-            return folder, checkpoint, in_place, secrets.token_hex(4)
+                checkpoint = find_checkpoint(wanted, folder)
+            return folder, checkpoint, run is not None, secrets.token_hex(4)
 
         checkpoint: str | None
         folder, checkpoint, in_place, self._writer = from_main_process(self.accelerator, take)
         if checkpoint is not None:
+            self.say(f"Resuming from {checkpoint}.")
             self._read(checkpoint)
+        self._folder = folder
         for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its arguments
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder

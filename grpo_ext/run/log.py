@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import platform
 import sys
 import time
@@ -58,11 +59,13 @@ class RunLog:
             about: model, settings and data.
         """
         self.path, self._start = Path(folder) / LOG, time.perf_counter()
-        before = b"\n" if self.path.is_file() else b""  # a kill may have cut the last line
+        before = b""
+        with contextlib.suppress(OSError):  # there is no log yet
+            os.truncate(self.path, len(_whole_lines(self.path)))
         if checkpoint is not None:
             earlier = Path(checkpoint).resolve().parent / LOG
             if earlier.is_file() and earlier != self.path.resolve():
-                before += earlier.read_bytes() + b"\n"
+                before = _whole_lines(earlier)
         start = {"started": _now(), "resumed_from": checkpoint, "versions": versions(), **about}
         self._append(step, before, start=start)
 
@@ -92,7 +95,7 @@ class RunLog:
             return
         try:
             with open(self.path, "ab") as file:
-                file.write(before + json.dumps({"step": step, **line}, default=str).encode() + b"\n")
+                file.write(before + _json({"step": step, **line}).encode() + b"\n")
         except OSError as error:
             logger.warning(f"{self.path} cannot be written ({error}); the training continues without a run log.")
             self.path = None
@@ -154,6 +157,17 @@ def peak_memory_mib(device: torch.device) -> float | None:
     except (RuntimeError, ValueError, ImportError):  # an accelerator that does not count; Windows
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def _whole_lines(path: Path) -> bytes:
+    """A log without the line that a kill has cut."""
+    content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _json(line: Mapping[str, Any]) -> str:
+    """Strict JSON: a setting that is not finite becomes text, and so do other objects."""
+    return json.dumps(json.loads(json.dumps(line, default=str), parse_constant=str))
 
 
 def _plain(value: Any) -> Any:

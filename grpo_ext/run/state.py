@@ -43,6 +43,7 @@ class RunState:
             trains on it, and the weights that sample it. Those with the same weights share one object.
         sampled_at: optimizer steps made before the weights that sampled `rollout`.
         reference: the weights of a reference model that moves during the run (`sync_ref_model`).
+        evaluation_due: an interrupt left the evaluation of the last step to the run that resumes.
     """
 
     rollout: RolloutBatch | None = None
@@ -54,6 +55,7 @@ class RunState:
     waiting: list[tuple[int, Weights]] = field(default_factory=list)
     sampled_at: int = 0
     reference: dict[str, torch.Tensor] = field(default_factory=dict)
+    evaluation_due: bool = False
 
     @classmethod
     def of(cls, trainer: Any) -> RunState:
@@ -80,6 +82,7 @@ class RunState:
             waiting=list(rollouts.waiting) if ahead is None else ahead,
             sampled_at=rollouts.sampled_at,
             reference=reference,
+            evaluation_due=trainer._keeper.watch.evaluation_due,
         )
 
     def restore(self, trainer: Any) -> None:

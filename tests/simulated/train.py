@@ -24,7 +24,7 @@ import peft
 import torch
 import transformers
 
-from grpo_ext.forward import attention, shared_prefix
+from grpo_ext.forward import attention, lm_head, shared_prefix
 from grpo_ext.rollouts import ahead
 from tests.simulated.device import LEDGER, SimulatedTensor, reference_kernels, simulated_gpu, thread_modes
 from tests.support import varlen
@@ -79,11 +79,14 @@ def _kernel(reference: Any) -> Any:
 def kernels(varlen_operator: bool) -> Iterator[None]:
     """Inside, packs attend as on a GPU, and attention has the same bits everywhere.
 
+    TRL's Triton head needs a real GPU. The tiled head takes its place, also where Triton is installed.
+
     Args:
         varlen_operator: of torch runs. It takes no float32, and older GPUs (T4, V100) do not have it.
     """
     with (
         mock.patch.object(attention, "takes_varlen", return_value=varlen_operator),
+        mock.patch.object(lm_head, "triton_head", return_value=None),
         mock.patch.object(shared_prefix, "_varlen", _kernel(varlen.forward)),
         mock.patch.object(shared_prefix, "_varlen_backward", _kernel(varlen.backward)),
         mock.patch.object(ahead.RolloutThread, "_run", _in_thread),

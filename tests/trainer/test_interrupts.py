@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+import re
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ from transformers import TrainerCallback
 
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
+from grpo_ext.run.log import LOG, read_log
 from tests.support.launch import two_processes
-from tests.support.tiny import prompts
+from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import make, noted_events, on, parameters
 
 # the last process is sent SIGTERM in the middle of the second step
@@ -80,6 +84,85 @@ def test_the_checkpoint_to_go_on_from_is_kept_beside_the_best_one(tmp_path):
     assert why_broken(tmp_path / "checkpoint-3") is None
     assert Path(trainer.state.best_model_checkpoint).is_dir()
     assert evaluated == [1, 2]  # not after the step in which it was told to stop
+
+
+STEPS, EPOCH = {"eval_strategy": "steps", "eval_steps": 2}, {"eval_strategy": "epoch", "logging_strategy": "epoch"}
+BEST = {"metric_for_best_model": "eval_reward", "greater_is_better": True}
+SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, **BEST}
+TIMES = re.compile(r"time|per_second|epoch_|flos")
+
+
+def dicey(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+    """Draws from the process's random numbers, in training and in evaluation."""
+    return [len(text) + random.random() + float(torch.rand(())) for text in completions]
+
+
+def logged(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """What was logged at which step, without seconds and the summary at the end."""
+    values = [(line["step"], line.get("values", line)) for line in lines]
+    kept = [(step, {k: v for k, v in line.items() if not TIMES.search(k)}) for step, line in values]
+    return [(step, line) for step, line in kept if "train_loss" not in line]
+
+
+@pytest.mark.parametrize(
+    ("stop", "settings"),
+    [
+        (2, STEPS),  # in the middle of an epoch of three steps
+        (3, {**STEPS, "eval_steps": 3}),  # with its last step
+        (4, {**STEPS, "eval_steps": 3}),  # in the last step of all, after which a run evaluates too
+        (2, EPOCH),
+        (3, EPOCH),
+        (4, EPOCH),
+        (2, {**STEPS, "rollout_lag": 1, "reward": letter_reward}),  # random numbers in a thread depend on its pace
+        (2, STEPS | SAVES),
+        (4, STEPS | SAVES),
+        (2, STEPS | {"save_strategy": "best", **BEST}),
+    ],
+    ids=str,
+)
+def test_an_evaluation_that_was_due_is_made_by_the_run_that_resumes(tmp_path, stop, settings):
+    """The same weights, random numbers and logged values as without the interrupt."""
+    settings = {"max_steps": 4, "eval_dataset": prompts(4, seed=1), "reward": dicey, **settings}
+    runs = {name: make(tmp_path / name, **settings) for name in ("whole", "stopped")}
+    runs["stopped"].add_callback(signals(stop - 1, signal.SIGTERM))
+    for name, ends in (("whole", nullcontext()), ("stopped", pytest.raises(TrainingInterrupted))):
+        torch.manual_seed(0)
+        random.seed(0)
+        with ends:
+            runs[name].train()
+    evaluated: list[int] = []
+    again = make(tmp_path / "stopped", **settings)
+    again.add_callback(on("on_evaluate", lambda state: evaluated.append(state.global_step)))
+    again.train(resume_from_checkpoint="latest")
+    assert torch.equal(parameters(runs["whole"]), parameters(again))
+    assert logged(again.state.log_history) == logged(runs["whole"].state.log_history)
+    whole, resumed = (logged(read_log(tmp_path / name / LOG).entries) for name in runs)
+    assert resumed == whole
+    due = stop in (2, 4) if settings["eval_strategy"] == "steps" and settings["eval_steps"] == 2 else stop in (3, 4)
+    assert (evaluated[0] == stop) is due
+    for name in ("best_metric", "best_global_step"):
+        assert getattr(again.state, name) == getattr(runs["whole"].state, name)
+    best = runs["whole"].state.best_model_checkpoint
+    if best is not None:
+        assert Path(str(again.state.best_model_checkpoint)) == tmp_path / "stopped" / Path(best).name
+
+
+class StopEarly(TrainerCallback):
+    """A user's, which ends the run after its first evaluation."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+def test_an_evaluation_that_ends_the_run_ends_it_before_another_step(tmp_path):
+    settings = {"max_steps": 4, "eval_dataset": prompts(4, seed=1), **STEPS}
+    stopped = make(tmp_path, callbacks=[StopEarly(), signals(1, signal.SIGTERM)], **settings)
+    with pytest.raises(TrainingInterrupted):
+        stopped.train()
+    again = make(tmp_path, callbacks=[StopEarly()], **settings)
+    again.train(resume_from_checkpoint="latest")
+    assert again.state.global_step == 2
+    assert torch.equal(parameters(stopped), parameters(again))
 
 
 def test_a_console_that_is_gone_does_not_keep_a_run_from_stopping(tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):
     (half / "model.safetensors").write_bytes(b"half")
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
     take_folder(str(tmp_path), in_place=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["_running.lock", "checkpoint-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_run.json", "_running.lock", "checkpoint-1"]
 
 
 def test_a_name_that_is_taken_is_kept_beside(tmp_path):
