@@ -36,7 +36,7 @@ from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.demo.task import EMBEDDED, Demo, DemoTask
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
-from grpo_ext.run.checkpoint import checkpoints
+from grpo_ext.run.checkpoint import checkpoints, record_start, run_to_resume
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console
 from grpo_ext.tools.data import load_prompts
@@ -69,9 +69,9 @@ def check_output_dir(training: GRPOConfig) -> None:
                 "over name another --output_dir."
             )
     elif resume == "auto":
-        training.resume_from_checkpoint = "auto" if saved else None
+        training.resume_from_checkpoint = "auto" if run_to_resume("auto", folder) else None
     elif resume in ("true", "latest"):
-        if not saved:
+        if run_to_resume("latest", folder) is None:
             raise ConfigError(
                 f"--resume_from_checkpoint {training.resume_from_checkpoint} takes the last checkpoint in --output_dir "
                 f"{folder}, which holds none; name the folder of the earlier run, leave the option out, or write "
@@ -93,6 +93,7 @@ def fresh_demo_folder() -> str:
             folder = DEMO_FOLDER / f"{DEMO_NAME}-{number}"
             with contextlib.suppress(FileExistsError):  # taken, perhaps by a run that started this moment
                 folder.mkdir()
+                record_start(folder, DEMO_NAME)  # so that a later demo can resume in it
                 chosen = [str(folder)]
                 break
     return broadcast_object_list(chosen)[0]
@@ -303,7 +304,8 @@ def main(argv: list[str]) -> None:
             training.output_dir = str(DEMO_FOLDER / DEMO_NAME)
         check_output_dir(training)
         if unnamed:
-            training.output_dir = fresh_demo_folder()
+            earlier = run_to_resume(training.resume_from_checkpoint, str(training.output_dir))
+            training.output_dir = fresh_demo_folder() if earlier is None else str(earlier)
         if demo:
             run_demo(demo, script, training, model, argv)
         else:

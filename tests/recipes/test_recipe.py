@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from grpo_ext.demo.task import load_demo
+from grpo_ext.run.checkpoint import checkpoints
 from tests.support import forks
 from tests.support.drop_in import tool_tokenizer
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -101,6 +102,19 @@ def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(accelerate_l
     assert len(re.findall(r"^step +\d/2 .*held out exact match 0\.\d\d +reward", result.stdout, re.M)) == 2
     assert "{'" not in result.stdout, "a dictionary was dumped"
     assert result.stderr == "Loading torch, transformers and TRL ...\n"
+
+
+def test_a_demo_that_is_resumed_goes_on_in_its_folder(launch, tmp_path):
+    """By its path, and by "latest" and "auto", which mean the demo that started last."""
+    short = ["--save_strategy", "steps", "--save_steps", "1", "--logging_steps", "1", "--demo_eval_every", "9"]
+    for steps in (2, 1):
+        launch(*short, "--max_steps", str(steps))
+    longer = [*short, "--allow_changed_on_resume", "max_steps", "--max_steps"]
+    launch(*longer, "2", "--resume_from_checkpoint", "latest")
+    launch(*longer, "3", "--resume_from_checkpoint", "runs/demo-1/checkpoint-2")
+    launch(*longer, "4", "--resume_from_checkpoint", "auto")
+    saved = {path.name: [c.name for c in checkpoints(path)] for path in (tmp_path / "runs").iterdir()}
+    assert saved == {"demo-1": [f"checkpoint-{n}" for n in (1, 2, 3, 4)], "demo-2": ["checkpoint-1", "checkpoint-2"]}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig
 
@@ -198,6 +201,38 @@ def test_trained_weights_in_half_precision_are_said(tmp_path, caplog):
         said = [record.message for record in caplog.records if warning in record.message]
         assert len(said) == (half and not extra), "PEFT's adapters are float32"
     assert "27 of 27 trained tensors are bfloat16" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "alone"),
+    [
+        (["--num_processes", "2"], True),
+        (
+            [
+                "--num_machines",
+                "2",
+                "--num_processes",
+                "2",
+                "--main_process_ip",
+                "10.0.0.1",
+                "--main_process_port",
+                "1",
+            ],
+            True,
+        ),
+        (["--num_processes", "1"], False),
+    ],
+    ids=str,
+)
+def test_a_launcher_that_starts_one_process_of_several_is_named(tmp_path, monkeypatch, caplog, options, alone):
+    """With the environment that `accelerate launch` makes on a machine without a second accelerator."""
+    parsed = launch_command_parser().parse_args([*options, "--machine_rank", "0", "train.py"])
+    _, environment = prepare_simple_launcher_cmd_env(_validate_launch_command(parsed)[0])
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            monkeypatch.setenv(name, value)
+    make(tmp_path / "out", max_steps=1).train()
+    assert ("This process trains alone" in caplog.text) is alone
 
 
 def test_split_dependence_can_be_allowed_and_is_said(tmp_path, caplog):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import shutil
+import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from transformers import Trainer
 from grpo_ext.errors import CheckpointError
 from grpo_ext.run import checkpoint, keeper
 from grpo_ext.run.checkpoint import checkpoints, why_broken, write_listing
+from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.state import RunState
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
@@ -30,6 +33,10 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "out"
     make(folder, **SAVE).train()
     return folder
+
+
+def interrupt(state: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture
@@ -176,6 +183,51 @@ def test_going_on_from_elsewhere_leaves_another_runs_folder_alone(run, copy, cap
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
     assert [folder.name for folder in checkpoints(f"{copy}-2")] == ["checkpoint-3"]
     assert "are left alone" in caplog.text
+
+
+def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy, caplog):
+    """By its path, "latest" and "auto": one folder and one log, and the bits of the run that was not interrupted."""
+    whole = make(copy.parent / "whole", **SAVE)
+    whole.train()
+    beside = Path(f"{copy}-2")
+    for word in (str(beside / "checkpoint-1"), "latest", "auto"):
+        shutil.rmtree(beside, ignore_errors=True)
+        stopped = make(copy, **SAVE, callbacks=[on("on_pre_optimizer_step", interrupt, at=0)])
+        with pytest.raises(TrainingInterrupted) as interrupted:
+            stopped.train()
+        assert interrupted.value.checkpoint == str(beside / "checkpoint-1")
+        again = make(copy, **SAVE)
+        again.train(resume_from_checkpoint=word)
+        assert again.args.output_dir == str(beside)
+        assert torch.equal(parameters(whole), parameters(again))
+        assert [entry["step"] for entry in read_log(beside / LOG).entries if "loss" in entry["values"]] == [1, 2, 3]
+        assert [folder.name for folder in checkpoints(beside)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert not Path(f"{copy}-3").exists()
+    assert [folder.name for folder in checkpoints(copy)] == [folder.name for folder in checkpoints(run)]
+
+
+def test_a_run_that_started_later_is_named(copy, caplog, capsys):
+    make(copy, **SAVE, max_steps=1).train()
+    make(copy, max_steps=1).train()  # saves nothing
+    make(copy, **SAVE, max_steps=1).train("latest")
+    assert f"Resuming from {copy}-2/checkpoint-1.\n" in capsys.readouterr().out
+    assert f"Going on in {copy}-2. {copy}-3 started later with the same output_dir; to go on with" in caplog.text
+    caplog.clear()
+    make(copy, **SAVE).train(str(copy / "checkpoint-2"))
+    assert f"Going on in {copy}. {copy}-3, {copy}-2 started later" in caplog.text
+    caplog.clear()
+    make(copy, **SAVE).train("latest")
+    assert "started later" not in caplog.text
+
+
+def test_another_run_of_the_same_trainer_belongs_to_its_output_dir(copy):
+    trainer = make(copy, **SAVE, max_steps=1)
+    for number in (2, 3):
+        trainer.train()
+        assert trainer.args.output_dir == f"{copy}-{number}"
+    trainer.args.output_dir = f"{copy}-b"  # the user's
+    trainer.train()
+    assert (Path(f"{copy}-b") / "checkpoint-1").is_dir()
 
 
 def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, capsys):

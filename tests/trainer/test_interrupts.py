@@ -208,6 +208,33 @@ def test_all_processes_stop_after_the_step_in_which_one_was_asked(tmp_path):
     assert {(tmp_path / f"status_{rank}").read_text() for rank in (0, 1)} == {str(EXIT_STATUS)}
 
 
+# a run beside an earlier one that is finished; `stop` interrupts its second step, in which an evaluation is due
+BESIDE = """
+import os, signal, sys
+import torch
+from tests.support.tiny import prompts
+from tests.support.trainers import SAVE, make, on, parameters
+folder, what = sys.argv[1:]
+settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": prompts(4, seed=1)}
+stop = on("on_pre_optimizer_step", lambda state: os.kill(os.getpid(), signal.SIGTERM), at=1)
+trainer = make(folder, **SAVE, **settings, callbacks=[stop] if what == "stop" else None)
+trainer.train("latest" if what == "resume" else None)
+if os.environ["RANK"] == "0":
+    torch.save(parameters(trainer), f"{trainer.args.output_dir}/end.pt")
+"""
+
+
+def test_two_processes_resume_beside_an_earlier_run_with_the_evaluation_that_was_due(tmp_path):
+    (tmp_path / "script.py").write_text(BESIDE)
+    statuses = [two_processes(tmp_path / "script.py", str(tmp_path / "out"), what) for what in ("whole", "stop")]
+    statuses.append(two_processes(tmp_path / "script.py", str(tmp_path / "out"), "resume"))
+    assert [status == 0 for status, _ in statuses] == [True, False, True], statuses[-1][1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-2", "script.py"]
+    whole, resumed = (tmp_path / name for name in ("out", "out-2"))
+    assert torch.equal(torch.load(whole / "end.pt"), torch.load(resumed / "end.pt"))
+    assert logged(read_log(whole / LOG).entries) == logged(read_log(resumed / LOG).entries)
+
+
 def test_what_a_reward_function_forks_can_be_terminated(tmp_path, capsys):
     codes = []
 

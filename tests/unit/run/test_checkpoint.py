@@ -15,10 +15,13 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import (
     LISTING,
+    RECORD,
     checkpoints,
     find_checkpoint,
     publish,
     rotate,
+    run_to_resume,
+    runs_of,
     take_folder,
     why_broken,
     write_listing,
@@ -111,6 +114,42 @@ def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
     assert sorted(folder for folder, _ in taken) == [
         str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")
     ]
+
+
+def taken(folder: Path, in_place: bool = False, steps: tuple[int, ...] = ()) -> Path:
+    """The folder of a run that started and ended, with checkpoints of these steps."""
+    name, lock = take_folder(str(folder), in_place)
+    lock.release()
+    for step in steps:
+        make(Path(name), step)
+    return Path(name)
+
+
+def test_a_resume_finds_the_folders_that_an_output_dir_was_given(tmp_path):
+    folder = tmp_path / "out"
+    first, second = taken(folder, steps=(1,)), taken(folder, steps=(2,))
+    third = taken(folder)  # ended before it saved
+    make(tmp_path / "out-9", 5)  # a user's own: nothing says that `out` was given it
+    make(tmp_path / "other-2", 5)
+    assert [path.name for path in (first, second, third)] == ["out", "out-2", "out-3"]
+    assert runs_of(folder) == [first, second, third]
+    for word in ("latest", True, "auto"):
+        assert run_to_resume(word, str(folder)) == second
+    assert run_to_resume(str(first / "checkpoint-1"), str(folder)) == first
+    for elsewhere in (None, str(tmp_path / "out-9" / "checkpoint-5"), str(tmp_path / "other-2" / "checkpoint-5")):
+        assert run_to_resume(elsewhere, str(folder)) is None
+    assert run_to_resume("auto", str(tmp_path / "new")) is None
+    taken(first, in_place=True)  # a run that goes on is the one that started last
+    assert runs_of(folder) == [second, third, first]
+    taken(second, in_place=True)  # named by its own folder, it still belongs to `out`
+    assert run_to_resume("latest", str(folder)) == second
+
+
+def test_a_record_that_cannot_be_read_is_as_none(tmp_path):
+    first, second = (taken(tmp_path / "out", steps=(1,)) for _ in range(2))
+    for content in ("{", "[1]", "3", '{"started": "x"}'):
+        (second / RECORD).write_text(content)
+        assert run_to_resume("latest", str(tmp_path / "out")) == first
 
 
 def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_path, monkeypatch):

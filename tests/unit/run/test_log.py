@@ -28,7 +28,9 @@ def lines(folder):
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in (folder / LOG).read_text().split("\n") if line][1:]
+    *whole, rest = (folder / LOG).read_text().split("\n")
+    assert rest == ""
+    return [json.loads(line, parse_constant=refuse) for line in whole][1:]
 
 
 def test_lines_are_strict_json_with_step_time_and_memory(tmp_path):
@@ -52,6 +54,24 @@ def test_an_unfinished_last_line_is_left_out_and_the_next_one_is_whole(tmp_path)
     write(begun(tmp_path, 1), 2, reward=9.0)
     run = read_log(path)
     assert [(entry["step"], entry["values"]["reward"]) for entry in run.entries] == [(1, 1.0), (2, 9.0)]
+    assert len(lines(tmp_path)) == 3  # two of the values, and the second start
+
+
+def test_every_line_is_an_object_after_resumes_here_and_elsewhere(tmp_path):
+    for step in (0, 1, 2):
+        write(begun(tmp_path / "old", step), step + 1)
+    path = tmp_path / "old" / LOG
+    path.write_bytes(path.read_bytes() + b'{"step": 3, "val')  # cut by a kill
+    write(begun(tmp_path / "new", 3, tmp_path / "old"), 4)
+    assert len(lines(tmp_path / "new")) == 7
+    assert path.read_bytes().endswith(b'"val')  # another run's log stays as it is
+
+
+def test_a_setting_that_is_not_finite_is_text(tmp_path):
+    RunLog().begin(tmp_path, None, 0, {"settings": {"epsilon_high": math.inf, "best": [math.nan]}})
+    lines(tmp_path)
+    (start,) = read_log(tmp_path / LOG).starts
+    assert start["settings"] == {"epsilon_high": "Infinity", "best": ["NaN"]}
 
 
 def test_seconds_of_all_starts_are_added_up(tmp_path):
