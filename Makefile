@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-real test test-full test-crash test-vllm test-trl test-min test-gpu wheels-gpu check bench lint format clean
+.PHONY: help setup train train-real test test-full test-crash test-vllm test-trl test-min test-newest test-gpu wheels-gpu check bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,18 @@ $(LOWEST)/.ready: pyproject.toml
 test-min: $(LOWEST)/.ready  ## the same beside the lowest versions that pyproject.toml names
 	@$(LOWEST)/bin/python -m pytest -q $(PARALLEL) $(VERSIONED) $(ARGS)
 
+NEWEST := .venv-newest
+$(NEWEST)/.ready: pyproject.toml
+	@echo "Setting up $(NEWEST) (once; two minutes or more, 7 GB: this torch brings CUDA and Triton) ..."
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check -e '.[dev,trackers]'
+	@$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check -e '.[deepspeed]' \
+		|| echo "DeepSpeed could not be installed; the tests that need it are skipped"
+	@touch $@
+
+test-newest: $(NEWEST)/.ready  ## the tests of `make test` beside the newest versions that pip resolves without constraints
+	@$(NEWEST)/bin/python -m pytest -q $(PARALLEL) $(ARGS)
+
 # A machine with a GPU and without a network: its own torch, pytest and hypothesis, and from wheels/ what else it lacks
 GPU := .venv-gpu
 GPU_PYTHON ?= 3.12
@@ -131,4 +143,4 @@ format: $(READY)  ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(VLLM) .venv-trl-* $(LOWEST) $(GPU) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) .venv-trl-* $(LOWEST) $(NEWEST) $(GPU) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

@@ -303,7 +303,7 @@ def verify_overrides(ours: type) -> None:
     if broken := [sentence for name in OVERRIDES if (sentence := _mismatch(ours, name)) is not None]:
         raise ContractError(
             f"grpo_ext does not fit the installed trl {trl.__version__} and transformers {transformers.__version__}: "
-            f"{'; '.join(broken)}. TRL 1.15 and 1.16 with transformers 5.20 to 5.23 are tested and work; install one "
+            f"{'; '.join(broken)}. TRL 1.15 and 1.16 with transformers 5.20 to 5.24 are tested and work; install one "
             "of these, or a newer grpo_ext."
         )
 

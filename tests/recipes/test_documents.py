@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import typer
+from accelerate.commands.launch import launch_command_parser
 from click import ClickException
+from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
-import grpo_ext
 from grpo_ext import GRPOConfig
 from grpo_ext.algorithms.advantages import ESTIMATORS
 from grpo_ext.tools.cli import app
@@ -23,7 +25,8 @@ DOCS = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rgl
 PAGES = ["README.md", "recipes/README.md", ".github/CONTRIBUTING.md", *DOCS]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`((?:grpo-ext|make|accelerate launch|python|pip install|jupyter)(?: [^`]+)?)`", re.DOTALL)
+PROGRAMS = "grpo-ext|make|accelerate launch|torchrun|python|pip install|jupyter"
+INLINE = re.compile(rf"`((?:{PROGRAMS})(?: [^`]+)?)`", re.DOTALL)
 VARIABLE = re.compile(r"\$\(\([^)]*\)\)|\$\([^)]*\)|\$\w+")
 
 
@@ -102,6 +105,28 @@ def check_recipe(words: list[str]) -> None:
     assert names - {"config", "help"} <= options_of_a_run(), names
 
 
+def check_launch(words: list[str]) -> None:
+    """Accelerate's own parser takes the command."""
+    if words[:1] == ["launch"] and len(words) > 1:
+        words = words[1:] if any(word.endswith(".py") for word in words) else [*words[1:], "train.py"]
+        try:
+            launch_command_parser().parse_args(words)
+        except SystemExit as refused:
+            raise AssertionError(words) from refused
+
+
+def check_pip(words: list[str]) -> None:
+    """The extras that are named are those of pyproject.toml."""
+    extras = re.search(r"^\[project.optional-dependencies\]\n(.*?)^\[", text_of("pyproject.toml"), re.M | re.DOTALL)
+    assert extras is not None
+    known = set(re.findall(r"^(\w+) = ", extras[1], re.MULTILINE))
+    assert words[0] == "install"
+    assert words[1:], words
+    for word in words[1:]:
+        if word.startswith("."):
+            assert set(re.findall(r"[\w-]+", word)) <= known, word
+
+
 def check_command(line: str) -> None:
     words = shlex.split(VARIABLE.sub("1", line))
     while words and re.fullmatch(r"\w+=\S*", words[0]):
@@ -112,13 +137,20 @@ def check_command(line: str) -> None:
     elif program == "grpo-ext":
         check_tool(rest)
     elif program in ("accelerate", "python", "srun"):
-        check_recipe(shlex.split(rest[-1]) if program == "srun" else rest)
+        words = shlex.split(rest[-1])[1:] if program == "srun" else rest
+        if program != "python":
+            check_launch(words)
+        elif words[:1] == ["-m"]:
+            assert importlib.util.find_spec(words[1]) is not None, words[1]
+        check_recipe(words)
     elif program == "source":
         assert rest == [".venv/bin/activate"]
     elif program == "jupyter":
         assert (ROOT / rest[-1]).is_file(), line
-    elif program in ("pip", "trl"):
-        assert rest, line
+    elif program == "torchrun":
+        get_args_parser().parse_args(rest)
+    elif program == "pip":
+        check_pip(rest)
     else:
         raise AssertionError(f"no check for {line!r}")
 
@@ -156,6 +188,9 @@ def test_a_shown_command_is_one(line):
         "make bench ARGS=--no-such-option",
         "accelerate launch recipes/grpo.py --no_such_setting 3",
         "accelerate launch --config_file recipes/accelerate/nothing.yaml recipes/grpo.py",
+        "accelerate launch --no_such_option 2 train.py",
+        "pip install '.[no_such_extra]'",
+        "python -m tests.bench.nothing",
         "nothing at all",
     ],
 )
@@ -194,10 +229,23 @@ def test_shown_code_uses_names_and_settings_that_exist(body):
     indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
     tree = ast.parse("\n".join(line[indent:] for line in lines))
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "grpo_ext":
-            assert all(hasattr(grpo_ext, alias.name) for alias in node.names)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            exec(ast.unparse(node), {})
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GRPOConfig":
             assert {k.arg for k in node.keywords} <= set(GRPOConfig.__dataclass_fields__)
+
+
+NAMED = re.compile(r"`(\w+)` from\s+`(grpo_ext[\w.]*)`")
+IMPORTED = re.compile(r"`(from [\w.]+ import [\w, ]+|import [\w.]+)`")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_sentence_says_to_import_can_be_imported(page):
+    text = re.sub(FENCE, "", text_of(page))
+    statements = [f"from {module} import {name}" for name, module in NAMED.findall(text)] + IMPORTED.findall(text)
+    for statement in statements:
+        exec(statement, {})
+    assert statements or page != "docs/tools.md"
 
 
 def test_the_shown_estimator_works():

@@ -118,7 +118,7 @@ def logged(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
         (4, STEPS | SAVES),
         (2, STEPS | {"save_strategy": "best", **BEST}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, int) else "+".join(value),
 )
 def test_an_evaluation_that_was_due_is_made_by_the_run_that_resumes(tmp_path, stop, settings):
     """The same weights, random numbers and logged values as without the interrupt."""
