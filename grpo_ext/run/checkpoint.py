@@ -256,9 +256,8 @@ def record_start(folder: str | Path, output_dir: str | Path) -> None:
 def runs_of(output_dir: str | Path) -> list[Path]:
     """The folders that runs with this `output_dir` were given: itself, `-2`, `-3`; the last started at the end."""
     base = Path(output_dir)
-    numbered = re.compile(rf"{re.escape(base.name)}-\d+")
-    beside = [path for path in base.parent.glob("*") if numbered.fullmatch(path.name) and (path / RECORD).is_file()]
-    given = [path for path in sorted(beside) if _record(path)["output_dir"] == base.name]
+    beside = (path for path in base.parent.glob("*") if re.fullmatch(rf"{re.escape(base.name)}-\d+", path.name))
+    given = [path for path in beside if _record(path)["output_dir"] == base.name]
     return sorted([base, *given], key=lambda path: _record(path)["started"])
 
 

@@ -51,26 +51,18 @@ class InterruptWatch(TrainerCallback):
         self.stopping = True
         self._ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
         control.should_training_stop = True
-        self._put_off_evaluation(control)
-        control.should_save = not self._ends_epoch
+        self._leave(control, saves=not self._ends_epoch)
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """After a stop: write the checkpoint, with what an epoch logs, where the step was the last of its epoch.
+        """After a stop that ends an epoch: log what an epoch logs, then save. The loop comes here from others too."""
+        if self.stopping:
+            control.should_log &= self._ends_epoch
+            self._leave(control, saves=self._ends_epoch)
 
-        The loop also comes here from the middle of an epoch, with its checkpoint written.
-        """
-        if not self.stopping:
-            return
-        if self._ends_epoch:
-            self._put_off_evaluation(control)
-        else:
-            control.should_log = control.should_evaluate = False
-        control.should_save = self._ends_epoch
-
-    def _put_off_evaluation(self, control: TrainerControl) -> None:
+    def _leave(self, control: TrainerControl, saves: bool) -> None:
         """Leave an evaluation to the run that resumes: it takes time, and a launcher may kill this process."""
         self.evaluation_due |= control.should_evaluate
-        control.should_evaluate = False
+        control.should_save, control.should_evaluate = saves, False
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # a child that a reward function or a tool has forked

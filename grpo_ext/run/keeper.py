@@ -126,9 +126,7 @@ class RunKeeper(TrainerCallback):
         vars(self).pop("fingerprint", None)
         self.resumed, self._run_state = TrainerState(), None
         self._resize_chunks({})
-        if (
-            self.args.output_dir != self._folder
-        ):  # the user's, not the one that an earlier run of this trainer was given
+        if self.args.output_dir != self._folder:  # the user's, and not where the last run of this trainer went
             self._wanted_dir = str(self.args.output_dir)
         output_dir = self._wanted_dir
 

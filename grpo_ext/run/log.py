@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import platform
 import sys
@@ -83,7 +82,7 @@ class RunLog:
             epoch=epoch,
             time=round(time.perf_counter() - self._start, 3),
             peak_memory_mib=peak_memory_mib(device),
-            values={name: _plain(value) for name, value in values.items() if name != "epoch"},
+            values={name: value for name, value in values.items() if name != "epoch"},
         )
 
     def end(self, step: int, about: Mapping[str, Any]) -> None:
@@ -95,7 +94,9 @@ class RunLog:
             return
         try:
             with open(self.path, "ab") as file:
-                file.write(before + _json({"step": step, **line}).encode() + b"\n")
+                text = json.dumps({"step": step, **line}, default=_plain)
+                strict = json.dumps(json.loads(text, parse_constant=lambda name: None))  # no NaN, no Infinity
+                file.write(before + strict.encode() + b"\n")
         except OSError as error:
             logger.warning(f"{self.path} cannot be written ({error}); the training continues without a run log.")
             self.path = None
@@ -165,20 +166,12 @@ def _whole_lines(path: Path) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def _json(line: Mapping[str, Any]) -> str:
-    """Strict JSON: a setting that is not finite becomes text, and so do other objects."""
-    return json.dumps(json.loads(json.dumps(line, default=str), parse_constant=str))
-
-
-def _plain(value: Any) -> Any:
-    """A logged value as strict JSON: None for a number that is not finite, text for other objects."""
-    if value is None or isinstance(value, (str, int)):
-        return value
+def _plain(value: Any) -> float | str:
+    """What JSON does not know: a tensor of one number as that number, other objects as text."""
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError, RuntimeError):
         return str(value)
-    return number if math.isfinite(number) else None
 
 
 def _now() -> str:

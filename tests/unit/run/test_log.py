@@ -67,11 +67,11 @@ def test_every_line_is_an_object_after_resumes_here_and_elsewhere(tmp_path):
     assert path.read_bytes().endswith(b'"val')  # another run's log stays as it is
 
 
-def test_a_setting_that_is_not_finite_is_text(tmp_path):
-    RunLog().begin(tmp_path, None, 0, {"settings": {"epsilon_high": math.inf, "best": [math.nan]}})
-    lines(tmp_path)
+def test_a_start_with_settings_that_are_not_finite_is_strict_json(tmp_path):
+    RunLog().begin(tmp_path, None, 0, {"settings": {"epsilon_high": math.inf, "best": [math.nan], "path": tmp_path}})
+    assert lines(tmp_path) == []  # of the values; the start is parsed too
     (start,) = read_log(tmp_path / LOG).starts
-    assert start["settings"] == {"epsilon_high": "Infinity", "best": ["NaN"]}
+    assert start["settings"] == {"epsilon_high": None, "best": [None], "path": str(tmp_path)}
 
 
 def test_seconds_of_all_starts_are_added_up(tmp_path):
