@@ -331,8 +331,8 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
     if launched and "WORLD_SIZE" not in os.environ and trainer.accelerator.num_processes == 1:
         logger.warning(
             "This process trains alone: MASTER_ADDR is set, so the launcher was asked for several processes, but it "
-            "started one. `accelerate launch --num_processes 2` starts one where it finds no second accelerator. On a "
-            "CPU use `torchrun --nproc_per_node 2`, or leave --num_processes out."
+            "started one. `accelerate launch --num_processes 2` starts one where it finds no second accelerator: on a "
+            "CPU use `torchrun --nproc_per_node 2`; for machines with one accelerator each add --multi_gpu."
         )
     sampling = _uncovered_sampling(trainer)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:
