@@ -216,7 +216,7 @@ def shared_disk(folder: Path) -> list[str]:
     Path.is_dir = slow
     trainer.train()
     trainer.accelerator.wait_for_everyone()
-    return sorted(path.name for path in (folder / "out").iterdir() if path.name != "_running.lock")
+    return sorted(path.name for path in (folder / "out").iterdir() if not path.name.startswith("_"))
 
 
 def save(folder: Path, result: Any) -> None:
