@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -111,6 +112,8 @@ def check_command(line: str) -> None:
         check_make(rest or ["help"])
     elif program == "grpo-ext":
         check_tool(rest)
+    elif rest[:1] == ["-m"]:
+        assert importlib.util.find_spec(rest[1]) is not None, line
     elif program in ("accelerate", "python", "srun"):
         check_recipe(shlex.split(rest[-1]) if program == "srun" else rest)
     elif program == "source":
