@@ -7,10 +7,10 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-real test test-full test-crash test-vllm test-trl test-min test-newest test-gpu wheels-gpu check bench lint format clean
+.PHONY: help setup train train-real test test-full test-crash test-vllm test-trl test-min test-newest test-gpu wheels-gpu rehearse-gpu check bench lint format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (once; a minute or two) ..."
@@ -105,26 +105,27 @@ $(NEWEST)/.ready: pyproject.toml
 test-newest: $(NEWEST)/.ready  ## the tests of `make test` beside the newest versions that pip resolves without constraints
 	@$(NEWEST)/bin/python -m pytest -q $(PARALLEL) $(ARGS)
 
-# A machine with a GPU and without a network: its own torch, pytest and hypothesis, and from wheels/ what else it lacks
+# A machine with a GPU and without a network or make: docs/tools.md shows the two commands of test-gpu
 GPU := .venv-gpu
 GPU_PYTHON ?= 3.12
-NEEDED = $$(sed -n '/^dependencies/,/^]/s/^ *"\(.*\)".*/\1/p' pyproject.toml | grep -v '^torch')
 
 wheels-gpu:  ## with a network: fill wheels/ for `make test-gpu` on a machine without (GPU_PYTHON=3.12, its Python)
-	@$(PYTHON) -m pip download -q --disable-pip-version-check -c constraints.txt -d wheels --no-deps \
-		--only-binary=:all: --python-version $(GPU_PYTHON) $(NEEDED) multiprocess $(ARGS)
+	@$(PYTHON) -m tests.gpu.environment --download $(GPU_PYTHON)
 
-# Made from a virtual environment, a new one sees that of the system alone: a .pth file adds the one it is made from
-$(GPU)/.ready: pyproject.toml $(wildcard wheels/*.whl)
-	@$(PYTHON) -m venv --clear --without-pip --system-site-packages $(GPU)
-	@$(PYTHON) -c 'import site; print(*site.getsitepackages(), sep="\n")' > \
-		$$($(GPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth
-	@$(PYTHON) -m pip --python $(GPU)/bin/python install -q --disable-pip-version-check --no-compile --no-index \
-		--find-links wheels $(NEEDED) pytest hypothesis psutil >&2
+test-gpu:  ## on a GPU, in 9 minutes and without a network: tests/gpu and the bench, into gpu.json (TOY=1: a rehearsal)
+	@$(PYTHON) -m tests.gpu.environment
+	@$(GPU)/bin/python -m tests.gpu.measure $(if $(TOY),--toy) $(ARGS)
+
+REHEARSAL := .venv-rehearsal
+REHEARSAL_PYTHON ?= python3.12
+$(REHEARSAL)/.ready: tests/gpu/machine.txt
+	@echo "Setting up $(REHEARSAL) (once; some minutes, 5 GB) ..."
+	@$(REHEARSAL_PYTHON) -m venv --clear $(REHEARSAL)
+	@$(REHEARSAL)/bin/python -m pip install -q --disable-pip-version-check -r tests/gpu/machine.txt
 	@touch $@
 
-test-gpu: $(GPU)/.ready  ## on a GPU, in 8 minutes and without a network: tests/gpu and the bench, as one JSON (TOY=1: a rehearsal)
-	@HF_HUB_OFFLINE=1 $(GPU)/bin/python -m tests.gpu.measure $(if $(TOY),--toy) $(ARGS)
+rehearse-gpu: $(REHEARSAL)/.ready wheels-gpu  ## test-gpu at toy size, in an environment that holds what such a machine does
+	@$(MAKE) --no-print-directory test-gpu TOY=1 PYTHON=$(REHEARSAL)/bin/python
 
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)
@@ -143,4 +144,4 @@ format: $(READY)  ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(VLLM) .venv-trl-* $(LOWEST) $(NEWEST) $(GPU) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) .venv-trl-* $(LOWEST) $(NEWEST) $(GPU) $(REHEARSAL) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

@@ -79,11 +79,11 @@ def log_probs(
     """Log-probabilities (S,) of the targets and entropies (S,), in nats, by the fastest way this device has."""
     whole = transform.vocabulary is None or transform.vocabulary >= weight_VH.size(0)
     plain = whole and masks is None and hidden_SH.dtype != torch.float64  # what TRL's kernel computes
-    if hidden_SH.device.type == "cuda" and plain and triton_head() is not None:
-        outputs = ("log_probs", "entropy") if with_entropy else ("log_probs",)
-        kernel: Any = triton_head()
-        settings = (transform.temperature, _KERNEL_COLUMNS, transform.cap, transform.scale, outputs)
-        return kernel(hidden_SH, weight_VH, bias_V, targets_S, *settings)[:2]
+    # in bitwise mode torch refuses kernels that change bits from run to run, but it cannot see into those of Triton
+    open_to_triton = hidden_SH.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+    if open_to_triton and plain and (kernel := triton_head()) is not None:
+        settings = (transform.temperature, _KERNEL_COLUMNS, transform.cap, transform.scale)
+        return kernel(hidden_SH, weight_VH, bias_V, targets_S, *settings, ("entropy",) if with_entropy else ())[:2]
     return tiled_log_probs(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, gathered, masks)
 
 

@@ -1,23 +1,15 @@
-"""The order of the tests, and what each came to: a run that is cut short has tested what finds most.
-
-measure.py reads a line of JSON for each test that ended.
-"""
+"""Which tests a part of measure.py runs, and a line of JSON for each that ended: none is lost with the process."""
 
 import json
 import os
 
-# parts of names: kernels of attention, the sampler, a step in each form, the same bits, adapters, TF32; the compiler of
-# flex attention takes minutes
-FIRST = ("kernels_give", "sampled", "half_a_billion", "same_bits", "adapter", "tf32")
-LAST = "flex"
+from tests.support.gpu import part_of
 
 
 def pytest_collection_modifyitems(items):
-    def place(item):
-        named = (number for number, part in enumerate(FIRST) if part in item.name)
-        return (LAST in item.name, next(named, len(FIRST)))
-
-    items.sort(key=place)
+    part = os.environ.get("GRPO_EXT_GPU_PART")
+    if part is not None:
+        items[:] = [item for item in items if part_of(item.nodeid) == part]
 
 
 def pytest_runtest_logreport(report):

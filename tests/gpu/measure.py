@@ -1,7 +1,9 @@
-"""`make test-gpu`: the tests that need a GPU, then seconds and memory of a step; one JSON, whatever did not finish.
+"""`make test-gpu`: tests that need a GPU, then seconds and memory of a step, in parts; one file of JSON.
 
-Differs from `make bench`: half precision, one trainer on the device at a time, each with the largest micro-batch
-that fits, and a time budget. `--toy` rehearses all of it at toy size on the CPU.
+What finds most comes first. A part has its share of the time, and what it leaves goes to those after it. The file is
+written whole after each part and each run, so that a run that is cut short has said what it found. Differs from
+`make bench`: bfloat16 autocast, one trainer on the device at a time, each with the largest micro-batch that fits.
+`--toy` rehearses all of it at toy size on the CPU.
 """
 
 from __future__ import annotations
@@ -15,30 +17,73 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
+from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.errors import LaunchError
 from grpo_ext.run.log import versions
+from grpo_ext.tools import plan
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.bench.measuring import Worker, spec_of
 from tests.bench.results import machine
 from tests.bench.shapes import MODELS, Shape, decoder
 
 HALF_B, TOY_MODEL = MODELS["qwen2.5-0.5b"], decoder("qwen2", 512, 56, 64, 2, 14, 2)
-SHAPES = (
-    Shape("long prompt", 1024, 128, 1024, groups=8),
-    Shape("ragged answers", 128, 64, 1792, skewed=True, groups=8),
-)
-TOY_SHAPES = (Shape("toy", 16, 4, 8, groups=2, group=4),)
-TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"{OURS}, {form}": (OURS, {"forward": form}) for form in ("packed", "prefix", "padded")},
-    STOCK: (STOCK, {}),
-}
-TESTS_SHARE = 0.45  # of the time
 ROUNDS = 3
+LORA_RANK = 16  # trl's default
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps of one trainer; `forward` is the form of ours."""
+
+    shape: Shape
+    who: str
+    forward: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.name}: {self.who}" + (f", {self.forward}" if self.forward else "")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Runs, or without any the tests of this name in `tests.support.gpu.TEST_PARTS`.
+
+    Attributes:
+        share: of the time, relative to the other parts.
+    """
+
+    name: str
+    share: float
+    runs: tuple[Run, ...] = ()
+
+
+FULL = Shape("full, long prompt", 1024, 128, 1024, groups=8, checkpointing=True)
+LORA = Shape("LoRA, ragged answers", 128, 64, 1792, skewed=True, groups=8, checkpointing=True, lora=True)
+SAMPLED = tuple(Shape(f"sampling, {8 * groups} rows", 64, 1, 128, groups=groups, sample=True) for groups in (8, 32))
+PARTS = (
+    Part("head", 50),
+    Part("kernels", 45),
+    Part("sampling", 25),
+    Part("bits", 45),
+    Part("training", 70),
+    Part("users", 115, tuple(Run(shape, *who) for shape in (FULL, LORA) for who in ((OURS, "packed"), (STOCK,)))),
+    Part("generate", 70, tuple(Run(shape, who) for shape in SAMPLED for who in (OURS, STOCK))),
+    Part("other forms", 40, (Run(FULL, OURS, "prefix"), Run(FULL, OURS, "padded"))),
+    Part("flex attention", 40),
+)
+
+
+def toy(run: Run) -> Run:
+    sizes = {"prompt": 16, "shortest": 4, "longest": 8, "groups": run.shape.groups // 4, "group": 4}
+    return replace(run, shape=replace(run.shape, **sizes))
 
 
 def one_device() -> None:
@@ -47,55 +92,73 @@ def one_device() -> None:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Two results, line by line: tests that fail in one of them, and seconds and memory of each trainer."""
+    """Two results, line by line: tests that fail in one of them, and seconds and memory of each run."""
+
+    def failed(result: dict[str, Any]) -> set[str]:
+        return {test for part in result["parts"].values() for test in part.get("failed", ())}
+
+    def runs(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return {name: run for part in result["parts"].values() for name, run in part.get("runs", {}).items()}
+
     for when, one, other in (("no longer fails", before, after), ("fails now", after, before)):
-        for test in sorted(set(one["tests"]["failed"]) - set(other["tests"]["failed"])):
+        for test in sorted(failed(one) - failed(other)):
             yield f"{when}: {test}"
-    for shape, trainers in after["bench"].items():
-        for trainer, now in trainers.items():
-            then = before["bench"].get(shape, {}).get(trainer, {})
-            if "seconds" in now and "seconds" in then:
-                ratio, memory = now["seconds"] / then["seconds"], now["peak_mib"] / max(then["peak_mib"], 1)
-                yield f"{shape}, {trainer}: {now['seconds']:.3f} s, {ratio:.2f} times before; memory {memory:.2f} times"
-            else:
-                yield f"{shape}, {trainer}: {now.get('not_finished', 'not measured before')}"
+    for name, now in runs(after).items():
+        then = runs(before).get(name, {})
+        if "seconds" in now and "seconds" in then:
+            ratio, memory = now["seconds"] / then["seconds"], now["peak_mib"] / max(then["peak_mib"], 1)
+            yield f"{name}: {now['seconds']:.3f} s, {ratio:.2f} times before; memory {memory:.2f} times"
+        else:
+            yield f"{name}: {now.get('not_finished', 'not measured before')}"
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def run_tests(toy: bool, seconds: float) -> dict[str, Any]:
-    """What the tests came to, also those of a run that did not end in time."""
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write the file whole: who reads it in the meantime, or ends this run, has the one before."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
+
+
+def run_tests(part: str, is_toy: bool, seconds: float) -> dict[str, Any]:
+    """What the tests of a part came to, also where it did not end in time."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         results.touch()
-        environment = os.environ | {"GRPO_EXT_GPU_RESULTS": str(results), "GRPO_EXT_TOY": str(int(toy))}
+        environment = {"GRPO_EXT_GPU_RESULTS": str(results), "GRPO_EXT_GPU_PART": part}
+        environment |= {"GRPO_EXT_TOY": str(int(is_toy))}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
         try:
-            status = subprocess.run(command, env=environment, stdout=sys.stderr, timeout=seconds).returncode
+            status = subprocess.run(
+                command, env=os.environ | environment, stdout=sys.stderr, timeout=seconds
+            ).returncode
         except subprocess.TimeoutExpired:
             status = None
         tests = [json.loads(line) for line in results.read_text().splitlines()]
     named = {kind: {t["test"]: t["reason"] for t in tests if t["outcome"] == kind} for kind in ("failed", "skipped")}
     passed = [t for t in tests if t["outcome"] == "passed"]
     figures = {t["test"]: t["figures"] for t in passed if t["figures"]}
-    return {"status": status, "passed": len(passed), **named, "figures": figures}
+    result = {"status": status, "passed": len(passed), **named, "figures": figures}
+    if status is None:
+        result["not_finished"] = "out of time"
+    elif status != 0 and not named["failed"]:  # a crash, or a file that cannot be imported
+        result["not_finished"] = f"pytest ended with status {status}"
+    return result
 
 
-def measure(shape: Shape, trainer: str, model: Any, most: int, end: float) -> dict[str, Any]:
+def measure(run: Run, model: dict[str, Any], end: float) -> dict[str, Any]:
     """Medians of a trainer's steps at the largest micro-batch that fits; `not_finished` says what went wrong.
 
     Ours cuts a micro-batch that does not fit by itself, stock TRL is started again with half of it.
-
-    Args:
-        most: completions of a micro-batch that may fit.
     """
-    who, options = TRAINERS[trainer]
-    rows = shape.groups * shape.group
+    options = {"bf16": True} | ({"forward": run.forward} if run.forward else {})
+    rows = run.shape.groups * run.shape.group
     result: dict[str, Any] = {}
-    for micro in (rows >> n for n in range(rows.bit_length()) if rows >> n <= most):
-        spec = spec_of(shape, who, micro, model, "bfloat16", options)
+    for micro in (rows >> n for n in range(rows.bit_length())):
+        spec = spec_of(run.shape, run.who, micro, model, "float32", options)
         steps: list[dict[str, Any]] = []
         with tempfile.TemporaryFile("w+") as errors:
             try:
@@ -109,16 +172,28 @@ def measure(shape: Shape, trainer: str, model: Any, most: int, end: float) -> di
                 late = time.monotonic() > end
                 result["not_finished"] = "out of time" if late else reason
                 if not late and "out of memory" in text.lower() and micro > 1:
-                    say(f"{shape.name}, {trainer}: {micro} completions do not fit")
+                    say(f"{run.name}: {micro} completions do not fit")
                     continue
         break
     if len(steps) > 1:
-        result |= summary(steps[1:])
-        result |= {"form": steps[-1].get("form", "padded"), "micro_batch": steps[-1].get("micro", micro)}
+        micro, form = steps[-1].get("micro", micro), steps[-1].get("form", "padded")
+        result |= summary(steps[1:]) | {"form": form, "micro_batch": micro}
+        if run.who == OURS and not run.shape.samples:
+            result["planned_mib"] = planned_mib(run.shape, form, micro, model)
     if len(steps) == 1 + ROUNDS:
         result.pop("not_finished", None)
-    say(f"{shape.name}, {trainer}: {result}")
+    say(f"{run.name}: {result}")
     return result
+
+
+def planned_mib(shape: Shape, form: Any, micro: int, model: dict[str, Any]) -> float:
+    """What `grpo-ext plan` foresees for training with these micro-batches."""
+    sizes = {"global_batch_size": shape.groups * shape.group, "num_generations": shape.group}
+    geometry = geometry_of(sizes | {"per_device_train_batch_size": micro}, 1)
+    tokens = plan.largest_micro_batch(geometry, shape.prompt, shape.longest, form, None)
+    layout = plan.MemoryLayout("ddp", 1, tokens, sampled_tokens=0, checkpointing=shape.checkpointing)
+    rank = LORA_RANK if shape.lora else None
+    return plan.memory_of(plan.measure(AutoConfig.for_model(**model), lora_rank=rank), layout)["training"] / 2**20
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -129,39 +204,74 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return {"steps": len(steps), "seconds": seconds, "phases": phases, "tokens_per_second": rate, **memory}
 
 
+def run_part(part: Part, is_toy: bool, seconds: float, result: dict[str, Any], save: Callable[[], None]) -> None:
+    """Fill in what a part came to, within these seconds.
+
+    Args:
+        save: called after every run.
+    """
+    if not part.runs:
+        result |= run_tests(part.name, is_toy, seconds)
+        return
+    model, runs = (TOY_MODEL, list(map(toy, part.runs))) if is_toy else (HALF_B, list(part.runs))
+    result |= {"shapes": [dataclasses.asdict(shape) for shape in {run.shape: None for run in runs}], "runs": {}}
+    end = time.monotonic() + seconds
+    for done, run in enumerate(runs):
+        left = end - time.monotonic()
+        result["runs"][run.name] = measure(run, model, time.monotonic() + min(left, 1.5 * left / (len(runs) - done)))
+        save()
+    if late := [name for name, one in result["runs"].items() if "not_finished" in one]:
+        result["not_finished"] = ", ".join(late)
+
+
+def default_output() -> Path:
+    return Path(os.environ.get("OUT", "."), "gpu.json")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU")
-    parser.add_argument("--seconds", type=float, default=440, help="budget for tests and bench together")
+    parser.add_argument("--seconds", type=float, default=500, help="budget of all parts together")
+    parser.add_argument("--parts", help=f"some of {', '.join(part.name for part in PARTS)}, divided by commas")
+    parser.add_argument("--output", type=Path, default=default_output(), help="the file (default: gpu.json in $OUT)")
     parser.add_argument("--compare", type=Path, metavar="JSON", help="an earlier result, to compare this one with")
     options = parser.parse_args()
     earlier = None if options.compare is None else json.loads(options.compare.read_text())
+    named = None if options.parts is None else options.parts.split(",")
+    parts = [part for part in PARTS if named is None or part.name in named]
+    os.environ["HF_HUB_OFFLINE"] = "1"
     if options.toy:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         one_device()
     start = time.monotonic()
-    result: dict[str, Any] = {"machine": machine(), "versions": versions()}
+    waiting = [part.name for part in parts]
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "versions": versions(),
+        "model": TOY_MODEL if options.toy else HALF_B,
+    }
+    result |= {"parts": {}, "not_finished": waiting}
     if result["machine"]["gpu"] is None and not options.toy:
         parser.error("there is no CUDA device; --toy rehearses on the CPU")
-    result["tests"] = run_tests(options.toy, TESTS_SHARE * options.seconds)
-    model, shapes = (TOY_MODEL, TOY_SHAPES) if options.toy else (HALF_B, SHAPES)
-    result |= {"model": model, "shapes": [dataclasses.asdict(shape) for shape in shapes], "bench": {}}
-    runs = [(shape, trainer) for shape in shapes for trainer in TRAINERS]
-    for done, (shape, trainer) in enumerate(runs):
-        left, to_do = start + options.seconds - time.monotonic(), len(runs) - done
-        end = time.monotonic() + min(left, 1.5 * left / to_do)
-        of_shape = result["bench"].setdefault(shape.name, {})
-        padded = of_shape.get(f"{OURS}, padded", {}).get("micro_batch", shape.groups * shape.group)
-        most = 2 * padded if trainer == STOCK else shape.groups * shape.group
-        of_shape[trainer] = measure(shape, trainer, model, most, end)
-    late = [f"{s.name}: {t}" for s, t in runs if "not_finished" in result["bench"][s.name][t]]
-    result["not_finished"] = (["tests"] if result["tests"]["status"] is None else []) + late
-    result["seconds"] = time.monotonic() - start
-    print(json.dumps(result, indent=1))
+
+    def save() -> None:
+        write(options.output, result | {"seconds": time.monotonic() - start})
+
+    for number, part in enumerate(parts):
+        left, begin = start + options.seconds - time.monotonic(), time.monotonic()
+        seconds = max(left * part.share / sum(after.share for after in parts[number:]), 0.1)
+        found = result["parts"][part.name] = {}
+        run_part(part, options.toy, seconds, found, save)
+        found["seconds"] = time.monotonic() - begin
+        if "not_finished" not in found:
+            waiting.remove(part.name)
+        save()
     for line in compare(earlier, result) if earlier is not None else ():
         say(line)
-    return int(bool(result["not_finished"] or result["tests"]["status"]))
+    failed = [test for part in result["parts"].values() for test in part.get("failed", ())]
+    say(f"{len(failed)} failed, not finished: {', '.join(waiting) or 'nothing'}; see {options.output}")
+    return int(bool(waiting or failed))
 
 
 if __name__ == "__main__":

@@ -136,12 +136,12 @@ def check_command(line: str) -> None:
         check_make(rest or ["help"])
     elif program == "grpo-ext":
         check_tool(rest)
+    elif rest[:1] == ["-m"]:
+        assert importlib.util.find_spec(rest[1]) is not None, line
     elif program in ("accelerate", "python", "srun"):
         words = shlex.split(rest[-1])[1:] if program == "srun" else rest
         if program != "python":
             check_launch(words)
-        elif words[:1] == ["-m"]:
-            assert importlib.util.find_spec(words[1]) is not None, words[1]
         check_recipe(words)
     elif program == "source":
         assert rest == [".venv/bin/activate"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from torch._subclasses import FakeTensorMode
 from transformers.models.auto import modeling_auto
 
 from grpo_ext import compat
@@ -18,6 +19,7 @@ from grpo_ext.errors import ModelError
 from grpo_ext.forward import lm_head
 from grpo_ext.forward.lm_head import TARGETS, Targets, install, refuse_unknown_head
 from grpo_ext.forward.tiled_log_probs import LogitTransform
+from grpo_ext.runtime.determinism import pinned
 from tests.support.tiny import tiny_model
 
 TEMPERATURE = 0.9
@@ -232,6 +234,17 @@ def test_trls_kernel_is_used_only_with_triton_and_the_signature_that_is_known(mo
     assert choose() is None
     monkeypatch.setitem(sys.modules, "trl.kernels.chunked_logprob", None)
     assert choose() is None
+
+
+@pytest.mark.parametrize(("deterministic", "head"), [(False, "Triton"), (True, "tiled")])
+def test_bitwise_mode_does_not_use_trls_kernel(monkeypatch, deterministic, head):
+    """On tensors that say they are on a CUDA device; both heads are stand-ins."""
+    monkeypatch.setattr(lm_head, "triton_head", lambda: lambda *arguments: ("Triton", None, None))
+    monkeypatch.setattr(lm_head, "tiled_log_probs", lambda *arguments: ("tiled", None))
+    with FakeTensorMode(), pinned(1 if deterministic else None):
+        hidden, weight = torch.empty(3, 4, device="cuda"), torch.empty(9, 4, device="cuda")
+        targets = torch.empty(3, device="cuda", dtype=torch.long)
+        assert lm_head.log_probs(hidden, weight, None, targets, LogitTransform())[0] == head
 
 
 def test_a_copy_of_a_model_runs_its_own_weights():
