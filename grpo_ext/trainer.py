@@ -514,6 +514,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         if push:  # once the checkpoint has its final name
             self._push_from_checkpoint(str(final))
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Like TRL's method, with the right base model and code that runs: see `run.model_card`."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            self._keeper.mend_card(self.hub_model_id)
+
     def _get_output_dir(self, trial: Any) -> str:
         """Like transformers' method; while a checkpoint is written, the folder in which it becomes whole."""
         return self._keeper.output_dir or super()._get_output_dir(trial)

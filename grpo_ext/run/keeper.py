@@ -20,8 +20,9 @@ from typing import Any
 import trl
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from datasets import Value
 from filelock import FileLock
-from transformers import TrainerCallback, TrainerState
+from transformers import ProcessorMixin, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -58,6 +59,7 @@ from .fingerprint import (
 )
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .log import RunLog
+from .model_card import base_name, mend
 from .state import RunState
 
 logger = get_logger(__name__)
@@ -93,6 +95,19 @@ class RunKeeper(TrainerCallback):
     def fingerprint(self) -> dict[str, Any]:
         """What is compared on resume."""
         return fingerprint_of(self.trainer)
+
+    @functools.cached_property
+    def about_model(self) -> dict[str, Any]:
+        """What the card of the model needs to know."""
+        model, reader = self.accelerator.unwrap_model(self.trainer.model), self.trainer.processing_class
+        prompt = (getattr(self.trainer.train_dataset, "features", None) or {}).get("prompt")
+        has_template = getattr(reader, "chat_template", None) is not None
+        return {
+            "base": base_name(getattr(getattr(model, "config", None), "_name_or_path", None)),
+            "adapter": hasattr(model, "peft_config"),
+            "chat": has_template if prompt is None else not isinstance(prompt, Value),
+            "images": isinstance(reader, ProcessorMixin),
+        }
 
     # ---- Events of the Trainer ------------------------------------------------------------------------------------
 
@@ -242,10 +257,8 @@ class RunKeeper(TrainerCallback):
                 self._log.end(self.trainer.state.global_step, end)
 
     def _log_start(self, checkpoint: str | None, plan: str) -> None:
-        config = getattr(self.accelerator.unwrap_model(self.trainer.model), "config", None)
-        name = str(getattr(config, "_name_or_path", None) or "")
         about = {
-            "model_name": Path(name).name if Path(name).is_dir() else name,  # without paths of this machine
+            "model_name": self.about_model["base"],
             "environment": environment(),
             "geometry": dataclasses.asdict(self.trainer.geometry),
             "plan": plan,
@@ -329,4 +342,11 @@ class RunKeeper(TrainerCallback):
                 part.save_pretrained(folder)
         if run_state is not None:
             run_state.save(folder)
-        write_listing(folder, {"step": state.global_step, "processes": self.accelerator.num_processes})
+        processes = self.accelerator.num_processes
+        write_listing(folder, {"step": state.global_step, "processes": processes, **self.about_model})
+
+    def mend_card(self, hub_id: str | None) -> None:
+        """Complete TRL's card of the run, or of the checkpoint that is being written."""
+        folder = Path(str(self.args.output_dir)).resolve()
+        part = "" if self.output_dir is None else f"/{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}"
+        mend(folder / "README.md", hub_id or f"{folder.name}{part}", self.about_model)
