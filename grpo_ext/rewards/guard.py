@@ -23,7 +23,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ..errors import ConfigError, RewardError, shortened
-from .worker import Attempt, RemoteError, RewardCall, call_function
+from .worker import Attempt, RemoteError, RewardCall, call_function, described
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
@@ -171,7 +171,7 @@ class GuardedCall:
         if self.faults.on_failure == "none":
             logger.warning(f"{name} failed ({failure}); its {rows} completions get None (reward_on_failure='none').")
             return [None] * rows, self.record
-        remedy = "make it return None for completions it cannot score, and see the traceback above for where it failed."
+        remedy = "make it return None for completions it cannot score."
         if failure.startswith("TypeError") and "argument" in failure:
             remedy = (
                 "it is called with prompts, completions, completion_ids and every column of the data by name: let it "
@@ -205,7 +205,7 @@ class GuardedCall:
 
 
 def _text(error: BaseException | None) -> str:
-    return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
+    return str(error) if error is None or isinstance(error, RemoteError) else described(error)
 
 
 def _short(value: Any) -> str:

@@ -11,6 +11,7 @@ import pickle
 import random
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ from ..loading import FILE_MODULE_PREFIX, load_file
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_")
 _PR_SET_PDEATHSIG = 1
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def pack(value: Any) -> bytes:
@@ -83,6 +85,16 @@ def call_function(function: Callable[..., Any], keywords: dict[str, Any], record
     return list(rewards) if isinstance(rewards, Iterator) else rewards, record
 
 
+def described(error: BaseException) -> str:
+    """The class and text of a reward function's error, and the lines of the user's code that it came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = max((n for n, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE)), default=-1)
+    lines = [
+        f"{os.path.basename(frame.filename)}, line {frame.lineno}, in {frame.name}" for frame in frames[ours + 1 :]
+    ]
+    return f"{type(error).__name__}: {error}" + (f" ({'; '.join(lines)})" if lines else "")
+
+
 class RemoteError(Exception):
     """An error of a reward function in another process, as text: its class may not unpickle in this one."""
 
@@ -121,4 +133,4 @@ def call_loaded(key: int, seed: int, keywords: dict[str, Any], record: RewardCal
     try:
         return call_function(function, keywords, record)
     except BaseException as error:  # sys.exit() too: the call failed
-        raise RemoteError(f"{type(error).__name__}: {error}") from error
+        raise RemoteError(described(error)) from error

@@ -176,9 +176,15 @@ def test_a_call_that_hangs_or_fails_is_made_again_and_at_last_an_error_or_none(k
 
 
 def test_a_function_that_raises_is_named_with_its_error_and_the_remedy():
-    with pytest.raises(RewardError, match="'function_0' raised KeyError: 'answers'; make it return None for") as caught:
-        call(lambda **kwargs: kwargs["answers"])
+    def look_up(row):
+        return row["answers"]
+
+    begins = r"'function_0' raised KeyError: 'answers' \(test_guard\.py, line \d+, in <lambda>; "
+    with pytest.raises(RewardError, match=begins + r"test_guard\.py, line \d+, in look_up\); make it") as caught:
+        call(lambda **kwargs: look_up(kwargs))
     assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(RewardError, match=r"raised TypeError: [^(]*\(\) got an unexpected .*'prompts'; it is called"):
+        call(lambda completions: [0.0])
 
 
 def test_an_interruption_is_no_reward_error():
