@@ -46,6 +46,7 @@ from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
 from .run.keeper import RunKeeper
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
+from .run.model_card import mend
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
@@ -482,19 +483,16 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         First comes the evaluation that an interrupt has put off, with the random states of the checkpoint.
         """
-        with contextlib.ExitStack() as after:
+        with tempfile.TemporaryDirectory() as states:
             if self._keeper.watch.evaluation_due:
-                states = after.enter_context(tempfile.TemporaryDirectory())
                 self._evaluate_late(kwargs["resume_from_checkpoint"], kwargs["trial"], kwargs["ignore_keys_for_eval"])
                 self._save_rng_state(states)
                 kwargs["resume_from_checkpoint"] = states  # from which transformers' method reads random states alone
-            finished = self.state.global_step >= self.state.max_steps
-            if not finished and not self.control.should_training_stop:  # a callback may stop early
+            if self.state.global_step >= self.state.max_steps:
+                self._keeper.say("The run is finished: nothing is left to train, and the weights stay as they are.")
+                self.control.should_training_stop = True
+            elif not self.control.should_training_stop:  # a callback may stop the run after its evaluation
                 super()._run_epoch(*args, **kwargs)
-                return
-        if finished:
-            self._keeper.say("The run is finished: nothing is left to train, and the weights stay as they are.")
-        self.control.should_training_stop = True
 
     def _evaluate_late(self, checkpoint: str, trial: Any, ignore_keys: Any) -> None:
         """Evaluate as the loop would have before it wrote the checkpoint."""
@@ -533,6 +531,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._save_checkpoint(model, trial)
         if push:  # once the checkpoint has its final name
             self._push_from_checkpoint(str(final))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Like TRL's method, with the base model's name and code that runs: see `run.model_card`."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            folder = Path(str(self.args.output_dir)).resolve()
+            saved = "" if self._keeper.output_dir is None else f"/{self._checkpoint_folder(None).name}"
+            mend(folder / "README.md", self.hub_model_id or f"{folder.name}{saved}", self.model, self.processing_class)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Like transformers' method; while a checkpoint is written, the folder in which it becomes whole."""

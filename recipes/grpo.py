@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from grpo_ext.demo.task import EMBEDDED, Demo, DemoTask
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints, record_start, run_to_resume
+from grpo_ext.runtime.collectives import from_main_process
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console
 from grpo_ext.tools.data import load_prompts
@@ -97,6 +98,13 @@ def fresh_demo_folder() -> str:
                 chosen = [str(folder)]
                 break
     return broadcast_object_list(chosen)[0]
+
+
+def main_process_first(make: Callable[[], Any]) -> Any:
+    """What `make` returns: the main process fills the caches, and where it fails, every process raises its error."""
+    made: list[Any] = []
+    from_main_process(PartialState(), lambda: made.append(make()))
+    return made[0] if made else make()
 
 
 @contextlib.contextmanager
@@ -229,8 +237,7 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
         say("Making the model (about 20 s the first time, then cached) ...")
     else:
         say("Getting the model (a download the first time, then cached) ...")
-    with PartialState().main_process_first():  # which makes the model; the others find it in the cache
-        task = demo.load(model.model_name_or_path)
+    task = main_process_first(lambda: demo.load(model.model_name_or_path))
     say(f"Demo: {task.about}")
     training.model_init_kwargs = load_arguments(training, model)
     with naming(task.model_path):
@@ -271,8 +278,7 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
 
 def run(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
-    with PartialState().main_process_first():
-        train, held_out = load_prompts(script, training.seed)
+    train, held_out = main_process_first(lambda: load_prompts(script, training.seed))
     training.model_init_kwargs = load_arguments(training, model)
     with naming(model.model_name_or_path):
         trainer = make_trainer(
@@ -317,6 +323,8 @@ def main(argv: list[str]) -> None:
             traceback.print_exception(error.__cause__)
         if failed_here or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
+        else:
+            time.sleep(1.0)  # the launcher ends all processes once one has ended, and the main one may not have spoken
         sys.exit(2)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from huggingface_hub import file_exists
+from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig
@@ -40,7 +43,7 @@ def check_causal_lm(model: Any) -> None:
 
 
 def find_model(name: str, load: Mapping[str, Any]) -> None:
-    """Look a model up once, where transformers would ask the Hub again for every file.
+    """Look a model up once: transformers asks the Hub for every file, and repeats that for half a minute or more.
 
     Args:
         load: arguments of `from_pretrained`.
@@ -49,8 +52,14 @@ def find_model(name: str, load: Mapping[str, Any]) -> None:
         ModelError: there is no such folder, and the Hub has no such model, or cannot be reached.
     """
     place = {key: load[key] for key in ("revision", "token", "cache_dir") if load.get(key) is not None}
+    reached = True
     try:
-        cached_file(name, "config.json", **place)
+        if not Path(name).is_dir():
+            file_exists(name, "config.json", revision=place.get("revision"), token=place.get("token"))  # no retries
+    except Exception as error:  # without a connection one of the HTTP library, which huggingface_hub has changed
+        reached = isinstance(error, HfHubHTTPError)
+    try:
+        cached_file(name, "config.json", **place, local_files_only=not reached)
     except OSError as error:
         raise ModelError(f"model {name!r} cannot be loaded; check the path or the name. {error}") from None
 

@@ -200,7 +200,7 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
     raise CheckpointError(explain(first)) from failure
 
 
-def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
+def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[], Any]) -> Any:
     """The result of `make` on the main process, on every process; its error is raised on every process."""
     value, failure = None, None
     if accelerator.is_main_process:

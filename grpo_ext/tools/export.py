@@ -19,9 +19,11 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ..checks.model import find_model
 from ..errors import CheckpointError, ConfigError, GrpoExtError
 from ..run.checkpoint import why_broken
 from ..run.fingerprint import FINGERPRINT
+from ..run.model_card import base_name, usage
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -74,7 +76,7 @@ def export(
             else:
                 kind = _write_model(source, folder, dtype)
             _copy_beside(source, folder)
-            _write_card(source, folder, target.name, kind)
+            _write_card(source, folder, target.name, kind, base)
             folder.rename(target)
     except GrpoExtError:
         raise
@@ -191,6 +193,7 @@ def _load_base(name: str | None) -> Any:
     """The base model of an adapter, in the type in which it is stored."""
     if not name:
         raise ConfigError("the adapter names no base model (it was in memory); give it with --base.")
+    find_model(name, {})
     config = transformers.AutoConfig.from_pretrained(name).to_dict()
     if config.get("quantization_config") is not None:
         raise ConfigError(
@@ -212,12 +215,17 @@ def _copy_beside(source: Path, folder: Path) -> None:
         shutil.copytree(source / "chat_templates", folder / "chat_templates")
 
 
-def _write_card(source: Path, folder: Path, title: str, kind: str) -> None:
-    library = "peft" if (folder / _ADAPTER_CONFIG).is_file() else "transformers"
+def _write_card(source: Path, folder: Path, title: str, kind: str, base: str | None) -> None:
+    adapter = (folder / _ADAPTER_CONFIG).is_file()
+    if base is None and (config := source / _ADAPTER_CONFIG).is_file():
+        base = json.loads(config.read_text()).get("base_model_name_or_path")
+    base, images = base_name(base), (folder / "processor_config.json").is_file()
+    code = usage(title, base, adapter, (folder / "chat_template.jinja").is_file(), images)
     run = json.loads(path.read_text()) if (path := source / FINGERPRINT).is_file() else {}
     plain = {n: v for n, v in run.get("settings", {}).items() if v is not None and not isinstance(v, (dict, list))}
     settings = json.dumps({"rewards": run.get("rewards"), **plain}, indent=1)
     (folder / "README.md").write_text(
-        f"---\nlibrary_name: {library}\ntags: [grpo, trl, grpo_ext]\n---\n\n# {title}\n\n"
-        f"Trained with GRPO (TRL, grpo_ext): {source.name}, {kind}.\n\n```json\n{settings}\n```\n"
+        f"---\nlibrary_name: {'peft' if adapter else 'transformers'}\ntags: [grpo, trl, grpo_ext]\n---\n\n# {title}\n\n"
+        f"{f'`{base}`, trained' if base else 'Trained'} with GRPO (TRL, grpo_ext): {source.name}, {kind}.\n\n"
+        f"{code}\n\nSettings of the run:\n\n```json\n{settings}\n```\n"
     )

@@ -74,7 +74,8 @@ def report(run: str | Path) -> Path:
         import jinja2
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"the report needs {error.name}; install it with `pip install 'grpo-ext[plot]'`.") from None
+        needs = f"the report needs {error.name}; install what it needs with `pip install matplotlib jinja2`."
+        raise ConfigError(needs) from None
     log, series = load_run(run)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = _number
@@ -117,9 +118,14 @@ def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:
 
 def plots_of(series: dict[str, Series]) -> dict[str, tuple[str, dict[str, Series]]]:
     """The unit and the curves of each plot by its title; a plot of constant values is left out."""
-    plots = {}
+    plots, ends = {}, first_and_last(series)
+    sizes = {name: int(name.partition("@")[2]) for name in series if re.fullmatch(PASS, name)}
+    between = {
+        name for name, k in sizes.items() if k & (k - 1) and name not in ends
+    }  # pass@3 says little beside 2 and 4
     for title, unit, patterns in _PLOTS:
-        curves = {name: series[name] for pattern in patterns for name in series if re.fullmatch(pattern, name)}
+        shown = [name for pattern in patterns for name in series if re.fullmatch(pattern, name)]
+        curves = {name: series[name] for name in shown if name not in between}
         if len({value for _, values in curves.values() for value in values}) > 1:
             plots[title] = (unit, curves)
     return plots
@@ -137,6 +143,8 @@ def _picture(unit: str, curves: dict[str, Series]) -> str:
         label = name.replace("$", r"\$")  # not a formula
         axis.plot(steps, values, linestyle=style, marker="." if len(steps) <= 12 else None, label=label)
     axis.set(xlabel="optimizer step", ylabel=unit)
+    if len(places := {step for steps, _ in curves.values() for step in steps}) == 1:
+        axis.set_xlim(min(places) - 1, min(places) + 1)  # matplotlib's own limits are fractions of a step
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

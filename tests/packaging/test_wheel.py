@@ -18,7 +18,7 @@ import pytest
 from .start import ROOT, environment, python, write_start
 
 MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext").rglob("*.py")}
-TEMPLATES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext").rglob("*.html")}
+TEMPLATES = {p.relative_to(ROOT).as_posix() for p in (ROOT / "grpo_ext").rglob("*") if p.suffix in (".html", ".md")}
 
 TRAIN = """
 import sys

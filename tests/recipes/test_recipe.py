@@ -16,6 +16,7 @@ from grpo_ext.demo.task import load_demo
 from grpo_ext.run.checkpoint import checkpoints
 from tests.support import forks
 from tests.support.drop_in import tool_tokenizer
+from tests.support.launch import two_processes
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.toy_recipe import load_recipe
 
@@ -194,6 +195,29 @@ def test_bad_input_ends_with_one_clear_line_and_status_2(options, message, tmp_p
     assert re.search(message, printed), printed
     assert printed.startswith("error: ")
     assert len(printed.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--seed", "7", "--resume_from_checkpoint", "run/checkpoint-1"],
+            r"belongs to another run:\n  seed: 42 in the",
+        ),
+        (["--prompt_column", "nothing"], r"The data cannot be used as .*prompt_column='nothing'"),
+    ],
+)
+def test_two_processes_say_an_error_once_without_a_traceback(launch, own_task, tmp_path, monkeypatch, options, says):
+    monkeypatch.chdir(tmp_path)
+    if "--seed" in options:
+        launch(*own_task, "--output_dir", "run", "--save_steps", "1")
+    options = [re.sub(r"^(?=run/)", f"{tmp_path}/", option) for option in options]  # a launch may begin elsewhere
+    status, output = two_processes(RECIPE, *map(str, own_task), "--output_dir", str(tmp_path / "out"), *options)
+    assert status
+    ours = re.split(r"\n[EW]\d+ .*torch/distributed/elastic", output)[0]  # before the launcher's own report
+    assert re.search(says, ours), output[-3000:]
+    assert ours.count("error: ") == 1, ours
+    assert "Traceback" not in ours
 
 
 def test_the_problems_of_the_real_model_train_another_chat_model_with_either_trainer(launch, tmp_path):

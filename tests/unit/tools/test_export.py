@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def test_a_full_model_is_the_trained_one_as_stored_or_converted(full, tmp_path, 
         assert words in card
 
 
-def test_a_model_with_images_and_a_merged_adapter_is_the_trained_one_and_has_its_processor(root, tmp_path):
+def test_a_model_with_images_and_a_merged_adapter_is_the_trained_one_and_has_its_processor(root, tmp_path, monkeypatch):
     image_model("idefics3").save_pretrained(root / "idefics3")
     model = AutoModelForImageTextToText.from_pretrained(root / "idefics3")
     parts: dict[str, Any] = {"model": model, "reward_funcs": picture_reward, "train_dataset": image_rows(8)}
@@ -82,6 +83,11 @@ def test_a_model_with_images_and_a_merged_adapter_is_the_trained_one_and_has_its
     written, trained_with = (each(**call) for each in (AutoProcessor.from_pretrained(tmp_path / "out"), processor))
     assert all(torch.equal(written[name], trained_with[name]) for name in trained_with)
     assert AutoProcessor.from_pretrained(tmp_path / "out").chat_template == processor.chat_template
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", Path("out/README.md").read_text(), re.S)
+    exec(code, shown := {})
+    assert type(shown["model"]) is type(model)
+    assert type(shown["processor"]) is type(processor)
 
 
 # ---- Refusals -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,46 @@
+"""What a model card says beside TRL's text: the base model's name, and code (usage.md) that loads the model and samples.
+
+TRL's card says "None" for a base model that is an object or a folder, and for the place that its code loads from.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import ModelCard
+from transformers import ProcessorMixin
+
+
+def base_name(name: str | None) -> str:
+    """The id of a base model, or the name of its folder; "" where it was never saved."""
+    return Path(name).name if name and (Path(name).is_dir() or Path(name).is_absolute()) else name or ""
+
+
+def usage(place: str, base: str, adapter: bool, chat: bool, images: bool) -> str:
+    """Code that loads a model from its id or folder and samples, as Markdown.
+
+    Args:
+        base: as `base_name` has it.
+        adapter, chat, images: whether the model is an adapter, has a chat template, takes images.
+    """
+    template = jinja2.Template(Path(__file__).with_name("usage.md").read_text(encoding="utf-8"), trim_blocks=True)
+    return template.render(place=place, base=base, adapter=adapter, chat=chat, images=images).strip()
+
+
+def mend(path: Path, place: str, model: Any, reader: Any) -> None:
+    """Put the base model and the code of `usage` into a card that TRL has written.
+
+    Args:
+        reader: the tokenizer or processor.
+    """
+    card, base = ModelCard.load(path), base_name(getattr(getattr(model, "config", None), "_name_or_path", None))
+    card.data.base_model = base if base == card.data.base_model else None  # an id, not a folder
+    what = f"`{base}`" if base else "a model that was an object in memory"
+    text = re.sub(r"(?<=version of )\[.*?\]\(.*?\)", lambda _: what, card.text, count=1)
+    chat, images = getattr(reader, "chat_template", None) is not None, isinstance(reader, ProcessorMixin)
+    code = f"\n{usage(place, base, hasattr(model, 'peft_config'), chat, images)}\n"
+    card.text = re.sub(r"(?s)(?<=## Quick start\n).*?(?=\n## )", lambda _: code, text, count=1)
+    card.save(path)

@@ -1,0 +1,103 @@
+"""The cards of a run and of an export: the right base model, and code that runs as it is shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from grpo_ext.run.model_card import base_name
+from grpo_ext.tools.export import export
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.trainers import LORA, other
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """The folder that the code of a card runs in, with a model that is a folder."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("models/tiny")
+    tiny_tokenizer().save_pretrained("models/tiny")
+    return tmp_path
+
+
+def code_of(card: Path) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", card.read_text(), re.S)
+    return code
+
+
+def run_shown(card: Path, capsys: Any) -> None:
+    """Run what a card shows; it prints a completion."""
+    capsys.readouterr()
+    exec(code_of(card), {})
+    assert capsys.readouterr().out.strip(), "nothing was sampled"
+
+
+def chat_rows() -> Dataset:
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in ("ab", "cd", "ef", "gh")] * 4)
+
+
+@pytest.mark.parametrize("peft", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_cards_of_a_run_and_of_its_export_name_the_base_and_show_code_that_runs(here, capsys, chat, peft):
+    parts: dict[str, Any] = {"model": "models/tiny", "processing_class": tiny_tokenizer(chat=chat), "max_steps": 1}
+    parts |= {"peft_config": LoraConfig(**LORA)} if peft else {}
+    parts |= {"train_dataset": chat_rows()} if chat else {}
+    other(here / "runs" / "first", **parts).train()
+    card = here / "runs" / "first" / "README.md"
+    assert "fine-tuned version of `tiny`.\n" in card.read_text()
+    assert '"first/checkpoint-1"' in code_of(card)
+    assert ModelCard.load(card).data.base_model is None  # "tiny" is no id of the Hub
+    export(here / "runs" / "first" / "checkpoint-1", here / "my-model")
+    exported = here / "my-model" / "README.md"
+    assert ("`tiny`, trained with GRPO" in exported.read_text()) == peft
+    for written in (card, exported):
+        text = written.read_text()
+        assert str(here) not in text
+        assert not re.search(r"\bNone\b", text)
+        assert ("apply_chat_template" in text) == chat
+        assert ("AutoPeftModelForCausalLM" in text) == peft
+    run_shown(exported, capsys)
+    with pytest.MonkeyPatch.context() as moved:
+        if not peft:  # the adapter's base is a folder that is named from here
+            moved.chdir(here / "runs")
+        else:
+            (here / "first").symlink_to(here / "runs" / "first")
+        run_shown(card, capsys)
+
+
+def test_an_object_that_was_never_saved_has_no_base_and_none_is_named(here):
+    trainer = other(here / "run", peft_config=LoraConfig(**LORA), max_steps=1)
+    trainer.train()
+    export(here / "run" / "checkpoint-1", here / "out")
+    for card in (here / "run" / "README.md", here / "out" / "README.md"):
+        text = card.read_text()
+        assert not re.search(r"\bNone\b", text)
+        assert "object in memory, and then `PeftModel.from_pretrained(model, " in text
+    export(here / "run" / "checkpoint-1", here / "based", base="models/tiny")
+    assert "`tiny`, trained with GRPO" in (here / "based" / "README.md").read_text()
+
+
+def test_the_id_of_a_model_is_the_base_of_an_object_that_was_loaded_by_it(here):
+    model = AutoModelForCausalLM.from_pretrained("models/tiny")
+    model.config._name_or_path = "some/model"
+    trainer = other(here / "run", model=model, max_steps=1)
+    trainer.train()
+    card = here / "run" / "README.md"
+    assert ModelCard.load(card).data.base_model == "some/model"
+    assert "fine-tuned version of `some/model`.\n" in card.read_text()
+    trainer.create_model_card(tags="mine", dataset_name="some/data")  # as after `save_model`: the model is beside it
+    assert 'from_pretrained("run")' in code_of(card)
+    assert {"mine", "grpo"} <= set(ModelCard.load(card).data.tags)
+    assert "some/data" in card.read_text()
+
+
+def test_names_hold_no_path_of_the_machine(tmp_path):
+    names = {"some/model": "some/model", "gpt2": "gpt2", str(tmp_path / "gone" / "tiny"): "tiny", "": "", None: ""}
+    assert {name: base_name(name) for name in names} == names
