@@ -1,4 +1,4 @@
-"""What a model card says beside TRL's text: the base model's name, and code (usage.md) that loads the model and samples.
+"""What a model card says beside TRL's text: the base model's name, and code (usage.md) that samples.
 
 TRL's card says "None" for a base model that is an object or a folder, and for the place that its code loads from.
 """
