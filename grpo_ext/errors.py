@@ -23,6 +23,12 @@ class GrpoExtError(ValueError):
     """Base class; catch it to handle every deliberate error of this package."""
 
 
+def quiet(error: GrpoExtError) -> GrpoExtError:
+    """The same error for a process that need not say it: where nothing catches it, the process ends without a word."""
+    kind: Any = type(type(error).__name__, (type(error), SystemExit), {"code": 1})
+    return kind(*error.args)
+
+
 class ConfigError(GrpoExtError):
     """A setting, or a combination of settings, that cannot be run."""
 

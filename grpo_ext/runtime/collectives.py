@@ -28,7 +28,7 @@ from accelerate.utils import (
 )
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from ..errors import CheckpointError, GrpoExtError, ProcessError, RolloutError
+from ..errors import CheckpointError, GrpoExtError, ProcessError, RolloutError, quiet
 
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -201,7 +201,7 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
 
 
 def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[], Any]) -> Any:
-    """The result of `make` on the main process, on every process; its error is raised on every process."""
+    """The result of `make` on the main process, on every process; its error is raised on all, and said by that one."""
     value, failure = None, None
     if accelerator.is_main_process:
         try:
@@ -212,9 +212,12 @@ def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[]
             failure = ProcessError(f"process 0 failed: {type(error).__name__}: {error}")
     _refuse_alone()
     value, failure = broadcast_object_list([(value, failure)])[0]
-    if failure is not None:
-        raise failure
-    return value
+    if failure is None:
+        return value
+    if not accelerator.is_main_process:
+        time.sleep(1.0)  # the launcher ends every process once one has ended, and the main one has to speak
+        failure = quiet(failure)
+    raise failure.with_traceback(None)
 
 
 @functools.cache

@@ -217,8 +217,9 @@ from tests.support.trainers import SAVE, make, on, parameters
 folder, what = sys.argv[1:]
 settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": prompts(4, seed=1)}
 stop = on("on_pre_optimizer_step", lambda state: os.kill(os.getpid(), signal.SIGTERM), at=1)
-trainer = make(folder, **SAVE, **settings, callbacks=[stop] if what == "stop" else None)
-trainer.train("latest" if what == "resume" else None)
+seed = 4 if what == "other" else 3
+trainer = make(folder, **SAVE, **settings, seed=seed, callbacks=[stop] if what == "stop" else None)
+trainer.train("latest" if what in ("resume", "other") else None)
 if os.environ["RANK"] == "0":
     torch.save(parameters(trainer), f"{trainer.args.output_dir}/end.pt")
 """
@@ -233,6 +234,11 @@ def test_two_processes_resume_beside_an_earlier_run_with_the_evaluation_that_was
     whole, resumed = (tmp_path / name for name in ("out", "out-2"))
     assert torch.equal(torch.load(whole / "end.pt"), torch.load(resumed / "end.pt"))
     assert logged(read_log(whole / LOG).entries) == logged(read_log(resumed / LOG).entries)
+    # another run is refused by one process aloud, and by the other without a word
+    status, output = two_processes(tmp_path / "script.py", str(tmp_path / "out"), "other")
+    said = re.split(r"\n[EW]\d+ .*torch/distributed/elastic", output)[0]  # before the launcher's own report
+    assert status
+    assert said.count("belongs to another run") == said.count("Traceback") == 1, said
 
 
 def test_what_a_reward_function_forks_can_be_terminated(tmp_path, capsys):

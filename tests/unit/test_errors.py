@@ -1,0 +1,22 @@
+"""An error that one process says, and the others raise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from grpo_ext.errors import CheckpointError, quiet
+
+SCRIPT = "from grpo_ext.errors import CheckpointError, quiet; raise quiet(CheckpointError('it is another run'))"
+
+
+def test_a_quiet_error_is_caught_as_what_it_is():
+    with pytest.raises(CheckpointError, match="it is another run"):
+        raise quiet(CheckpointError("it is another run"))
+
+
+def test_a_quiet_error_that_nothing_catches_ends_the_process_in_silence():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
