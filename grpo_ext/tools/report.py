@@ -119,13 +119,11 @@ def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:
 def plots_of(series: dict[str, Series]) -> dict[str, tuple[str, dict[str, Series]]]:
     """The unit and the curves of each plot by its title; a plot of constant values is left out."""
     plots, ends = {}, first_and_last(series)
-    sizes = {name: int(name.partition("@")[2]) for name in series if re.fullmatch(PASS, name)}
-    between = {
-        name for name, k in sizes.items() if k & (k - 1) and name not in ends
-    }  # pass@3 says little beside 2 and 4
+    k_of = {name: int(name.partition("@")[2]) for name in series if re.fullmatch(PASS, name)}
+    between = {name for name, k in k_of.items() if k & (k - 1) and name not in ends}  # 3 says little beside 2 and 4
     for title, unit, patterns in _PLOTS:
-        shown = [name for pattern in patterns for name in series if re.fullmatch(pattern, name)]
-        curves = {name: series[name] for name in shown if name not in between}
+        names = [name for pattern in patterns for name in series if re.fullmatch(pattern, name)]
+        curves = {name: series[name] for name in names if name not in between}
         if len({value for _, values in curves.values() for value in values}) > 1:
             plots[title] = (unit, curves)
     return plots
