@@ -1,10 +1,9 @@
 """Compares a form of the forward with padding: a few completions run both ways, and modules have to agree.
 
-Differs from TRL, which always pads. Runs before a model's first pack or first shared prefix (forward.choice). The
-outputs of attention and of the other parts of every layer are compared, and those of modules outside of layers, such as
-rotary positions. Log-probabilities alone do not suffice: in half precision a deep model multiplies rounding until it
-hides ignored positions. The rounding is measured: the padded batch runs again with every module's output off by a unit
-in the last place.
+Runs before a model's first pack or first shared prefix (forward.choice). The parts of every layer are compared, and
+modules outside of layers. Log-probabilities alone do not suffice: in half precision a deep model multiplies rounding
+until it hides ignored positions. The rounding is measured: the padded batch runs again with every module's output off
+by a unit in the last place.
 """
 
 from __future__ import annotations

@@ -117,11 +117,7 @@ def _tensors(model: nn.Module) -> Tensors:
 
 
 def refuse_no_copy(model: nn.Module) -> None:
-    """Refuse a model that cannot be copied, before anything trains; its parameters take no memory for it.
-
-    Raises:
-        ModelError: names the module or Python's error.
-    """
+    """Raise a ModelError, before anything trains, for a model that cannot be copied; parameters are not copied here."""
     _copy_of(model, set(), next(model.parameters()).device)
 
 

@@ -171,10 +171,7 @@ class RolloutBatch:
         return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept_B, experts)
 
     def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
-        """TRL's dictionary: padded, prompts on the left and completions on the right.
-
-        As wide as the longest row in it; where `widths` are set, as wide as they say.
-        """
+        """TRL's dictionary: padded, prompts on the left and completions on the right."""
         multiple = pad_to_multiple_of if self.widths is None else None
         prompt, completion = self.widths or (1, 1)
         batch: dict[str, Any] = dict(self.constants)

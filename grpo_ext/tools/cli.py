@@ -50,11 +50,7 @@ def load_libraries() -> None:
 
 
 def integers(text: str, name: str) -> list[int]:
-    """A list of positive integers from "16,5,1".
-
-    Raises:
-        ConfigError: the text is no such list.
-    """
+    """A list of positive integers from "16,5,1"; a ConfigError for any other text."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise ConfigError(f"{name}={text!r} is not a list of positive integers; write for example {name}=16,5,1.")
