@@ -33,15 +33,9 @@ MOST_KEPT = 512  # tokens of a replayed mask, where top_k says no number
 _DRAW = 16  # tokens whose random numbers are drawn at once
 BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
 _NOT_PLAIN = (
-    "watermarking_config",
-    "guidance_scale",
-    "penalty_alpha",
-    "dola_layers",
-    "prompt_lookup_num_tokens",
-    "assistant_early_exit",
-    "use_mtp",
+    *("watermarking_config", "guidance_scale", "penalty_alpha", "dola_layers"),
+    *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
 )
-
 
 # settings of transformers' sampling that change scores by what was written before, or at single positions, and values
 # without effect

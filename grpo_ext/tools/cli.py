@@ -77,8 +77,7 @@ def plan(
     num_prompts: Annotated[int | None, typer.Option(help="Prompts in the training set.")] = None,
     engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
     prompt_length: Annotated[
-        int | None,
-        typer.Option(min=1, help="With a model: tokens of the longest prompt (default: 512)."),
+        int | None, typer.Option(min=1, help="With a model: tokens of the longest prompt (default: 512).")
     ] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, memory per device too.
@@ -185,9 +184,7 @@ def export(
 
 
 @app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="Folder of the run: its output_dir.")],
-) -> None:
+def report(run: Annotated[Path, typer.Argument(help="Folder of the run: its output_dir.")]) -> None:
     """Write one page with plots about a run, which may still be running or have been killed."""
     load_libraries()
     from .report import report as write
