@@ -15,8 +15,7 @@ from typing import Literal
 
 from .sizes import ceil_div, even_slice
 
-# how a forward holds its rows: in a pack without padding; prompts once, then their completions, both padded; or every
-# completion with its prompt, padded
+# a pack without padding; prompts once, then their completions, both padded; every completion with its prompt, padded
 Form = Literal["packed", "prefix", "padded"]
 
 BALANCED = 1.02  # largest load over the mean at which no more groups are cut

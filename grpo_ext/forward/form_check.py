@@ -29,9 +29,7 @@ from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
 from .reference import base_model_of
 from .rows import TokenRows
 
-# a fault is a difference of more than this many times the rounding; healthy models reach 1.6 (600 starts), a planted
-# fault 8 and more
-LIMIT = 4.0
+LIMIT = 4.0  # times the rounding; healthy models reach 1.6 (600 starts), a planted fault 8 and more
 _ROWS = 8  # completions compared at most
 _TOKENS, _CHANNELS = 256, 64  # of a module's output that are compared, at most
 _DRAWS = 2  # the rounding is estimated from this many perturbed forwards

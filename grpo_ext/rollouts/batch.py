@@ -25,8 +25,7 @@ from ..forward.sampling_masks import KeptIds
 from ..runtime.collectives import gather_lists
 from .ragged import Ragged, padded
 
-# columns of a model that takes images: the row of the data set, from which they are read again; or all images, packed,
-# where tools or environments may show some
+# columns of a model that takes images: the row of the data set, or all images where tools or environments may show some
 ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
 # columns of this trainer's sampler (`rollouts.token_record`)
 KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS = "kept_counts", "kept_ids", "sampler_logps"
