@@ -26,13 +26,10 @@ class Replay(NamedTuple):
         return " and ".join(setting for setting, replays in zip(settings, self) if replays)
 
     def refuse_other_tokens(self, problem: str) -> None:
-        """Refuse a forward of tokens of which nothing was recorded, where something is replayed.
+        """Raise a ConfigError for a forward of tokens without a record, where something is replayed.
 
         Args:
             problem: where the tokens come from, as a sentence.
-
-        Raises:
-            ConfigError: names the settings.
         """
         if self:
             raise ConfigError(

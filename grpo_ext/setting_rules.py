@@ -1,7 +1,6 @@
 """The rules for values of GRPOConfig's settings, and for settings that exclude each other.
 
-GRPOConfig checks them before anything is loaded. Rules of sizes are in batching.sizes, those that need a model in
-checks.
+Checked before anything is loaded. Rules of sizes are in batching.sizes, those that need a model in checks.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ _MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens"}
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Refuse values outside the range of their settings.
-
-    Raises:
-        ConfigError: names the setting, and what it takes.
-    """
+    """Raise a ConfigError for a value outside the range of its setting."""
     for name, least in _LEAST.items():
         if settings[name] is not None or name not in _MAY_BE_NONE:
             require_whole(name, settings[name], least)
@@ -54,11 +49,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
 
 
 def check_algorithm(settings: Mapping[str, Any]) -> None:
-    """Refuse unknown losses, estimators and aggregations, and settings that contradict.
-
-    Raises:
-        ConfigError: names the settings.
-    """
+    """Raise a ConfigError for unknown losses, estimators and aggregations, and for settings that contradict."""
     level, aggregation = settings["importance_sampling_level"], settings["loss_aggregation"]
     loss = LossConfig(settings["loss_type"], level, aggregation=aggregation)
     longest = settings["max_completion_length"]
@@ -90,11 +81,7 @@ def asks_for(engine: str, settings: Mapping[str, Any]) -> bool:
 
 
 def check_bitwise(settings: Mapping[str, Any]) -> None:
-    """Refuse settings with which bitwise mode cannot keep the bits.
-
-    Raises:
-        ConfigError: names all of it.
-    """
+    """Raise a ConfigError for settings with which bitwise mode cannot keep the bits."""
     by_timing = settings["use_transformers_continuous_batching"]
     vllm, invariant = settings["use_vllm"], os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
     varies = vllm and settings["vllm_mode"] == "colocate" and not invariant  # a server is asked later
@@ -120,11 +107,7 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
 
 
 def check_lag(lag: Any, sharded: bool) -> None:
-    """Refuse a `rollout_lag` that is not a whole number, or is combined with FSDP or DeepSpeed.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """Raise a ConfigError for a `rollout_lag` that is not a whole number, or is combined with FSDP or DeepSpeed."""
     require_whole("rollout_lag", lag, least=0)
     if lag and sharded:
         raise ConfigError(
@@ -134,11 +117,7 @@ def check_lag(lag: Any, sharded: bool) -> None:
 
 
 def check_ahead(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that cannot be combined with sampling ahead.
-
-    Raises:
-        ConfigError: names all of it.
-    """
+    """Raise a ConfigError for settings that cannot be combined with sampling ahead."""
     lag, vllm = settings["rollout_lag"], settings["use_vllm"]
     check_lag(lag, asks_for("fsdp", settings) or asks_for("deepspeed", settings))
     if not lag:

@@ -1,8 +1,6 @@
 """Group-relative advantages, computed over whole groups before anything is split (GRPO, arXiv 2402.03300, eq. 3).
 
-The default numbers are TRL's (`GRPOTrainer._generate_and_score_completions`); named estimators, also a user's own,
-stand beside them. All are pure functions of the rewards of the whole rollout batch. Dynamic sampling too starts from
-these (DAPO, arXiv 2503.14476).
+The default numbers are TRL's (`GRPOTrainer._generate_and_score_completions`); other estimators are chosen by name.
 Shapes: B completions, F reward functions, P prompts (groups), G generations; groups contiguous.
 """
 
@@ -81,11 +79,7 @@ def reinforce_plus_plus_baseline(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def check_estimator(name: str) -> None:
-    """Refuse a name that nothing is registered under; `path/to/file.py:function` is registered here.
-
-    Raises:
-        ConfigError: lists the names.
-    """
+    """Register `path/to/file.py:function`; raise a ConfigError for any other name that is not registered."""
     if name not in ESTIMATORS and ".py:" in name:
         register_advantage_estimator(name)(load_named(name, f"advantage_estimator={name!r}", Callable))
     if name not in ESTIMATORS:

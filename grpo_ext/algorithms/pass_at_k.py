@@ -1,8 +1,7 @@
 """pass@k and mean@k of an evaluation: how many prompts one of k samples solves, and the mean reward.
 
 pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1), in whole numbers where the paper
-multiplies ratios, so nothing cancels for any n. Pure functions; the trainer logs what they return after an evaluation.
-Shapes: P prompts, G completions of each.
+multiplies ratios, so nothing cancels for any n. Shapes: P prompts, G completions of each.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ _ALL_UP_TO = 8
 def pass_at_k(scored: int, passed: int, k: int) -> float:
     """The probability that one of k of a prompt's `scored` completions, drawn without replacement, has passed.
 
-    1 - C(n - c, k) / C(n, k) with n = `scored` and c = `passed` (Chen et al. 2021, arXiv 2107.03374, eq. 1): the
-    unbiased estimator of the probability that one of k new samples passes.
+    1 - C(n - c, k) / C(n, k) with n = `scored` and c = `passed` (Chen et al. 2021, eq. 1).
 
     Raises:
         ValueError: not 1 <= k <= scored, or not 0 <= passed <= scored.

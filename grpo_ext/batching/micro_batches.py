@@ -15,8 +15,7 @@ from typing import Literal
 
 from .sizes import ceil_div, even_slice
 
-# how a forward holds its rows: in a pack without padding; prompts once, then their completions, both padded; or every
-# completion with its prompt, padded
+# a pack without padding; prompts once, then their completions, both padded; every completion with its prompt, padded
 Form = Literal["packed", "prefix", "padded"]
 
 BALANCED = 1.02  # largest load over the mean at which no more groups are cut
@@ -210,10 +209,7 @@ def _rows_to_move(sizes: StepSizes, cost: TokenCost, high: Sequence[int], low: S
 
 
 def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> list[list[int]]:
-    """Units of at most `unit_rows` completions of one group: they follow from the data, whatever runs them.
-
-    The parts of a group are as even as they can be.
-    """
+    """Units of at most `unit_rows` completions of one group, as even as possible: they follow from the data alone."""
     units: list[list[int]] = []
     for piece in sizes.pieces(rows):
         count = ceil_div(len(piece), unit_rows)

@@ -19,10 +19,7 @@ _Segment = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Where a prompt and its completions lie in a pack, as half-open token ranges.
-
-    A completion's tokens see the whole prompt and what comes before them in the same completion.
-    """
+    """Where a prompt and its completions lie in a pack, as half-open token ranges."""
 
     prompt: tuple[int, int]
     completions: tuple[tuple[int, int], ...]

@@ -69,11 +69,7 @@ class StepRows(Sequence[dict[str, Any]]):
 
     @staticmethod
     def checked(item: Any) -> StepRows:
-        """The item of a loader.
-
-        Raises:
-            ConfigError: it is no `StepRows`.
-        """
+        """The item of a loader; a ConfigError where it is not a `StepRows`."""
         if isinstance(item, StepRows):
             return item
         raise ConfigError(

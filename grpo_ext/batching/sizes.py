@@ -42,11 +42,7 @@ def _multiples_around(value: int, unit: int) -> str:
 
 
 def require_whole(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is no whole number of at least `least`.
-
-    Raises:
-        ConfigError: names the setting and the least value.
-    """
+    """Raise a ConfigError for a value that is not a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more.")
 
@@ -202,11 +198,7 @@ def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
 
 
 def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any]) -> None:
-    """A rollout batch holds whole steps, or one would train samples of two policies, and whole groups.
-
-    Args:
-        name: the field that the rollout batch was set with.
-    """
+    """Refuse a rollout batch that cuts a group, or a step, which would then train samples of two policies."""
     group = sizes["num_generations"]
     unit = math.lcm(step, group)
     if rollout % step or (rollout % group and rollout > step):

@@ -96,11 +96,7 @@ def check_prompt_lengths(
 
 
 def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
-    """Refuse a stream where rows are read out of order.
-
-    Raises:
-        ConfigError, DataError: names the remedy.
-    """
+    """Raise a ConfigError or a DataError for a stream where rows are read out of order."""
     if train is None or hasattr(train, "__len__"):
         return
     if dynamic_sampling:
@@ -117,13 +113,7 @@ def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
 
 
 def check_images(dataset: Any, prepare: Any) -> None:
-    """Refuse a data set that gives other images when a row is read again, which happens wherever it is run.
-
-    Checks a few rows.
-
-    Raises:
-        DataError: names the row.
-    """
+    """Raise a DataError for images beside a text prompt, or that change when a row is read again; checks a few rows."""
     for number in sorted({n * (len(dataset) - 1) // 3 for n in range(4)}):
         reads = [dataset[number] for _ in range(2)]
         if isinstance(reads[0]["prompt"], str) and images_of(reads[0]):

@@ -122,11 +122,7 @@ def demo_config_defaults() -> dict[str, Any]:
 
 
 def demo_named(name: str) -> Demo:
-    """The embedded demo, or the `Demo` that a file defines, as `path/to/file.py:name`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The embedded demo, or the `Demo` in a file, `path/to/file.py:name`; a ConfigError where there is none."""
     if name == EMBEDDED:
         reward = f"{__name__}.{sorted_letters_reward.__name__}"
         return Demo(lambda model: load_demo(), {**demo_config_defaults(), "rewards": [reward], "demo": EMBEDDED})

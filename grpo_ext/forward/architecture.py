@@ -95,10 +95,7 @@ def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
 
 
 def weight_sizes(model: Any) -> tuple[int, int]:
-    """Weights that a token is multiplied with, in the layers (of experts, those that run for it) and in the head.
-
-    Counted in the weights of a causal language model; lookup tables are not multiplied with.
-    """
+    """Weights that a token is multiplied with, in the layers (of experts, those that run for it) and in the head."""
     experts, active = experts_of(model.config)
     output = getattr(model.get_output_embeddings(), "weight", None)
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}

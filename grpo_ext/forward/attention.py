@@ -2,8 +2,7 @@
 
 Differs from a 4-D mask over the pack: the scores between different completions are never computed. Registered with
 transformers under its own name, which a model has only while a pack runs (`packed_attention`); nothing global changes.
-Called by every attention layer of a model; torch's flash kernels are called in forward.shared_prefix. Shapes: H heads,
-N tokens of the pack, D head dimension.
+Torch's flash kernels are called in forward.shared_prefix. Shapes: H heads, N tokens of the pack, D head dimension.
 """
 
 from __future__ import annotations

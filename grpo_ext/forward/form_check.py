@@ -1,10 +1,9 @@
 """Compares a form of the forward with padding: a few completions run both ways, and modules have to agree.
 
-Differs from TRL, which always pads. Runs before a model's first pack or first shared prefix (forward.choice). The
-outputs of attention and of the other parts of every layer are compared, and those of modules outside of layers, such as
-rotary positions. Log-probabilities alone do not suffice: in half precision a deep model multiplies rounding until it
-hides ignored positions. The rounding is measured: the padded batch runs again with every module's output off by a unit
-in the last place.
+Runs before a model's first pack or first shared prefix (forward.choice). The parts of every layer are compared, and
+modules outside of layers. Log-probabilities alone do not suffice: in half precision a deep model multiplies rounding
+until it hides ignored positions. The rounding is measured: the padded batch runs again with every module's output off
+by a unit in the last place.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
 from .reference import base_model_of
 from .rows import TokenRows
 
-# a fault is a difference of more than this many times the rounding; healthy models reach 1.6 (600 starts), a planted
-# fault 8 and more
-LIMIT = 4.0
+LIMIT = 4.0  # times the rounding; healthy models reach 1.6 (600 starts), a planted fault 8 and more
 _ROWS = 8  # completions compared at most
 _TOKENS, _CHANNELS = 256, 64  # of a module's output that are compared, at most
 _DRAWS = 2  # the rounding is estimated from this many perturbed forwards

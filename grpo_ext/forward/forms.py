@@ -188,10 +188,7 @@ def run_rows(
 
 
 def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
-    """Inside, forwards and backward passes of a model run in a form. May be nested.
-
-    Gradient checkpointing runs the layers again in the backward pass.
-    """
+    """Inside, a model runs in a form: forwards, and backward passes that run layers again. May be nested."""
     contexts = {"packed": packed_attention, "prefix": cached_under_checkpointing, "padded": plain_attention}
     return contexts[form](policy)
 
@@ -278,15 +275,13 @@ def accepts_positions(model: Any) -> bool:
 def positions_of(
     model: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, images: dict[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """The `position_ids` of a padded batch: (B, L), or (3, B, L) where images have rows and columns.
-
-    They count real tokens only, so that padding does not move a row.
+    """The `position_ids` of a padded batch, which count real tokens only; None for a model that takes none.
 
     Args:
         images: the model's image arguments, with or without pixels.
 
     Returns:
-        None for a model that takes none.
+        (B, L), or (3, B, L) where images have rows and columns.
     """
     if not accepts_positions(model):
         return None

@@ -194,9 +194,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def packed_images(images: Sequence[Any]) -> torch.Tensor:
-    """Images (of PIL, paths, addresses, arrays (height, width, 3) of bytes) as bytes, uint8 (N,); N = 0 for none.
-
-    As RGB, without loss.
+    """Images (PIL, paths, addresses, byte arrays (height, width, 3)) as lossless RGB, uint8 (N,); N = 0 for none.
 
     Raises:
         DataError: something else.

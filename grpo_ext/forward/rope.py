@@ -1,8 +1,7 @@
 """Rotary positions whose frequencies depend on the longest sequence of a forward (`longrope`, `dynamic`).
 
 Differs from TRL, where the same completion then has other log-probabilities in another micro-batch: the frequencies are
-set once, to those of the longest sequence the run can have, in policy and reference alike. Used once, while the trainer
-is built.
+set once, to those of the longest sequence the run can have, in policy and reference alike.
 """
 
 from __future__ import annotations

@@ -109,11 +109,7 @@ class Routing:
         return torch.return_types.topk((scores_NX.gather(1, experts_NK), experts_NK))
 
     def take(self) -> torch.Tensor:
-        """The experts (N, C) of the tokens since the last call.
-
-        Raises:
-            ModelError: the forward left out a router.
-        """
+        """The experts (N, C) of the tokens since the last call; a ModelError where a forward left out a router."""
         passes = [[part for _, part in sorted(parts.items())] for _, parts in sorted(self._recorded.items())]
         self._recorded.clear()
         if not passes or any(sum(part.size(1) for part in parts) != self._choices for parts in passes):

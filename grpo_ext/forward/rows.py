@@ -122,10 +122,7 @@ class TokenRows:
         return torch.cat([values_N[start + prompt : stop] for start, stop, prompt in pairs])
 
     def padded(self, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Ids and mask (B, L) in TRL's layout, and the number of completion columns T, at least one.
-
-        Prompts and completions are filled up to a multiple of `multiple` columns.
-        """
+        """Ids and mask (B, L) in TRL's layout, widths in whole multiples, and the completion columns T, at least 1."""
         prompt = ceil_div(max(*self.prompts_B, 1), multiple) * multiple
         width = ceil_div(max(*self.completions_B, 1), multiple) * multiple
         column_L = torch.arange(-prompt, width)

@@ -51,11 +51,7 @@ class SamplingMasks(NamedTuple):
 
     @classmethod
     def of(cls, kept_B: Sequence[KeptIds], suppressed: Sequence[torch.Tensor]) -> SamplingMasks | None:
-        """The masks of the tokens of some completions; None where each was sampled from the whole vocabulary.
-
-        Args:
-            suppressed: the sets of ids that the run suppresses.
-        """
+        """The masks of the tokens of some completions; None where each was sampled from the whole vocabulary."""
         counts_S, ids_K = (torch.cat(column) for column in zip(*kept_B))
         if not counts_S.any():
             return None

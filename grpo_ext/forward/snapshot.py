@@ -48,10 +48,7 @@ class Weights:
 
 
 def _saved_buffers(model: nn.Module) -> Tensors:
-    """Floating-point buffers that are saved with a model, for example a router's bias, which a callback moves.
-
-    Some libraries hold quantised weights in buffers of integers, which do not change.
-    """
+    """Buffers that are saved with a model and may change, such as a router's bias: not integers (quantised weights)."""
     modules, buffers = dict(model.named_modules()), {}
     for name, buffer in model.named_buffers():
         path, _, attribute = name.rpartition(".")
@@ -117,11 +114,7 @@ def _tensors(model: nn.Module) -> Tensors:
 
 
 def refuse_no_copy(model: nn.Module) -> None:
-    """Refuse a model that cannot be copied, before anything trains; its parameters take no memory for it.
-
-    Raises:
-        ModelError: names the module or Python's error.
-    """
+    """Raise a ModelError, before anything trains, for a model that cannot be copied; parameters are not copied here."""
     _copy_of(model, set(), next(model.parameters()).device)
 
 

@@ -24,15 +24,10 @@ def largest_term(terms: int) -> float:
 
 
 def check_terms(name: str, terms: int, largest: float) -> None:
-    """Refuse the sum of a gradient with a term that was not finite or not within range.
+    """Raise a PrecisionError where a term of a parameter's gradient was not finite or not within range.
 
     Args:
-        name: of the parameter, for the message.
-        terms: of the whole sum, over all processes.
-        largest: absolute value of a term, over all processes.
-
-    Raises:
-        PrecisionError: with what to do.
+        terms, largest: how many terms the sum has, and the largest absolute value of one, over all processes.
     """
     limit = largest_term(terms)
     if not math.isfinite(largest):

@@ -31,10 +31,7 @@ def bad_weight(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def first_module(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Inside, the list gets the first module of a model that makes a non-finite number of finite ones.
-
-    First in order of execution, inside before outside.
-    """
+    """Inside, the list gets the first module, inner before outer, that makes non-finite numbers of finite ones."""
     first: list[str] = []
 
     def look(module: torch.nn.Module, inputs: Any, output: Any, name: str) -> None:

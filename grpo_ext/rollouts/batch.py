@@ -25,8 +25,7 @@ from ..forward.sampling_masks import KeptIds
 from ..runtime.collectives import gather_lists
 from .ragged import Ragged, padded
 
-# columns of a model that takes images: the row of the data set, from which they are read again; or all images, packed,
-# where tools or environments may show some
+# columns of a model that takes images: the row of the data set, or all images where tools or environments may show some
 ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
 # columns of this trainer's sampler (`rollouts.token_record`)
 KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS = "kept_counts", "kept_ids", "sampler_logps"
@@ -171,10 +170,7 @@ class RolloutBatch:
         return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept_B, experts)
 
     def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
-        """TRL's dictionary: padded, prompts on the left and completions on the right.
-
-        As wide as the longest row in it; where `widths` are set, as wide as they say.
-        """
+        """TRL's dictionary: padded, prompts on the left and completions on the right."""
         multiple = pad_to_multiple_of if self.widths is None else None
         prompt, completion = self.widths or (1, 1)
         batch: dict[str, Any] = dict(self.constants)

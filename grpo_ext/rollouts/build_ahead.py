@@ -129,26 +129,23 @@ def _sender(trainer: Any, snapshot: Snapshot) -> Callable[[], None]:
 
 def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any) -> RolloutWorker:
     """The thread's worker: on copies of the models, with tokenizers, environments and a clock of its own."""
-    main = trainer._rollouts.worker
+    main, memory = trainer._rollouts.worker, trainer._rollouts.memory
     chat, environments, images, rewards = main.chat.copy(), main.environments.copy(), main.images, main.rewards
     if images.prepare is not None:
         prepare = PromptProcessor(chat.processing_class, images.prepare.template, images.prepare.image_token)
         images = dataclasses.replace(images, prepare=prepare)
 
-    def policy() -> Any:
-        return snapshot.policy
-
     @contextmanager
     def generating() -> Iterator[Any]:
         kwargs, checkpointing = trainer.generation_kwargs, trainer.args.gradient_checkpointing_kwargs
-        unwrapped = compat.unwrapped_for_generation(policy(), accelerator, checkpointing, generation_kwargs=kwargs)
-        with unwrapped as model, as_in_training(model, accelerator):
+        ready = compat.unwrapped_for_generation(snapshot.policy, accelerator, checkpointing, generation_kwargs=kwargs)
+        with ready as model, as_in_training(model, accelerator):
             yield model
 
     if trainer.use_vllm:
         engine: Any = VllmServer(main.engine.generation, main.engine.client, main.engine.seeded)
     else:
-        engine = TransformersEngine(policy, generating, main.settings, images.of_transcripts, trainer._rollouts.memory)
+        engine = TransformersEngine(lambda: snapshot.policy, generating, main.settings, images.of_transcripts, memory)
     return RolloutWorker(
         forwards=trainer._forwards.copy(accelerator),
         models=lambda: (snapshot.policy, snapshot.reference),

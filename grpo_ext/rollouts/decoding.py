@@ -1,5 +1,4 @@
-"""The decoding loop of rollouts, where the model samples as transformers does: each different prompt of a
-chunk goes through the model once, and finished rows leave the batch.
+"""The decoding loop of rollouts: each different prompt of a chunk runs once, and finished rows leave the batch.
 
 Differs from transformers' `GenerationMixin._sample`: that runs every copy of a prompt, keeps finished rows until the
 longest is done, and copies the whole cache for every token. Runs inside `generate(custom_generate=...)`, so what a
@@ -255,11 +254,7 @@ def _next(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> tuple[torch
 
 
 def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, rows: int) -> None:
-    """Select rows of processors and arguments.
-
-    Args:
-        rows: of the batch; an argument of this size has an entry for each.
-    """
+    """Select rows of processors, and of the arguments that have an entry for each of the batch's `rows`."""
     for processor in processors:
         padding = getattr(processor, "prompt_ignore_length", None)  # of the repetition penalty, one for each row
         if isinstance(padding, torch.Tensor):

@@ -2,8 +2,7 @@
 
 Differs from TRL, which generates for all rows of a process at once from one generator: here the random number of a
 token depends on the transcript's key and its position alone. Chunks are cut by global order: where each is a call of
-its own, it has the same shapes on every number of processes. vLLM is in rollouts.vllm. Called by the worker, once for
-every turn.
+its own, it has the same shapes on every number of processes. Called by the worker, once for every turn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Compares vLLM's log-probabilities of the tokens it sampled with the trainer's own: have the weights arrived?
 
 An engine that samples with other weights trains as quietly as one that does not: importance-sampling ratios absorb the
-difference, or nothing does. vLLM returns the log-probabilities with the completions, so no request is added. Called by
-rollouts.source, with the completions of all processes.
+difference, or nothing does. vLLM returns the log-probabilities with the completions, so no request is added.
 """
 
 from __future__ import annotations

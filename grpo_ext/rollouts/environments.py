@@ -93,11 +93,7 @@ class Environments:
 
 
 def check_names(datasets: Sequence[Any], factories: Any) -> None:
-    """Refuse data sets whose rows name no environment, or an unknown one.
-
-    Raises:
-        DataError: with the name.
-    """
+    """Raise a DataError for data sets whose rows name no environment, or an unknown one."""
     for dataset in datasets if isinstance(factories, dict) else ():
         for name in set(dataset["environment"]) if "environment" in dataset.column_names else {None}:
             _check_name(name, factories)

@@ -69,11 +69,7 @@ class ImageSource:
         return RowImages(torch.as_tensor(numbers).flatten().tolist(), lambda number: prepare(prompts[number]))
 
     def refuse_mixed(self, rows: StepRows, device: torch.device) -> None:
-        """Refuse prompts with and without images where a forward is a collective; a collective itself.
-
-        Raises:
-            DataError: on every process.
-        """
+        """Raise a DataError, on every process, for prompts with and without images in one batch; a collective."""
         if self.prepare is None:
             return
         prompts = dict(zip(rows.numbers, rows.rows)).values()

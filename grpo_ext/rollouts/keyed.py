@@ -33,18 +33,11 @@ MOST_KEPT = 512  # tokens of a replayed mask, where top_k says no number
 _DRAW = 16  # tokens whose random numbers are drawn at once
 BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
 _NOT_PLAIN = (
-    "watermarking_config",
-    "guidance_scale",
-    "penalty_alpha",
-    "dola_layers",
-    "prompt_lookup_num_tokens",
-    "assistant_early_exit",
-    "use_mtp",
+    *("watermarking_config", "guidance_scale", "penalty_alpha", "dola_layers"),
+    *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
 )
 
-
-# settings of transformers' sampling that change scores by what was written before, or at single positions, and values
-# without effect
+# settings that change scores by what was written before, or at single positions, and their values without effect
 _NOT_REPLAYED: dict[str, Any] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
@@ -163,11 +156,7 @@ def sampling_filters(
 
 
 def not_replayed(model: Any, config: GenerationConfig, temperature: float) -> dict[str, bool]:
-    """Settings of sampling that replayed masks do not describe, and whether they are set, for `refuse_combination`.
-
-    Args:
-        temperature: by which training divides.
-    """
+    """Settings of sampling that replayed masks do not describe, and whether they are set, for `refuse_combination`."""
     others = {}
     for name, neutral in _NOT_REPLAYED.items():
         value = setting_of(model, config, name)

@@ -95,13 +95,10 @@ def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | Non
 
 
 def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
-    """Refuse a number of rows that `caller` cannot sample for together with the other processes; a collective.
+    """Raise a RolloutError, on every process, where processes have different numbers of rows; a collective.
 
     Args:
         reason: why processes need the same number (`why_equal`).
-
-    Raises:
-        RolloutError: on every process.
     """
     counts = gather_lists([rows])
     if len(set(counts)) > 1:

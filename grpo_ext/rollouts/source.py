@@ -322,10 +322,7 @@ class Rollouts:
         )
 
     def score(self, inputs: Sequence[dict[str, Any]], terms: Terms) -> dict[str, Any]:
-        """TRL's `_generate_and_score_completions`: samples and scores any rows; returns TRL's padded dictionary.
-
-        Their random numbers: see rollouts.overrides.
-        """
+        """TRL's `_generate_and_score_completions` of any rows; rollouts.overrides has their random numbers."""
         rows, rounds = list(inputs), [] if self._scored is None else self._scored[1]
         request = self._request(len(rows), terms.num_generations)
         local = self._sampled(StepRows(rows, request), terms, repeat=len(rounds))

@@ -65,11 +65,7 @@ def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
 
 
 def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
-    """Read the tuple that a user's `_generate` returned.
-
-    Raises:
-        RolloutError: it is no tuple of eight with one entry for each prompt.
-    """
+    """Read what a user's `_generate` returned; a RolloutError unless it is a tuple of eight with all prompts in it."""
     if not isinstance(generated, (tuple, list)) or len(generated) != _GENERATED:
         kind = f"{len(generated)} values" if isinstance(generated, (tuple, list)) else type(generated).__name__
         raise RolloutError(f"_generate returned {kind}; return the tuple of {_GENERATED} values that TRL's returns.")

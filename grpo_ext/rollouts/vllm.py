@@ -93,8 +93,7 @@ class VllmServer:
     Attributes:
         generation: TRL's `VLLMGeneration`, for its settings.
         client: of this process.
-        seeded: each completion has a seed of its own.
-        profile: TRL's profiling context of a name.
+        seeded, profile: see `VllmEngine`.
     """
 
     generation: Any

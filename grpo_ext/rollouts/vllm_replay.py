@@ -3,8 +3,7 @@
 It returns masks since 0.28, with its Model Runner V2 (not on CPUs), for requests with a `top_k`, where its
 log-probabilities are over the same tokens (`logprobs_mode="processed_logprobs"`, as TRL starts an engine). It returns
 the experts of all layers, for the tokens of prompt and completion except the last; where it returns none
-(`compat.why_no_experts`), the forward of the policy's log-probabilities records them. Called by rollouts.build,
-rollouts.vllm and rollouts.vllm_weights.
+(`compat.why_no_experts`), the forward of the policy's log-probabilities records them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where the time of a step goes, for the logs.
-
-Differs from TRL's `step_time`: seconds by phase.
-"""
+"""Where the time of a step goes, for the logs: seconds by phase, beside TRL's `step_time`."""
 
 from __future__ import annotations
 

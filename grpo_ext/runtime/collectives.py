@@ -18,14 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    DistributedType,
-    broadcast,
-    broadcast_object_list,
-    gather,
-    gather_object,
-    recursively_apply,
-)
+from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather, gather_object, recursively_apply
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from ..errors import CheckpointError, GrpoExtError, ProcessError, RolloutError, quiet

@@ -1,7 +1,4 @@
-"""Threads, kernels and settings that change bits: set or refused in bitwise mode.
-
-Used by the trainer around a run; the settings are put back afterwards, and recorded in the run's log.
-"""
+"""Threads, kernels and settings that change bits: in bitwise mode set around a run, or refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Running out of memory does not end a run: work that does not fit runs again in halves.
 
 Differs from TRL and Accelerate's `auto_find_batch_size`, which start the whole run again with another batch: here the
-smaller size is layout, so the update stays the same. Used around generation, log-probabilities and the optimizer
-step.
+smaller size is layout, so the update stays the same.
 """
 
 from __future__ import annotations

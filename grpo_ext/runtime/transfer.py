@@ -15,9 +15,6 @@ def to_device(values: Any, device: torch.device | str) -> Any:
     """Like Accelerate's `send_to_device`, with one copy for all tensors of CPU memory on CUDA.
 
     Each tensor gets memory of its own, so that a user may write to one.
-
-    Args:
-        values: nested lists, tuples and mappings of tensors; anything else is passed on as it is.
     """
     if torch.device(device).type != "cuda":
         return send_to_device(values, device)

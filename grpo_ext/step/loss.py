@@ -104,11 +104,7 @@ def _entropy_bonus(
 
 
 def _router_loss(coefficient: float, router: RouterOutput | None, context: MicroBatchContext) -> torch.Tensor:
-    """This part of the load-balancing loss of the step.
-
-    Raises:
-        ModelError: the forward returned no router logits.
-    """
+    """This part of the load-balancing loss of the step; a ModelError where the forward returned no router logits."""
     if router is None:
         raise ModelError(
             f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, and the forward returned no "

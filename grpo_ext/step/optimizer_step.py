@@ -264,11 +264,7 @@ class StepPlanner:
     # ---- Memory ---------------------------------------------------------------------------------------------------
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
-        """Lower the limits after attempt `number` of a step, which did not fit.
-
-        Raises:
-            MemoryShortageError: nothing smaller is left.
-        """
+        """Lower the limits after attempt `number` did not fit; a MemoryShortageError where nothing smaller is left."""
         unit_rows, device, reason = self.args.unit_rows, self.accelerator.device, attempt.shortage
         if unit_rows is not None and number:
             raise MemoryShortageError(

@@ -61,11 +61,7 @@ def step_settings_of(trainer: Any) -> StepSettings:
 
 
 def loss_config_of(trainer: Any) -> LossConfig:
-    """The settings of the loss as they are now, from where TRL reads them at each loss.
-
-    Raises:
-        ConfigError: one of them is unknown.
-    """
+    """The settings of the loss as they are now, from where TRL reads them; a ConfigError where one is unknown."""
     args = trainer.args
     # TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target
     acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= args.entropy_target

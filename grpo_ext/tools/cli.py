@@ -50,11 +50,7 @@ def load_libraries() -> None:
 
 
 def integers(text: str, name: str) -> list[int]:
-    """A list of positive integers from "16,5,1".
-
-    Raises:
-        ConfigError: the text is no such list.
-    """
+    """A list of positive integers from "16,5,1"; a ConfigError for any other text."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise ConfigError(f"{name}={text!r} is not a list of positive integers; write for example {name}=16,5,1.")
@@ -81,8 +77,7 @@ def plan(
     num_prompts: Annotated[int | None, typer.Option(help="Prompts in the training set.")] = None,
     engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
     prompt_length: Annotated[
-        int | None,
-        typer.Option(min=1, help="With a model: tokens of the longest prompt (default: 512)."),
+        int | None, typer.Option(min=1, help="With a model: tokens of the longest prompt (default: 512).")
     ] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, memory per device too.
@@ -189,9 +184,7 @@ def export(
 
 
 @app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="Folder of the run: its output_dir.")],
-) -> None:
+def report(run: Annotated[Path, typer.Argument(help="Folder of the run: its output_dir.")]) -> None:
     """Write one page with plots about a run, which may still be running or have been killed."""
     load_libraries()
     from .report import report as write

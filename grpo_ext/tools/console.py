@@ -45,15 +45,6 @@ class Console(ProgressCallback):
         measure: from the model to named figures of your own, such as a held-out score. It is called on the main process
             alone, so not for sharded models (FSDP, ZeRO-3), whose forwards every process has to join.
         every: optimizer steps between two measurements; those steps are logged, and lines printed for them alone.
-
-    Example:
-
-    ```python
-    from grpo_ext import Console
-
-    Console().install(trainer)
-    trainer.train()
-    ```
     """
 
     def __init__(self, measure: Measure | None = None, every: int = 0) -> None:

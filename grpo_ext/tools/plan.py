@@ -110,11 +110,7 @@ def _at_a_time(model: ModelSizes, engine: str) -> tuple[float, float]:
 
 
 def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
-    """Bytes per device by part, with the totals "training" and "rollout".
-
-    Raises:
-        ConfigError: unknown engine.
-    """
+    """Bytes per device by part, with the totals "training" and "rollout"; a ConfigError for an unknown engine."""
     if layout.engine not in ENGINES:
         raise ConfigError(f"engine={layout.engine!r}: use one of {', '.join(ENGINES)}.")
     deepspeed = layout.engine in ("zero2", "zero3")
