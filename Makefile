@@ -93,16 +93,14 @@ $(LOWEST)/.ready: pyproject.toml
 test-min: $(LOWEST)/.ready  ## the same beside the lowest versions that pyproject.toml names
 	@$(LOWEST)/bin/python -m pytest -q $(PARALLEL) $(VERSIONED) $(ARGS)
 
+# Every run brings it up to date
 NEWEST := .venv-newest
-$(NEWEST)/.ready: pyproject.toml
-	@echo "Setting up $(NEWEST) (once; two minutes or more, 7 GB: this torch brings CUDA and Triton) ..."
-	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
-	@$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check -e '.[dev,trackers]'
-	@$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check -e '.[deepspeed]' \
-		|| echo "DeepSpeed could not be installed; the tests that need it are skipped"
-	@touch $@
+UPGRADE := $(NEWEST)/bin/python -m pip install -q --disable-pip-version-check --upgrade --upgrade-strategy eager
 
-test-newest: $(NEWEST)/.ready  ## the tests of `make test` beside the newest versions that pip resolves without constraints
+test-newest:  ## the tests of `make test` beside the newest versions that pip resolves without constraints (7 GB: CUDA)
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(UPGRADE) -e '.[dev,trackers]'
+	@$(UPGRADE) -e '.[deepspeed]' || echo "DeepSpeed could not be installed; the tests that need it are skipped"
 	@$(NEWEST)/bin/python -m pytest -q $(PARALLEL) $(ARGS)
 
 # A machine with a GPU and without a network or make: docs/tools.md shows the two commands of test-gpu

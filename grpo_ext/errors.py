@@ -24,7 +24,7 @@ class GrpoExtError(ValueError):
 
 
 def quiet(error: GrpoExtError) -> GrpoExtError:
-    """The same error for a process that need not say it: where nothing catches it, the process ends without a word."""
+    """The same error for a process that need not report it: uncaught, it ends the process silently, with status 1."""
     kind: Any = type(type(error).__name__, (type(error), SystemExit), {"code": 1})
     return kind(*error.args)
 

@@ -428,8 +428,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """Train; prints the plan once. Arguments and result are those of `transformers.Trainer.train`.
 
-        `resume_from_checkpoint` may also be "latest", as True: the newest whole checkpoint of `output_dir`; or "auto":
-        the same where there is one, and else a new run, so that one job script both begins and goes on. An
+        `resume_from_checkpoint` may also be "latest", as True: the newest whole checkpoint of the run that started last
+        in `output_dir`; or "auto": the same where there is one, and else a new run, for job scripts. An
         `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
         beside it. `args.resume_from_checkpoint` is for scripts and not read here, as in transformers.
 
@@ -479,32 +479,34 @@ class GRPOTrainer(trl.GRPOTrainer):
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Like transformers' method, which would train one step too many where a finished run is resumed.
-
-        First comes the evaluation that an interrupt has put off, with the random states of the checkpoint.
-        """
-        with tempfile.TemporaryDirectory() as states:
-            if self._keeper.watch.evaluation_due:
-                self._evaluate_late(kwargs["resume_from_checkpoint"], kwargs["trial"], kwargs["ignore_keys_for_eval"])
+        """Like transformers' method, which would train one step too many where a finished run is resumed."""
+        if self.state.global_step >= self.state.max_steps:
+            self._keeper.say("The run is finished: nothing is left to train, and the weights stay as they are.")
+            self.control.should_training_stop = True
+        elif not self._keeper.watch.evaluation_due:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            with tempfile.TemporaryDirectory() as states:
+                self._evaluate_late(kwargs["trial"])
                 self._save_rng_state(states)
-                kwargs["resume_from_checkpoint"] = states  # from which transformers' method reads random states alone
-            if self.state.global_step >= self.state.max_steps:
-                self._keeper.say("The run is finished: nothing is left to train, and the weights stay as they are.")
-                self.control.should_training_stop = True
-            elif not self.control.should_training_stop:  # a callback may stop the run after its evaluation
-                super()._run_epoch(*args, **kwargs)
+                if not self.control.should_training_stop:  # a callback may stop the run after its evaluation
+                    # of the checkpoint transformers' method reads the random states alone
+                    super()._run_epoch(*args, **{**kwargs, "resume_from_checkpoint": states})
 
-    def _evaluate_late(self, checkpoint: str, trial: Any, ignore_keys: Any) -> None:
-        """Evaluate as the loop would have before it wrote the checkpoint."""
+    def _evaluate_late(self, trial: Any) -> None:
+        """Make the evaluation that an interrupt left, as the loop would have before it wrote the checkpoint."""
         self._keeper.watch.evaluation_due = False
-        self._load_rng_state(checkpoint)
-        best = self._determine_best_metric(self._evaluate(trial, ignore_keys), trial)
+        self._load_rng_state(self._keeper.checkpoint)
+        best = self._determine_best_metric(self._evaluate(trial, None), trial)
         if best and self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = checkpoint
+            self.state.best_model_checkpoint = self._keeper.checkpoint
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """Like transformers' method, but keeps the checkpoint that an interrupted run resumes from."""
-        limit = None if self._keeper.watch.stopping else self.args.save_total_limit
+        watch = self._keeper.watch
+        if watch.evaluation_due and not watch.stopping:  # of the last step of all
+            self._evaluate_late(trial)
+        limit = None if watch.stopping else self.args.save_total_limit
         with assigned(self.args, save_total_limit=limit):
             return super()._finalize_training(trial, num_train_samples, start_time)
 

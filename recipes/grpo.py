@@ -34,7 +34,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.demo.task import EMBEDDED, Demo, DemoTask
-from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
+from grpo_ext.errors import ConfigError, GrpoExtError, ProcessError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints, record_start, run_to_resume
 from grpo_ext.runtime.collectives import from_main_process
@@ -102,9 +102,9 @@ def fresh_demo_folder() -> str:
 
 def main_process_first(make: Callable[[], Any]) -> Any:
     """What `make` returns: the main process fills the caches, and where it fails, every process raises its error."""
-    made: list[Any] = []
-    from_main_process(PartialState(), lambda: made.append(make()))
-    return made[0] if made else make()
+    results: list[Any] = []
+    from_main_process(PartialState(), lambda: results.append(make()))
+    return results[0] if results else make()
 
 
 @contextlib.contextmanager
@@ -310,7 +310,8 @@ def main(argv: list[str]) -> None:
             training.output_dir = str(DEMO_FOLDER / DEMO_NAME)
         check_output_dir(training)
         if unnamed:
-            earlier = run_to_resume(training.resume_from_checkpoint, str(training.output_dir))
+            wanted, folder = training.resume_from_checkpoint, str(training.output_dir)
+            earlier = from_main_process(PartialState(), lambda: run_to_resume(wanted, folder))
             training.output_dir = fresh_demo_folder() if earlier is None else str(earlier)
         if demo:
             run_demo(demo, script, training, model, argv)
@@ -319,7 +320,7 @@ def main(argv: list[str]) -> None:
     except GrpoExtError as error:
         # from the environment: a refusal may come before the processes know of each other
         failed_here = isinstance(error, RewardError)  # on this process alone, with the row it holds
-        if failed_here and error.__cause__ is not None:
+        if isinstance(error, (RewardError, ProcessError)) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         if failed_here or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)

@@ -43,7 +43,7 @@ def check_causal_lm(model: Any) -> None:
 
 
 def find_model(name: str, load: Mapping[str, Any]) -> None:
-    """Look a model up once: transformers asks the Hub for every file, and repeats that for half a minute or more.
+    """Look a model up, and fail fast without a network: transformers would retry for half a minute or more.
 
     Args:
         load: arguments of `from_pretrained`.
@@ -55,7 +55,7 @@ def find_model(name: str, load: Mapping[str, Any]) -> None:
     reached = True
     try:
         if not Path(name).is_dir():
-            file_exists(name, "config.json", revision=place.get("revision"), token=place.get("token"))  # no retries
+            file_exists(name, "config.json", revision=load.get("revision"), token=load.get("token"))  # no retries
     except Exception as error:  # without a connection one of the HTTP library, which huggingface_hub has changed
         reached = isinstance(error, HfHubHTTPError)
     try:

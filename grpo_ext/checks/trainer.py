@@ -330,9 +330,9 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
     if launched and "WORLD_SIZE" not in os.environ and trainer.accelerator.num_processes == 1:
         logger.warning(
-            "This process trains alone: MASTER_ADDR is set, so the launcher was asked for several processes, but it "
-            "started one. `accelerate launch --num_processes 2` starts one where it finds no second accelerator: on a "
-            "CPU use `torchrun --nproc_per_node 2`; for machines with one accelerator each add --multi_gpu."
+            "This process trains alone, but MASTER_ADDR is set. `accelerate launch` sets it for several processes, and "
+            "then starts one where it finds no second accelerator. On a CPU use `torchrun --nproc_per_node 2`; for "
+            "machines with one accelerator each add --multi_gpu. If you meant one process, ignore this."
         )
     sampling = _uncovered_sampling(trainer)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:

@@ -145,7 +145,7 @@ def why_not_resumable(folder: str | Path) -> str | None:
 
 def is_path(wanted: str | bool | None) -> bool:
     """Whether `resume_from_checkpoint` is a path, not "latest" or "auto"."""
-    return isinstance(wanted, str) and wanted not in ("latest", "auto")
+    return wanted not in (None, False, True, "latest", "auto")
 
 
 def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
@@ -247,18 +247,18 @@ def _record(folder: Path) -> dict[str, str]:
 def record_start(folder: str | Path, output_dir: str | Path) -> None:
     """Record that a run starts in a folder, which it was given for `output_dir`."""
     path = Path(folder)
-    given = _record(path)["output_dir"] if (path / RECORD).exists() else Path(output_dir).name
-    with suppress(OSError):  # a resume then finds the folder by the path of a checkpoint
+    name = _record(path)["output_dir"] if (path / RECORD).exists() else Path(output_dir).resolve().name
+    with suppress(OSError):  # without it, a resume from here goes on in output_dir
         started = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-        (path / RECORD).write_text(json.dumps({"output_dir": given, "started": started}) + "\n")
+        (path / RECORD).write_text(json.dumps({"output_dir": name, "started": started}) + "\n")
 
 
 def runs_of(output_dir: str | Path) -> list[Path]:
-    """The folders that runs with this `output_dir` were given: itself, `-2`, `-3`; the last started at the end."""
+    """The folders of runs with this `output_dir`: itself, `-2`, `-3`; the last started at the end."""
     base = Path(output_dir)
-    beside = (path for path in base.parent.glob("*") if re.fullmatch(rf"{re.escape(base.name)}-\d+", path.name))
-    given = [path for path in beside if _record(path)["output_dir"] == base.name]
-    return sorted([base, *given], key=lambda path: _record(path)["started"])
+    numbered = (path for path in base.parent.glob("*") if re.fullmatch(rf"{re.escape(base.name)}-\d+", path.name))
+    beside = [path for path in numbered if _record(path)["output_dir"] == base.name]
+    return sorted([base, *beside], key=lambda path: str(_record(path)["started"]))
 
 
 def run_to_resume(wanted: str | bool | None, output_dir: str) -> Path | None:
@@ -305,7 +305,6 @@ def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
     """
     if in_place:
         if (lock := _acquire(folder, _PATIENCE)) is not None:
-            record_start(folder, folder)
             return folder, lock
         raise CheckpointError(
             f"{folder} belongs to another run, which has not ended, and two runs would overwrite each other's "
@@ -325,5 +324,4 @@ def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
             f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "
             "resume_from_checkpoint the path of one of its checkpoints."
         )
-    record_start(name, folder)
     return name, lock

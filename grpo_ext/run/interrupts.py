@@ -37,7 +37,7 @@ class InterruptWatch(TrainerCallback):
         self.requested = False  # this process was asked to stop
         self.stopping = False  # one of the processes was; the run ends after this step
         self.evaluation_due = False  # an evaluation of the last step is left to the run that resumes
-        self._ends_epoch = False  # the loop ends its epoch with the last step
+        self._ends_epoch = False  # the step at which the run stops is the last of its epoch
 
     def say(self, sentence: str) -> None:
         """Print a line, on the main process."""
@@ -51,16 +51,16 @@ class InterruptWatch(TrainerCallback):
         self.stopping = True
         self._ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
         control.should_training_stop = True
-        self._leave(control, saves=not self._ends_epoch)
+        self._put_off_evaluation(control, saves=not self._ends_epoch)
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """After a stop that ends an epoch: log what an epoch logs, then save. The loop comes here from others too."""
+        """After a stop that ends an epoch, log what an epoch logs, and save. A stop in mid-epoch has saved already."""
         if self.stopping:
             control.should_log &= self._ends_epoch
-            self._leave(control, saves=self._ends_epoch)
+            self._put_off_evaluation(control, saves=self._ends_epoch)
 
-    def _leave(self, control: TrainerControl, saves: bool) -> None:
-        """Leave an evaluation to the run that resumes: it takes time, and a launcher may kill this process."""
+    def _put_off_evaluation(self, control: TrainerControl, saves: bool) -> None:
+        """Save or not, and leave a due evaluation to the run that resumes: a launcher may kill this process first."""
         self.evaluation_due |= control.should_evaluate
         control.should_save, control.should_evaluate = saves, False
 

@@ -40,6 +40,7 @@ from .checkpoint import (
     is_path,
     publish,
     read_listing,
+    record_start,
     rotate,
     run_to_resume,
     runs_of,
@@ -59,6 +60,7 @@ from .fingerprint import (
 )
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .log import RunLog
+from .model_card import base_name
 from .state import RunState
 
 logger = get_logger(__name__)
@@ -72,6 +74,7 @@ class RunKeeper(TrainerCallback):
         user_args: the user's configuration; its `output_dir` follows that of the loop's.
 
     Attributes:
+        checkpoint: the one that the run resumes from; None for a new run.
         output_dir: the folder that transformers' saving writes to; None: the run's.
         resumed: the loop's state in the checkpoint that the run resumes from.
     """
@@ -82,13 +85,14 @@ class RunKeeper(TrainerCallback):
         self.args: GRPOConfig = trainer.args
         self.watch = InterruptWatch(self.accelerator)
         self.say = self.watch.say
+        self.checkpoint: str | None = None
         self.output_dir: str | None = None
         self.resumed = TrainerState()
         self._geometry: BatchGeometry = trainer.geometry  # as it was configured
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
-        self._folder, self._wanted_dir = "", ""  # of the last run, and the user's output_dir that it was given for
+        self._last_folder, self._user_output_dir = "", ""
         self._writer = ""  # unique to this training: processes of a killed one may still be writing
 
     @functools.cached_property
@@ -126,19 +130,16 @@ class RunKeeper(TrainerCallback):
         vars(self).pop("fingerprint", None)
         self.resumed, self._run_state = TrainerState(), None
         self._resize_chunks({})
-        if self.args.output_dir != self._folder:  # the user's, and not where the last run of this trainer went
-            self._wanted_dir = str(self.args.output_dir)
-        output_dir = self._wanted_dir
+        if self.args.output_dir != self._last_folder:  # the user's, and not where the last run of this trainer went
+            self._user_output_dir = str(self.args.output_dir)
+        output_dir = self._user_output_dir
 
         def take() -> tuple[str, str | None, bool, str]:
             checkpoint = find_checkpoint(wanted, output_dir) if is_path(wanted) else None
             run, runs = run_to_resume(wanted, output_dir), runs_of(output_dir)
-            if run in runs[:-1]:
+            if not is_path(wanted) and run in runs[:-1]:
                 later = ", ".join(map(str, runs[runs.index(run) + 1 :]))
-                logger.warning(
-                    f"Going on in {run}. {later} started later with the same output_dir; to go on with such a run "
-                    "instead, pass resume_from_checkpoint the path of one of its checkpoints."
-                )
+                logger.warning(f"Going on in {run}. Without a checkpoint are runs that started later: {later}.")
             folder, self._lock = take_folder(output_dir if run is None else str(run), in_place=run is not None)
             if not is_path(wanted):  # the newest one once the folder is locked
                 checkpoint = find_checkpoint(wanted, folder)
@@ -149,7 +150,9 @@ class RunKeeper(TrainerCallback):
         if checkpoint is not None:
             self.say(f"Resuming from {checkpoint}.")
             self._read(checkpoint)
-        self._folder = folder
+        if self.accelerator.is_main_process:
+            record_start(folder, output_dir)
+        self._last_folder, self.checkpoint = folder, checkpoint
         for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its arguments
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
@@ -255,9 +258,8 @@ class RunKeeper(TrainerCallback):
 
     def _log_start(self, checkpoint: str | None, plan: str) -> None:
         config = getattr(self.accelerator.unwrap_model(self.trainer.model), "config", None)
-        name = str(getattr(config, "_name_or_path", None) or "")
         about = {
-            "model_name": Path(name).name if Path(name).is_dir() else name,  # without paths of this machine
+            "model_name": base_name(getattr(config, "_name_or_path", None)),
             "environment": environment(),
             "geometry": dataclasses.asdict(self.trainer.geometry),
             "plan": plan,

@@ -48,8 +48,8 @@ class RunLog:
     def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Mapping[str, Any]) -> None:
         """Start the log of a training call.
 
-        Lines are only appended. A start at step 0 supersedes all lines before it. A run that resumes from a checkpoint
-        of another folder first appends the log of that folder.
+        Appends, after it has removed a last line that a kill left unfinished. A start at step 0 supersedes all lines
+        before it. A run that resumes from a checkpoint of another folder first appends the log of that folder.
 
         Args:
             folder: of the run; it exists.
@@ -59,7 +59,7 @@ class RunLog:
         """
         self.path, self._start = Path(folder) / LOG, time.perf_counter()
         before = b""
-        with contextlib.suppress(OSError):  # there is no log yet
+        with contextlib.suppress(OSError):  # there is no log yet, or one that `_append` will report
             os.truncate(self.path, len(_whole_lines(self.path)))
         if checkpoint is not None:
             earlier = Path(checkpoint).resolve().parent / LOG

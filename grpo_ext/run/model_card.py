@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from accelerate.logging import get_logger
 from huggingface_hub import ModelCard
 from transformers import ProcessorMixin
+
+logger = get_logger(__name__)
 
 
 def base_name(name: str | None) -> str:
     """The id of a base model, or the name of its folder; "" where it was never saved."""
-    return Path(name).name if name and (Path(name).is_dir() or Path(name).is_absolute()) else name or ""
+    return Path(name).resolve().name if name and (Path(name).is_dir() or Path(name).is_absolute()) else name or ""
 
 
 def usage(place: str, base: str, adapter: bool, chat: bool, images: bool) -> str:
-    """Code that loads a model from its id or folder and samples, as Markdown.
+    """Code that loads a model from its id or folder and, of text alone, samples; as Markdown.
 
     Args:
         base: as `base_name` has it.
@@ -31,16 +34,20 @@ def usage(place: str, base: str, adapter: bool, chat: bool, images: bool) -> str
 
 
 def mend(path: Path, place: str, model: Any, reader: Any) -> None:
-    """Put the base model and the code of `usage` into a card that TRL has written.
+    """Put the base model and the code of `usage` into a card that TRL has written; a fault is a warning.
 
     Args:
         reader: the tokenizer or processor.
     """
-    card, base = ModelCard.load(path), base_name(getattr(getattr(model, "config", None), "_name_or_path", None))
-    card.data.base_model = base if base == card.data.base_model else None  # an id, not a folder
-    what = f"`{base}`" if base else "a model that was an object in memory"
-    text = re.sub(r"(?<=version of )\[.*?\]\(.*?\)", lambda _: what, card.text, count=1)
+    base = base_name(getattr(getattr(model, "config", None), "_name_or_path", None))
     chat, images = getattr(reader, "chat_template", None) is not None, isinstance(reader, ProcessorMixin)
-    code = f"\n{usage(place, base, hasattr(model, 'peft_config'), chat, images)}\n"
-    card.text = re.sub(r"(?s)(?<=## Quick start\n).*?(?=\n## )", lambda _: code, text, count=1)
-    card.save(path)
+    try:
+        card = ModelCard.load(path)
+        if base != card.data.base_model:  # a folder, or an object in memory
+            card.data.base_model, what = None, f"`{base}`" if base else "a model that was an object in memory"
+            card.text = re.sub(r"(?<=version of )\[.*?\]\(.*?\)", lambda _: what, card.text, count=1)
+        code = f"\n{usage(place, base, hasattr(model, 'peft_config'), chat, images)}\n"
+        card.text = re.sub(r"(?s)(?<=## Quick start\n).*?(?=\n## )", lambda _: code, card.text, count=1)
+        card.save(path)
+    except Exception as error:  # whatever a template of the user's raises: a card never ends training
+        logger.warning(f"The model card {path} is TRL's, without code that runs: {type(error).__name__}: {error}")

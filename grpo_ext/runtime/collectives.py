@@ -194,7 +194,7 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
 
 
 def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[], Any]) -> Any:
-    """The result of `make` on the main process, on every process; its error is raised on all, and said by that one."""
+    """The result of `make` on the main process, on every process; all raise its error, and the main one prints it."""
     value, failure = None, None
     if accelerator.is_main_process:
         try:
@@ -203,12 +203,13 @@ def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[]
             failure = error
         except Exception as error:  # its class may not be picklable
             failure = ProcessError(f"process 0 failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error  # for the traceback; it stays on this process
     _refuse_alone()
     value, failure = broadcast_object_list([(value, failure)])[0]
     if failure is None:
         return value
     if not accelerator.is_main_process:
-        time.sleep(1.0)  # the launcher ends every process once one has ended, and the main one has to speak
+        time.sleep(1.0)  # the launcher ends all processes once one has ended; let the main one print first
         failure = quiet(failure)
     raise failure.with_traceback(None)
 

@@ -52,5 +52,8 @@ def make() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--download", metavar="VERSION", help="fill wheels/ for this Python")
-    wanted = parser.parse_args().download
-    download(wanted) if wanted else make()
+    version = parser.parse_args().download
+    if version is None:
+        make()
+    else:
+        download(version)

@@ -94,8 +94,10 @@ def one_device() -> None:
 def compare(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """Two results, line by line: tests that fail in one of them, and seconds and memory of each run."""
 
+    both = before["parts"].keys() & after["parts"].keys()
+
     def failed(result: dict[str, Any]) -> set[str]:
-        return {test for part in result["parts"].values() for test in part.get("failed", ())}
+        return {test for name in both for test in result["parts"][name].get("failed", ())}
 
     def runs(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return {name: run for part in result["parts"].values() for name, run in part.get("runs", {}).items()}
@@ -117,7 +119,7 @@ def say(text: str) -> None:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Write the file whole: who reads it in the meantime, or ends this run, has the one before."""
+    """Replace the file in one step, so a reader or a kill never meets half of it."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(result, indent=1) + "\n")
     partial.replace(path)
@@ -232,13 +234,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--seconds", type=float, default=500, help="budget of all parts together")
-    parser.add_argument("--parts", help=f"some of {', '.join(part.name for part in PARTS)}, divided by commas")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--output", type=Path, default=default_output(), help="the file (default: gpu.json in $OUT)")
     parser.add_argument("--compare", type=Path, metavar="JSON", help="an earlier result, to compare this one with")
     options = parser.parse_args()
     earlier = None if options.compare is None else json.loads(options.compare.read_text())
-    named = None if options.parts is None else options.parts.split(",")
-    parts = [part for part in PARTS if named is None or part.name in named]
+    parts = [part for part in PARTS if part.name in options.parts]
     os.environ["HF_HUB_OFFLINE"] = "1"
     if options.toy:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -261,10 +263,10 @@ def main() -> int:
     for number, part in enumerate(parts):
         left, begin = start + options.seconds - time.monotonic(), time.monotonic()
         seconds = max(left * part.share / sum(after.share for after in parts[number:]), 0.1)
-        found = result["parts"][part.name] = {}
-        run_part(part, options.toy, seconds, found, save)
-        found["seconds"] = time.monotonic() - begin
-        if "not_finished" not in found:
+        outcome = result["parts"][part.name] = {}
+        run_part(part, options.toy, seconds, outcome, save)
+        outcome["seconds"] = time.monotonic() - begin
+        if "not_finished" not in outcome:
             waiting.remove(part.name)
         save()
     for line in compare(earlier, result) if earlier is not None else ():

@@ -127,3 +127,5 @@ def test_the_kernel_repeats_its_bits(precision):
     states, targets = inputs_of(precision, ROWS, False)
     one, other = (outcome(by_kernel, states, targets, TRANSFORMS["all"], False) for _ in range(2))
     assert all(map(torch.equal, one, other))
+    states[0][-1] *= 1.01
+    assert not any(map(torch.equal, one, outcome(by_kernel, states, targets, TRANSFORMS["all"], False)))

@@ -41,7 +41,7 @@ pinned_versions = pytest.mark.skipif(
 
 def missing(wheels: Iterable[str], held: Mapping[str, str | None]) -> dict[str, str]:
     """Each requirement that neither a wheel nor the machine satisfies, and what requires it."""
-    pinned, found, seen = versions_in("constraints.txt"), {}, set()
+    pinned, unmet, visited = versions_in("constraints.txt"), {}, set()
     brought = {name: pinned[name] for name in wheels}
     to_do = [(line, "pyproject.toml") for line in [*environment.dependencies(), "torch>=2.11", "psutil"]]
     while to_do:
@@ -52,11 +52,11 @@ def missing(wheels: Iterable[str], held: Mapping[str, str | None]) -> dict[str, 
             continue
         places = [versions[name] for versions in (brought, held) if name in versions]
         if not any(version is None or requirement.specifier.contains(version) for version in places):
-            found[line] = by
-        if name in brought and name not in seen:
-            seen.add(name)
+            unmet[line] = by
+        if name in brought and name not in visited:
+            visited.add(name)
             to_do += [(needed, name) for needed in importlib.metadata.requires(name) or ()]
-    return found
+    return unmet
 
 
 @pinned_versions

@@ -123,8 +123,8 @@ def check_pip(words: list[str]) -> None:
     assert words[0] == "install"
     assert words[1:], words
     for word in words[1:]:
-        if word.startswith("."):
-            assert set(re.findall(r"[\w-]+", word)) <= known, word
+        if word.startswith((".", "grpo-ext")):
+            assert set(re.findall(r"[\w-]+", word.removeprefix("grpo-ext"))) <= known, word
 
 
 def check_command(line: str) -> None:
@@ -190,6 +190,7 @@ def test_a_shown_command_is_one(line):
         "accelerate launch --config_file recipes/accelerate/nothing.yaml recipes/grpo.py",
         "accelerate launch --no_such_option 2 train.py",
         "pip install '.[no_such_extra]'",
+        "pip install 'grpo-ext[no_such_extra]'",
         "python -m tests.bench.nothing",
         "nothing at all",
     ],

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -195,6 +196,19 @@ def test_bad_input_ends_with_one_clear_line_and_status_2(options, message, tmp_p
     assert re.search(message, printed), printed
     assert printed.startswith("error: ")
     assert len(printed.splitlines()) == 1
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(own_task, tmp_path, monkeypatch, capsys):
+    def load(*args: Any) -> None:
+        {}["x"]
+
+    recipe = load_recipe()
+    monkeypatch.setattr(recipe, "quiet_libraries", lambda: None)
+    monkeypatch.setattr(recipe, "load_prompts", load)
+    with pytest.raises(SystemExit):
+        recipe.main([*map(str, own_task), "--output_dir", str(tmp_path / "out")])
+    printed = capsys.readouterr().err
+    assert "in load" in printed.split("error: process 0 failed: KeyError: 'x'")[0]
 
 
 @pytest.mark.parametrize(

@@ -203,30 +203,15 @@ def test_trained_weights_in_half_precision_are_said(tmp_path, caplog):
     assert "27 of 27 trained tensors are bfloat16" in said[0]
 
 
+SEVERAL_MACHINES = "--num_machines 2 --num_processes 2 --main_process_ip 10.0.0.1 --main_process_port 1"
+
+
 @pytest.mark.parametrize(
-    ("options", "alone"),
-    [
-        (["--num_processes", "2"], True),
-        (
-            [
-                "--num_machines",
-                "2",
-                "--num_processes",
-                "2",
-                "--main_process_ip",
-                "10.0.0.1",
-                "--main_process_port",
-                "1",
-            ],
-            True,
-        ),
-        (["--num_processes", "1"], False),
-    ],
-    ids=str,
+    ("options", "alone"), [("--num_processes 2", True), (SEVERAL_MACHINES, True), ("--num_processes 1", False)]
 )
 def test_a_launcher_that_starts_one_process_of_several_is_named(tmp_path, monkeypatch, caplog, options, alone):
     """With the environment that `accelerate launch` makes on a machine without a second accelerator."""
-    parsed = launch_command_parser().parse_args([*options, "--machine_rank", "0", "train.py"])
+    parsed = launch_command_parser().parse_args([*options.split(), "--machine_rank", "0", "train.py"])
     _, environment = prepare_simple_launcher_cmd_env(_validate_launch_command(parsed)[0])
     for name, value in environment.items():
         if os.environ.get(name) != value:

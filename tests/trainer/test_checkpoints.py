@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from grpo_ext.errors import CheckpointError
 from grpo_ext.run import checkpoint, keeper
-from grpo_ext.run.checkpoint import checkpoints, why_broken, write_listing
+from grpo_ext.run.checkpoint import checkpoints, run_to_resume, why_broken, write_listing
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.state import RunState
@@ -211,13 +211,18 @@ def test_a_run_that_started_later_is_named(copy, caplog, capsys):
     make(copy, max_steps=1).train()  # saves nothing
     make(copy, **SAVE, max_steps=1).train("latest")
     assert f"Resuming from {copy}-2/checkpoint-1.\n" in capsys.readouterr().out
-    assert f"Going on in {copy}-2. {copy}-3 started later with the same output_dir; to go on with" in caplog.text
+    assert f"Going on in {copy}-2. Without a checkpoint are runs that started later: {copy}-3." in caplog.text
     caplog.clear()
-    make(copy, **SAVE).train(str(copy / "checkpoint-2"))
-    assert f"Going on in {copy}. {copy}-3, {copy}-2 started later" in caplog.text
-    caplog.clear()
+    make(copy, **SAVE).train(copy / "checkpoint-2")  # a path says which
     make(copy, **SAVE).train("latest")
     assert "started later" not in caplog.text
+
+
+def test_a_resume_that_is_refused_does_not_become_the_run_that_started_last(copy):
+    make(copy, **SAVE).train()
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        make(copy, **SAVE, seed=4).train(str(copy / "checkpoint-2"))
+    assert run_to_resume("latest", str(copy)) == Path(f"{copy}-2")
 
 
 def test_another_run_of_the_same_trainer_belongs_to_its_output_dir(copy):

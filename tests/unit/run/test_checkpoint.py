@@ -19,6 +19,7 @@ from grpo_ext.run.checkpoint import (
     checkpoints,
     find_checkpoint,
     publish,
+    record_start,
     rotate,
     run_to_resume,
     runs_of,
@@ -80,7 +81,7 @@ def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):
     (half / "model.safetensors").write_bytes(b"half")
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
     take_folder(str(tmp_path), in_place=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["_run.json", "_running.lock", "checkpoint-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_running.lock", "checkpoint-1"]
 
 
 def test_a_name_that_is_taken_is_kept_beside(tmp_path):
@@ -119,6 +120,7 @@ def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
 def taken(folder: Path, in_place: bool = False, steps: tuple[int, ...] = ()) -> Path:
     """The folder of a run that started and ended, with checkpoints of these steps."""
     name, lock = take_folder(str(folder), in_place)
+    record_start(name, folder)
     lock.release()
     for step in steps:
         make(Path(name), step)
@@ -150,6 +152,8 @@ def test_a_record_that_cannot_be_read_is_as_none(tmp_path):
     for content in ("{", "[1]", "3", '{"started": "x"}'):
         (second / RECORD).write_text(content)
         assert run_to_resume("latest", str(tmp_path / "out")) == first
+    (second / RECORD).write_text('{"output_dir": "out", "started": 3}')
+    assert run_to_resume("latest", str(tmp_path / "out")) in (first, second)
 
 
 def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_path, monkeypatch):

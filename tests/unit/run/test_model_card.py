@@ -12,7 +12,8 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from grpo_ext.run.model_card import base_name
+from grpo_ext import GRPOTrainer
+from grpo_ext.run.model_card import base_name, mend
 from grpo_ext.tools.export import export
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, other
@@ -91,7 +92,7 @@ def test_the_id_of_a_model_is_the_base_of_an_object_that_was_loaded_by_it(here):
     trainer.train()
     card = here / "run" / "README.md"
     assert ModelCard.load(card).data.base_model == "some/model"
-    assert "fine-tuned version of `some/model`.\n" in card.read_text()
+    assert "fine-tuned version of [some/model](https://huggingface.co/some/model)" in card.read_text()
     trainer.create_model_card(tags="mine", dataset_name="some/data")  # as after `save_model`: the model is beside it
     assert 'from_pretrained("run")' in code_of(card)
     assert {"mine", "grpo"} <= set(ModelCard.load(card).data.tags)
@@ -100,4 +101,16 @@ def test_the_id_of_a_model_is_the_base_of_an_object_that_was_loaded_by_it(here):
 
 def test_names_hold_no_path_of_the_machine(tmp_path):
     names = {"some/model": "some/model", "gpt2": "gpt2", str(tmp_path / "gone" / "tiny"): "tiny", "": "", None: ""}
+    names[str(Path(".").resolve())] = names["."] = Path.cwd().name
     assert {name: base_name(name) for name in names} == names
+
+
+def test_a_card_that_cannot_be_completed_does_not_end_training(here, caplog):
+    class NoCard(GRPOTrainer):
+        def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+            super().create_model_card(*args, **kwargs)
+            mend(here / "gone.md", "run", self.model, self.processing_class)
+
+    other(here / "run", cls=NoCard, max_steps=1).train()
+    assert (here / "run" / "checkpoint-1").is_dir()
+    assert "gone.md is TRL's, without code that runs" in caplog.text
