@@ -31,14 +31,10 @@ $(ENGINES): $(READY)
 setup: $(READY)  ## make the environment
 
 train: $(READY)  ## train the embedded demo (ARGS="--max_steps 50" for overrides)
-	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/grpo.py $(ARGS)
-
-# the launcher gives a process one thread where nothing else is said
-CORES = $$($(BIN)/python -c 'import os; print(os.cpu_count())')
+	@$(BIN)/python recipes/grpo.py $(ARGS)
 
 train-real: $(READY)  ## teach SmolLM2-135M to add, on the CPU (ARGS="--demo last_word": another problem)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(CORES)} $(BIN)/accelerate launch --num_processes 1 --num_machines 1 \
-		--mixed_precision no --dynamo_backend no recipes/grpo.py --demo sums $(ARGS)
+	@$(BIN)/python recipes/grpo.py --demo sums $(ARGS)
 
 # a file of tests stays with one worker, because its tests share launches; tests/conftest.py puts the long files first
 WORKERS ?= 2

@@ -25,7 +25,8 @@ class GrpoExtError(ValueError):
 
 def quiet(error: GrpoExtError) -> GrpoExtError:
     """The same error for a process that need not report it: uncaught, it ends the process silently, with status 1."""
-    kind: Any = type(type(error).__name__, (type(error), SystemExit), {"code": 1})
+    plain = {"code": 1, "__reduce__": lambda self: (type(error), error.args)}
+    kind: Any = type(type(error).__name__, (type(error), SystemExit), plain)
     return kind(*error.args)
 
 

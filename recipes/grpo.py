@@ -263,10 +263,15 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
     after = held_out.show("After", policy)
     say(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
-    figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": by_step}
+    figures: dict[str, Any] = {"exact_match_by_step": by_step}
     figures["seconds_by_step"] = dict(zip(by_step, [0.0, *held_out.seconds]))
+    metrics = Path(str(trainer.args.output_dir)) / "metrics.json"
+    if training.resume_from_checkpoint and metrics.is_file():  # of an earlier end of this run
+        earlier = json.loads(metrics.read_text())
+        figures = {name: earlier[name] | {str(n): v for n, v in figures[name].items() if n} for name in figures}
+    figures |= {"exact_match_before": before, "exact_match_after": after}
     save(trainer, {**figures, "seconds": seconds, "demo": task.about})
-    if trainer.accelerator.num_processes == 1 and "--output_dir" not in argv:
+    if trainer.accelerator.num_processes == 1 and not {"--output_dir", "--resume_from_checkpoint"} & set(argv):
         again = shlex.join(["recipes/grpo.py", *argv])
         say("Next, the same run on two processes, which learns the same:")
         say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml {again}")

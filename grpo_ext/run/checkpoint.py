@@ -237,36 +237,35 @@ def create_output_dir(folder: str) -> None:
 
 
 def _record(folder: Path) -> dict[str, str]:
-    """What is recorded of a run's folder; the folder itself, never started, where nothing is."""
-    record = {"output_dir": folder.name, "started": ""}
-    with suppress(OSError, ValueError, TypeError):
-        record |= json.loads((folder / RECORD).read_text())
-    return record
+    """What is recorded of a run's folder; its own name, never started, where nothing is, or of a copy."""
+    name = os.path.basename(folder)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        record = json.loads((folder / RECORD).read_text())
+        if record["folder"] == name:
+            return {key: str(record[key]) for key in ("output_dir", "started")}
+    return {"output_dir": name, "started": ""}
 
 
 def record_start(folder: str | Path, output_dir: str | Path) -> None:
     """Record that a run starts in a folder, which it was given for `output_dir`."""
     path = Path(folder)
-    name = _record(path)["output_dir"] if (path / RECORD).exists() else Path(output_dir).resolve().name
+    asked = _record(path)["output_dir"] if (path / RECORD).exists() else os.path.basename(Path(output_dir))
     with suppress(OSError):  # without it, a resume from here goes on in output_dir
         started = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-        (path / RECORD).write_text(json.dumps({"output_dir": name, "started": started}) + "\n")
+        record = {"folder": os.path.basename(path), "output_dir": asked, "started": started}
+        (path / RECORD).write_text(json.dumps(record) + "\n")
 
 
 def runs_of(output_dir: str | Path) -> list[Path]:
     """The folders of runs with this `output_dir`: itself, `-2`, `-3`; the last started at the end."""
-    base = Path(output_dir)
-    numbered = (path for path in base.parent.glob("*") if re.fullmatch(rf"{re.escape(base.name)}-\d+", path.name))
-    beside = [path for path in numbered if _record(path)["output_dir"] == base.name]
-    return sorted([base, *beside], key=lambda path: str(_record(path)["started"]))
+    base, name = Path(output_dir), os.path.basename(Path(output_dir))
+    numbered = (path for path in base.parent.glob("*") if re.fullmatch(rf"{re.escape(name)}-\d+", path.name))
+    beside = [path for path in numbered if _record(path)["output_dir"] == name]
+    return sorted([base, *beside], key=lambda path: _record(path)["started"])
 
 
 def run_to_resume(wanted: str | bool | None, output_dir: str) -> Path | None:
-    """The folder of `output_dir` in which a resumed run goes on; None for a new run, or one that goes on elsewhere.
-
-    Args:
-        wanted: as for `find_checkpoint`.
-    """
+    """The folder of `output_dir` in which a resumed run goes on; None for a new run, or one that goes on elsewhere."""
     if not wanted:
         return None
     runs = [run for run in runs_of(output_dir) if checkpoints(run)]

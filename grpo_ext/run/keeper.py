@@ -107,7 +107,7 @@ class RunKeeper(TrainerCallback):
         run_state, self._run_state = self._run_state, None  # its memory is freed
         if run_state is not None:
             run_state.restore(self.trainer)
-            self.watch.evaluation_due = run_state.evaluation_due
+            self.watch.evaluation_due = run_state.evaluation_due and self.trainer.eval_dataset is not None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write a line of the run's log."""

@@ -82,7 +82,7 @@ class RunLog:
             epoch=epoch,
             time=round(time.perf_counter() - self._start, 3),
             peak_memory_mib=peak_memory_mib(device),
-            values={name: value for name, value in values.items() if name != "epoch"},
+            values={name: _plain(value) for name, value in values.items() if name != "epoch"},
         )
 
     def end(self, step: int, about: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ def read_log(path: str | Path) -> LoggedRun:
     Raises:
         OSError: the file cannot be read.
     """
-    run, seconds = LoggedRun(), 0.0  # of the training call so far
+    run, seconds, before = LoggedRun(), 0.0, 0  # seconds of the training call so far, and entries before it
     for raw in Path(path).read_bytes().splitlines():
         try:
             line = json.loads(raw)
@@ -141,8 +141,11 @@ def read_log(path: str | Path) -> LoggedRun:
             if step == 0:  # a new run in the same folder
                 run = LoggedRun()
             else:
+                if run.resumed_from[-1:] == [step]:
+                    del run.entries[before:]  # what that start logged of this step too
                 run.entries = [entry for entry in run.entries if entry["step"] <= step]
                 run.resumed_from.append(step)
+            before = len(run.entries)
             run.starts.append(line["start"])
         elif "end" in line and run.starts:
             run.starts[-1] |= {"step": step, **line["end"]}
@@ -166,11 +169,13 @@ def _whole_lines(path: Path) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def _plain(value: Any) -> float | str:
-    """What JSON does not know: a tensor of one number as that number, other objects as text."""
+def _plain(value: Any) -> Any:
+    """A value for JSON: a tensor of one number as that number, other objects as text."""
+    if value is None or isinstance(value, (str, int)):
+        return value
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return str(value)
 
 

@@ -23,30 +23,21 @@ def base_name(name: str | None) -> str:
 
 
 def usage(place: str, base: str, adapter: bool, chat: bool, images: bool) -> str:
-    """Code that loads a model from its id or folder and, of text alone, samples; as Markdown.
-
-    Args:
-        base: as `base_name` has it.
-        adapter, chat, images: whether the model is an adapter, has a chat template, takes images.
-    """
+    """Markdown with code that loads a model from its id or folder, and samples from one without images."""
     template = jinja2.Template(Path(__file__).with_name("usage.md").read_text(encoding="utf-8"), trim_blocks=True)
     return template.render(place=place, base=base, adapter=adapter, chat=chat, images=images).strip()
 
 
-def mend(path: Path, place: str, model: Any, reader: Any) -> None:
-    """Put the base model and the code of `usage` into a card that TRL has written; a fault is a warning.
-
-    Args:
-        reader: the tokenizer or processor.
-    """
+def mend(path: Path, place: str, model: Any, processing_class: Any) -> None:
+    """Put the base model and the code of `usage` into a card that TRL has written; a fault is a warning."""
     base = base_name(getattr(getattr(model, "config", None), "_name_or_path", None))
-    chat, images = getattr(reader, "chat_template", None) is not None, isinstance(reader, ProcessorMixin)
+    chat, adapter = getattr(processing_class, "chat_template", None) is not None, hasattr(model, "peft_config")
     try:
         card = ModelCard.load(path)
         if base != card.data.base_model:  # a folder, or an object in memory
             card.data.base_model, what = None, f"`{base}`" if base else "a model that was an object in memory"
             card.text = re.sub(r"(?<=version of )\[.*?\]\(.*?\)", lambda _: what, card.text, count=1)
-        code = f"\n{usage(place, base, hasattr(model, 'peft_config'), chat, images)}\n"
+        code = f"\n{usage(place, base, adapter, chat, isinstance(processing_class, ProcessorMixin))}\n"
         card.text = re.sub(r"(?s)(?<=## Quick start\n).*?(?=\n## )", lambda _: code, card.text, count=1)
         card.save(path)
     except Exception as error:  # whatever a template of the user's raises: a card never ends training

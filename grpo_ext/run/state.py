@@ -44,6 +44,7 @@ class RunState:
         sampled_at: optimizer steps made before the weights that sampled `rollout`.
         reference: the weights of a reference model that moves during the run (`sync_ref_model`).
         evaluation_due: an interrupt left the evaluation of the last step to the run that resumes.
+        pass_or_fail: every reward so far was 0 or 1.
     """
 
     rollout: RolloutBatch | None = None
@@ -56,6 +57,7 @@ class RunState:
     sampled_at: int = 0
     reference: dict[str, torch.Tensor] = field(default_factory=dict)
     evaluation_due: bool = False
+    pass_or_fail: bool = True
 
     @classmethod
     def of(cls, trainer: Any) -> RunState:
@@ -83,6 +85,7 @@ class RunState:
             sampled_at=rollouts.sampled_at,
             reference=reference,
             evaluation_due=trainer._keeper.watch.evaluation_due,
+            pass_or_fail=trainer._pass_at_k.pass_or_fail,
         )
 
     def restore(self, trainer: Any) -> None:
@@ -90,6 +93,7 @@ class RunState:
         rollouts = trainer._rollouts
         rollouts.hold(self.rollout, self.rollout_name)
         rollouts.waiting, rollouts.sampled_at = self.waiting, self.sampled_at
+        trainer._pass_at_k.pass_or_fail = self.pass_or_fail
         trainer._metrics["train"].clear()
         trainer._metrics["train"].update(self.metrics)
         trainer._step, trainer._losses = trainer.state.global_step, list(self.losses)

@@ -20,7 +20,7 @@ class PassAtK:
     def __init__(self, args: GRPOConfig) -> None:
         self.args = args
         self._rewards_B = torch.empty(0)
-        self._pass_or_fail = True  # every reward so far was 0 or 1
+        self.pass_or_fail = True  # every reward of the run so far was 0 or 1
 
     def observe(self, rewards_BF: torch.Tensor | None, weights_F: torch.Tensor, names: Sequence[str]) -> None:
         """Take the rewards of a rollout batch, of training or of an evaluation, by reward function; None: unknown."""
@@ -29,14 +29,14 @@ class PassAtK:
             return
         name = self.args.eval_pass_reward
         self._rewards_B = weighted_sum(rewards_BF, weights_F) if name is None else rewards_BF[:, names.index(name)]
-        self._pass_or_fail = self._pass_or_fail and are_pass_or_fail(self._rewards_B.tolist())
+        self.pass_or_fail = self.pass_or_fail and are_pass_or_fail(self._rewards_B.tolist())
 
     def metrics(self, num_generations: int) -> dict[str, float]:
         """`pass_metrics` of the rollout batch that was observed last; none where its rewards are unknown."""
         if not len(self._rewards_B):
             return {}
         threshold = self.args.eval_pass_threshold
-        if threshold is None and self._pass_or_fail:
+        if threshold is None and self.pass_or_fail:
             threshold = 1.0
         if threshold is None and self.args.num_generations_eval is not None:
             logger.warning_once(

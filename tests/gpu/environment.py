@@ -46,7 +46,11 @@ def make() -> None:
     Path(packages, "outer.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     options = ["--no-compile", "--no-index", "--find-links", str(WHEELS)]
     needed = [*dependencies(), "pytest", "hypothesis", "psutil"]
-    subprocess.run([*PIP, "--python", str(python), "install", *options, *needed], check=True)
+    if subprocess.run([*PIP, "--python", str(python), "install", *options, *needed]).returncode:
+        sys.exit(
+            f"{sys.executable} and {WHEELS.name}/ lack packages that pip names above: fill {WHEELS.name}/ on a machine "
+            "with a network (make wheels-gpu), or run this with a Python that has them."
+        )
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ def test_a_demo_that_is_resumed_goes_on_in_its_folder(launch, tmp_path):
     longer = [*short, "--allow_changed_on_resume", "max_steps", "--max_steps"]
     launch(*longer, "2", "--resume_from_checkpoint", "latest")
     launch(*longer, "3", "--resume_from_checkpoint", "runs/demo-1/checkpoint-2")
-    launch(*longer, "4", "--resume_from_checkpoint", "auto")
+    result = launch(*longer, "4", "--resume_from_checkpoint", "auto")
+    assert "Next, the same run on two processes" not in result.stdout
     saved = {path.name: [c.name for c in checkpoints(path)] for path in (tmp_path / "runs").iterdir()}
     assert saved == {"demo-1": [f"checkpoint-{n}" for n in (1, 2, 3, 4)], "demo-2": ["checkpoint-1", "checkpoint-2"]}
 

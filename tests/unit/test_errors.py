@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -15,6 +16,11 @@ SCRIPT = "from grpo_ext.errors import CheckpointError, quiet; raise quiet(Checkp
 def test_a_quiet_error_is_caught_as_what_it_is():
     with pytest.raises(CheckpointError, match="it is another run"):
         raise quiet(CheckpointError("it is another run"))
+
+
+def test_a_quiet_error_travels_as_the_plain_one():
+    copy = pickle.loads(pickle.dumps(quiet(CheckpointError("it is another run"))))
+    assert (type(copy), str(copy)) == (CheckpointError, "it is another run")
 
 
 def test_a_quiet_error_that_nothing_catches_ends_the_process_in_silence():

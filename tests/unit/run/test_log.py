@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 
 import torch
 
@@ -65,6 +66,23 @@ def test_every_line_is_an_object_after_resumes_here_and_elsewhere(tmp_path):
     write(begun(tmp_path / "new", 3, tmp_path / "old"), 4)
     assert len(lines(tmp_path / "new")) == 7
     assert path.read_bytes().endswith(b'"val')  # another run's log stays as it is
+
+
+def test_what_a_resume_logs_of_its_own_step_is_superseded_by_another_resume_there(tmp_path):
+    """An evaluation that was put off, made by a run that was killed before its next checkpoint, and made again."""
+    write(begun(tmp_path), 1)
+    for score in (0.25, 0.5):
+        log = begun(tmp_path, 1)
+        write(log, 1, eval_reward=score)
+        write(log, 2)
+    values = [entry["values"] for entry in read_log(tmp_path / LOG).entries]
+    assert values == [{"reward": 1.0}, {"eval_reward": 0.5}, {"reward": 2.0}]
+
+
+def test_objects_that_json_does_not_know_are_text(tmp_path):
+    write(begun(tmp_path), 1, table={(1, 2): 3}, huge=Fraction(10**400), rows={4})
+    (line,) = lines(tmp_path)
+    assert line["values"] == {"table": "{(1, 2): 3}", "huge": str(10**400), "rows": "{4}"}
 
 
 def test_a_start_with_settings_that_are_not_finite_is_strict_json(tmp_path):

@@ -105,6 +105,12 @@ def test_names_hold_no_path_of_the_machine(tmp_path):
     assert {name: base_name(name) for name in names} == names
 
 
+def test_any_name_of_a_folder_makes_code_that_runs(here, capsys):
+    other(here / "run", max_steps=1).train()
+    export(here / "run" / "checkpoint-1", here / 'a "b" \\n {{ c }} ü')
+    run_shown(here / 'a "b" \\n {{ c }} ü' / "README.md", capsys)
+
+
 def test_a_card_that_cannot_be_completed_does_not_end_training(here, caplog):
     class NoCard(GRPOTrainer):
         def create_model_card(self, *args: Any, **kwargs: Any) -> None:
