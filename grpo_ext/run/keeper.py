@@ -92,7 +92,7 @@ class RunKeeper(TrainerCallback):
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
-        self._last_folder, self._user_output_dir = "", ""
+        self._last_folder, self._user_output_dir = "", ""  # of this trainer's last run
         self._writer = ""  # unique to this training: processes of a killed one may still be writing
 
     @functools.cached_property
