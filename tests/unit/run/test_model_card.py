@@ -54,7 +54,7 @@ def test_the_cards_of_a_run_and_of_its_export_name_the_base_and_show_code_that_r
     card = here / "runs" / "first" / "README.md"
     assert "fine-tuned version of `tiny`.\n" in card.read_text()
     assert '"first/checkpoint-1"' in code_of(card)
-    assert ModelCard.load(card).data.base_model is None  # "tiny" is no id of the Hub
+    assert ModelCard.load(card).data.base_model is None  # "tiny" is not an id of the Hub
     export(here / "runs" / "first" / "checkpoint-1", here / "my-model")
     exported = here / "my-model" / "README.md"
     assert ("`tiny`, trained with GRPO" in exported.read_text()) == peft
