@@ -46,7 +46,7 @@ from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
 from .run.keeper import RunKeeper
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
-from .run.model_card import mend
+from .run.model_card import complete_card
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
@@ -540,7 +540,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_world_process_zero():
             folder = Path(str(self.args.output_dir)).resolve()
             saved = "" if self._keeper.output_dir is None else f"/{self._checkpoint_folder(None).name}"
-            mend(folder / "README.md", self.hub_model_id or f"{folder.name}{saved}", self.model, self.processing_class)
+            complete_card(folder, self.hub_model_id or f"{folder.name}{saved}", self.model, self.processing_class)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Like transformers' method; while a checkpoint is written, the folder in which it becomes whole."""

@@ -28,17 +28,17 @@ def usage(place: str, base: str, adapter: bool, chat: bool, images: bool) -> str
     return template.render(place=place, base=base, adapter=adapter, chat=chat, images=images).strip()
 
 
-def mend(path: Path, place: str, model: Any, processing_class: Any) -> None:
-    """Put the base model and the code of `usage` into a card that TRL has written; a fault is a warning."""
+def complete_card(folder: Path, place: str, model: Any, processing_class: Any) -> None:
+    """Put the base model and the code of `usage` into the card of TRL in a folder; a fault is a warning."""
     base = base_name(getattr(getattr(model, "config", None), "_name_or_path", None))
     chat, adapter = getattr(processing_class, "chat_template", None) is not None, hasattr(model, "peft_config")
     try:
-        card = ModelCard.load(path)
+        card = ModelCard.load(folder / "README.md")
         if base != card.data.base_model:  # a folder, or an object in memory
             card.data.base_model, what = None, f"`{base}`" if base else "a model that was an object in memory"
             card.text = re.sub(r"(?<=version of )\[.*?\]\(.*?\)", lambda _: what, card.text, count=1)
         code = f"\n{usage(place, base, adapter, chat, isinstance(processing_class, ProcessorMixin))}\n"
         card.text = re.sub(r"(?s)(?<=## Quick start\n).*?(?=\n## )", lambda _: code, card.text, count=1)
-        card.save(path)
+        card.save(folder / "README.md")
     except Exception as error:  # whatever a template of the user's raises: a card never ends training
-        logger.warning(f"The model card {path} is TRL's, without code that runs: {type(error).__name__}: {error}")
+        logger.warning(f"The model card in {folder} is TRL's, without code that runs: {type(error).__name__}: {error}")

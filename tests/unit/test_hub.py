@@ -1,4 +1,4 @@
-"""Without a network a model of the Hub is asked for once, and one in the cache is found."""
+"""A model of the Hub that cannot be reached is asked for once, and one in the cache is found."""
 
 from __future__ import annotations
 

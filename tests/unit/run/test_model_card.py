@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.run.model_card import base_name, mend
+from grpo_ext.run.model_card import base_name, complete_card
 from grpo_ext.tools.export import export
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, other
@@ -115,8 +115,8 @@ def test_a_card_that_cannot_be_completed_does_not_end_training(here, caplog):
     class NoCard(GRPOTrainer):
         def create_model_card(self, *args: Any, **kwargs: Any) -> None:
             super().create_model_card(*args, **kwargs)
-            mend(here / "gone.md", "run", self.model, self.processing_class)
+            complete_card(here / "gone", "run", self.model, self.processing_class)
 
     other(here / "run", cls=NoCard, max_steps=1).train()
     assert (here / "run" / "checkpoint-1").is_dir()
-    assert "gone.md is TRL's, without code that runs" in caplog.text
+    assert "gone is TRL's, without code that runs" in caplog.text
