@@ -141,3 +141,18 @@ def test_what_would_train_on_the_same_prompts_again_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"ignore_data_skip=True .* leave it out"):
         other(tmp_path, max_steps=2, ignore_data_skip=True).train(str(tmp_path / "checkpoint-1"))
     other(tmp_path / "new", max_steps=1, ignore_data_skip=True).train()  # nothing is skipped
+
+
+def test_pass_at_k_is_logged_after_a_resume_where_it_would_have_been(tmp_path):
+    """Rewards of an early evaluation that are not 0 or 1 say what later ones mean."""
+
+    def graded_at_first(prompts: list[str], completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        return [0.5 if trainer_state.global_step < 2 else float("a" in text) for text in completions]
+
+    settings = {"reward": graded_at_first, "callbacks": [], "num_generations_eval": 4, "max_steps": 3}
+    whole, again = (early(tmp_path / name, **settings) for name in ("whole", "again"))
+    whole.train()
+    again.train(str(tmp_path / "whole" / "checkpoint-2"))
+    names = [[line["step"], *sorted(line)] for line in whole.state.log_history if "eval_reward" in line]
+    assert names == [[line["step"], *sorted(line)] for line in again.state.log_history if "eval_reward" in line]
+    assert len(names) == 3
