@@ -127,7 +127,6 @@ def check_ahead(settings: Mapping[str, Any]) -> None:
     others = {
         "vllm_mode='colocate' (the engine shares the device with training; use a server)": colocated,
         "torch_compile (a copy would be compiled anew)": settings["torch_compile"],
-        "ignore_data_skip=True (what was sampled ahead belongs to later prompts)": settings["ignore_data_skip"],
         "cast_lm_head_to_fp32=True (TRL's head runs the weights that are trained)": settings["cast_lm_head_to_fp32"],
         "use_transformers_continuous_batching (it samples with the weights that are trained)": trained_weights,
     }

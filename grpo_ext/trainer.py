@@ -479,9 +479,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Like transformers' method, which would train one step too many where a finished run is resumed."""
-        if self.state.global_step >= self.state.max_steps:
-            self._keeper.say("The run is finished: nothing is left to train, and the weights stay as they are.")
+        """Like transformers' method, which would train on where a finished run is resumed."""
+        if (reason := self._keeper.why_finished()) is not None:
+            self._keeper.say(reason)
             self.control.should_training_stop = True
         elif not self._keeper.watch.evaluation_due:
             super()._run_epoch(*args, **kwargs)

@@ -14,6 +14,8 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -42,6 +44,11 @@ def file_hash(path: Path) -> str:
         return sha_fileobj(file).hex()
 
 
+def _hashes(paths: Sequence[Path]) -> list[str]:
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(file_hash, paths))
+
+
 def checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints in a run's folder, oldest step first; whole or not."""
     root = Path(folder)
@@ -54,10 +61,10 @@ def checkpoints(folder: str | Path) -> list[Path]:
 def write_listing(folder: Path, about: dict[str, Any]) -> None:
     """List every file of a finished checkpoint, and sync all of it to the disk."""
     paths = sorted(folder.rglob("*"))
+    listed = [path for path in paths if path.is_file() and path.name != LISTING]
     files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": file_hash(path)}
-        for path in paths
-        if path.is_file() and path.name != LISTING
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(listed, _hashes(listed), strict=True)
     }
     content, listing = {**about, "files": files}, folder / LISTING
     listing.write_text(json.dumps({**content, "sha256": _content_hash(content)}, indent=1) + "\n")
@@ -120,7 +127,9 @@ def why_broken(folder: str | Path) -> str | None:
         size = path.stat().st_size
         if size != expected["size"]:
             return f"{path} has {size} bytes instead of {expected['size']}"
-        if file_hash(path) != expected["sha256"]:
+    paths = [root / name for name in listing["files"]]
+    for path, digest, expected in zip(paths, _hashes(paths), listing["files"].values(), strict=True):
+        if digest != expected["sha256"]:
             return f"{path} has changed since it was written (SHA-256 differs)"
     return None
 
@@ -150,10 +159,6 @@ def is_path(wanted: str | bool | None) -> bool:
 
 def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
     """The checkpoint to resume from, verified; None for a new run.
-
-    Args:
-        wanted: a path; "latest" or True; "auto"; None or False.
-        folder: the run's.
 
     Raises:
         CheckpointError: it is broken, or there is none.
@@ -195,11 +200,7 @@ def _rename_aside(folder: Path) -> Path:
 
 
 def set_aside_later(checkpoint: str | Path) -> list[Path]:
-    """Rename the checkpoints after the one that a run resumes from, so that "latest" is not one of them.
-
-    Returns:
-        Their new names.
-    """
+    """Rename the checkpoints after the one that a run resumes from, so that "latest" is not one; their new names."""
     path = Path(checkpoint).resolve()
     siblings = checkpoints(path.parent)
     return [_rename_aside(later) for later in siblings[siblings.index(path) + 1 :]] if path in siblings else []
@@ -278,7 +279,7 @@ def run_to_resume(wanted: str | bool | None, output_dir: str) -> Path | None:
 def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
     """The lock on a run's folder; None where another run holds it for longer than `patience` seconds."""
     create_output_dir(folder)
-    lock = FileLock(Path(folder) / LOCK)
+    lock = FileLock(Path(folder) / LOCK, thread_local=False)  # a thread may take it (`from_main_process`)
     try:
         lock.acquire(timeout=patience)
     except Timeout:
@@ -289,14 +290,11 @@ def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
 
 
 def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
-    """Lock a run's folder; on the main process.
+    """Lock a run's folder, on the main process; returns the folder, and the lock to release after the run.
 
     Args:
         in_place: a run of the folder is resumed in it; otherwise a new run takes the folder, or, where that holds
             checkpoints or belongs to another run, the first free one of `folder-2`, `folder-3`, ...
-
-    Returns:
-        The folder, and the lock to release after the run.
 
     Raises:
         CheckpointError: another run holds the folder to resume in.

@@ -37,6 +37,7 @@ class InterruptWatch(TrainerCallback):
         self.requested = False  # this process was asked to stop
         self.stopping = False  # one of the processes was; the run ends after this step
         self.evaluation_due = False  # an evaluation of the last step is left to the run that resumes
+        self.ends_anyway = False  # a callback stops the run at that step too
         self._ends_epoch = False  # the step at which the run stops is the last of its epoch
 
     def say(self, sentence: str) -> None:
@@ -48,7 +49,7 @@ class InterruptWatch(TrainerCallback):
         """Stop all processes if one of them was asked to stop."""
         if not any_process(self.requested, self.accelerator.device):
             return
-        self.stopping = True
+        self.stopping, self.ends_anyway = True, control.should_training_stop
         self._ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
         control.should_training_stop = True
         self._put_off_evaluation(control, saves=not self._ends_epoch)

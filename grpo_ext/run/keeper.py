@@ -33,7 +33,7 @@ from ..rollouts.build import truncating_filters
 from ..rollouts.build_ahead import described
 from ..rollouts.keyed import most_kept
 from ..runtime.attributes import assigned
-from ..runtime.collectives import failing_together, from_main_process, shards_parameters
+from ..runtime.collectives import failing_together, from_main_process, shards_parameters, without_long_waits
 from ..runtime.determinism import environment
 from .checkpoint import (
     find_checkpoint,
@@ -61,7 +61,7 @@ from .fingerprint import (
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .log import RunLog
 from .model_card import base_name
-from .state import RunState
+from .state import RunState, callback_states, restore_callbacks
 
 logger = get_logger(__name__)
 
@@ -88,6 +88,7 @@ class RunKeeper(TrainerCallback):
         self.checkpoint: str | None = None
         self.output_dir: str | None = None
         self.resumed = TrainerState()
+        self._stopped_early = False  # the run that is resumed
         self._geometry: BatchGeometry = trainer.geometry  # as it was configured
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
         self._log = RunLog()
@@ -117,18 +118,14 @@ class RunKeeper(TrainerCallback):
     # ---- A run ----------------------------------------------------------------------------------------------------
 
     def begin(self, wanted: str | bool | None) -> str | None:
-        """Before a run: lock its folder, and find, verify and read the checkpoint that it resumes from.
-
-        The caller calls `release_folder` after the run.
-
-        Returns:
-            The checkpoint's folder; None for a new run.
+        """Lock a run's folder until `release_folder`; find, verify and read the checkpoint to resume, if there is one.
 
         Raises:
             CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
         """
         vars(self).pop("fingerprint", None)
-        self.resumed, self._run_state = TrainerState(), None
+        self.resumed, self._run_state, self._stopped_early = TrainerState(), None, False
+        self.trainer.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what others decide
         self._resize_chunks({})
         if self.args.output_dir != self._last_folder:  # the user's, and not where the last run of this trainer went
             self._user_output_dir = str(self.args.output_dir)
@@ -170,11 +167,12 @@ class RunKeeper(TrainerCallback):
             self._lock = None
 
     def _read(self, checkpoint: str) -> None:
-        """Compare a checkpoint with this run, and read its state; weights and optimizer are read by transformers.
-
-        Raises:
-            CheckpointError: it belongs to another run, or a file is broken.
-        """
+        """Compare a checkpoint with this run, and read its state; weights and optimizer are read by transformers."""
+        if self.args.ignore_data_skip:
+            raise CheckpointError(
+                f"ignore_data_skip=True would train on the first prompts of the epoch again, not on those that follow "
+                f"{checkpoint}; leave it out."
+            )
         listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
         if listing is None:
             logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")
@@ -201,13 +199,26 @@ class RunKeeper(TrainerCallback):
             state.rollout, state.rollout_name, state.waiting = None, None, []
         self._run_state = state
         self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+        if state is not None:
+            state.restore_limits(self.trainer)
+            self._stopped_early = state.stopped_early and "stopped_early" not in allowed
+        saved: Any = self.resumed.stateful_callbacks
+        if not self.args.restore_callback_states_from_checkpoint:  # or transformers restores them, its way
+            restore_callbacks(self.trainer.callback_handler.callbacks, saved, checkpoint)
+
+    def why_finished(self) -> str | None:
+        """Why nothing is left to train, as sentences; None where something is."""
+        if self.trainer.state.global_step >= self.trainer.state.max_steps:
+            return "The run is finished: nothing is left to train, and the weights stay as they are."
+        early = (
+            f"The run was stopped early, after step {self.resumed.global_step} of {self.resumed.max_steps}. "
+            "To train on, set allow_changed_on_resume=['stopped_early'] (as an option: --allow_changed_on_resume "
+            "stopped_early), and leave out or change the callback that stopped it."
+        )
+        return early if self._stopped_early else None
 
     def _resize_chunks(self, saved: Mapping[str, Any]) -> None:
-        """Take the chunk size of a checkpoint where the configuration does not set one.
-
-        Args:
-            saved: the checkpoint's settings; empty for a new run.
-        """
+        """Take the chunk size of a checkpoint's settings (none for a new run) where the configuration sets none."""
         trainer, geometry = self.trainer, self._geometry
         size = saved.get("rollout_chunk_size")
         if geometry.together and size is not None and size % geometry.num_generations == 0:
@@ -222,12 +233,13 @@ class RunKeeper(TrainerCallback):
         prompts = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
         continuous = trainer.use_transformers_continuous_batching
+        limits, halved = trainer._step_planner.limits, (trainer._rollouts.memory, trainer._forwards.memory)
         plan = describe_plan(
-            trainer.geometry,
+            dataclasses.replace(trainer.geometry, micro_batch_size=limits.rows),
             prompts,
             args.dataloader_drop_last,
             None if args.max_steps > 0 else args.num_train_epochs,
-            micro_batch_tokens=args.micro_batch_tokens,
+            micro_batch_tokens=limits.tokens,
             form=trainer._forwards.choice.described(trainer.model),
             precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
             ahead=described(trainer),
@@ -235,6 +247,7 @@ class RunKeeper(TrainerCallback):
             half=args.bf16 or args.fp16,
             most_kept=most_kept(truncating_filters(trainer)) if args.replay.masks else None,
         )
+        plan += "".join(f"\n  {work.what}: up to {work.limit} at a time" for work in halved if work.limit)
         self.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
         return plan
 
@@ -243,14 +256,16 @@ class RunKeeper(TrainerCallback):
         """Print the plan, log start and end of the run, and let signals stop it after a step."""
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
-        with self.watch.listening():
+        first = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
+        with self.watch.listening(), assigned(self.args, eval_on_start=first):
             if self.args.should_save:
                 self._log_start(checkpoint, plan)
             try:
                 yield
                 end["ended"] = "interrupted" if self.watch.stopping else "finished"
-                if self.args.should_save and not shards_parameters(self.accelerator):
-                    hashes = state_hashes(self.accelerator.unwrap_model(self.trainer.model), optimizer=None)
+                if not shards_parameters(self.accelerator):
+                    model = self.accelerator.unwrap_model(self.trainer.model)
+                    hashes = from_main_process(self.accelerator, lambda: state_hashes(model, optimizer=None))
                     lines = "\n".join(sorted(f"{name} {value}" for name, value in hashes.items()))
                     end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
             finally:
@@ -268,11 +283,7 @@ class RunKeeper(TrainerCallback):
         self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)
 
     def interrupted(self, path: Path, step: int) -> TrainingInterrupted:
-        """The exception that ends the program after an interrupt.
-
-        Args:
-            path: where the checkpoint of the last step would be.
-        """
+        """The exception that ends the program after an interrupt; `path`: where the last checkpoint would be."""
         if not from_main_process(self.accelerator, path.is_dir):
             self.say(f"Interrupted after step {step}; no checkpoint of it was written.")
             return TrainingInterrupted(None)
@@ -286,15 +297,12 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def writing(self, final: Path, state: TrainerState) -> Iterator[None]:
-        """Let the Trainer write a checkpoint to `output_dir`; afterwards it is whole or absent (run.checkpoint).
-
-        Args:
-            final: the checkpoint's folder.
-            state: the Trainer's.
-        """
+        """Let the Trainer write a checkpoint to `output_dir`; afterwards `final` is whole or absent."""
         run, folder, saves = final.parent, writing_folder(final.parent, self._writer), self.args.should_save
         written = folder / final.name
         run_state = None if self.args.save_only_model else RunState.of(self.trainer)
+        # transformers lists states of a class after earlier ones, and knows no callbacks that came with a resume
+        state.stateful_callbacks = callback_states([*self.trainer.callback_handler.callbacks, self.trainer.control])
 
         def explain(reason: str) -> str:
             if saves:
@@ -313,8 +321,8 @@ class RunKeeper(TrainerCallback):
         if best == final or best.is_dir():
             state.best_model_checkpoint = str(best)
         with failing_together(explain):
-            if saves:
-                self._complete(written, state, run_state)
+            complete = functools.partial(self._complete, written, state, run_state)
+            without_long_waits(complete if saves else lambda: None, self.accelerator.device)
             # on a local disk a node has a part of the checkpoint too; on a shared one the main process has all of it
             publishes = saves or (
                 self.accelerator.is_local_main_process

@@ -7,6 +7,7 @@ so that reading it executes nothing.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from safetensors.torch import load_file, save_file
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
 
 from ..errors import CheckpointError
 from ..forward.snapshot import Weights
 from ..rollouts.batch import Column, RolloutBatch
 from ..rollouts.ragged import Ragged
 from ..runtime.collectives import shards_parameters
+from ..runtime.out_of_memory import device_kind
 
 logger = get_logger(__name__)
 
@@ -38,13 +42,14 @@ class RunState:
         metrics: values of the steps since the last log line, by name.
         loss: sums of the Trainer since the last log line and since the start, and the step of the last log line.
         losses: of every step so far.
-        limits: sizes that fit into memory, where they are smaller than those in the configuration.
+        limits: sizes that fit into the memory of a kind of device, where they are smaller than those configured.
         waiting: rollout batches that are being sampled (`rollout_lag`): for each the first optimizer step, from 0, that
             trains on it, and the weights that sample it. Those with the same weights share one object.
         sampled_at: optimizer steps made before the weights that sampled `rollout`.
         reference: the weights of a reference model that moves during the run (`sync_ref_model`).
         evaluation_due: an interrupt left the evaluation of the last step to the run that resumes.
         pass_or_fail: every reward so far was 0 or 1.
+        stopped_early: a callback ended the run before its last step.
     """
 
     rollout: RolloutBatch | None = None
@@ -58,11 +63,13 @@ class RunState:
     reference: dict[str, torch.Tensor] = field(default_factory=dict)
     evaluation_due: bool = False
     pass_or_fail: bool = True
+    stopped_early: bool = False
 
     @classmethod
     def of(cls, trainer: Any) -> RunState:
         """The state of a trainer's run as it is now; called on all processes together."""
-        rollouts, reference = trainer._rollouts, {}
+        rollouts, reference, loop, watch = trainer._rollouts, {}, trainer.state, trainer._keeper.watch
+        ends = watch.ends_anyway if watch.stopping else trainer.control.should_training_stop
         ahead = None if rollouts.ahead is None else [(job.step, job.weights) for job in rollouts.ahead.jobs]
         if trainer.ref_model is not None and trainer.args.sync_ref_model and not shards_parameters(trainer.accelerator):
             reference = trainer.accelerator.unwrap_model(trainer.ref_model).state_dict()
@@ -80,13 +87,22 @@ class RunState:
                 "window": asdict(trainer._step_planner.limits),
                 "scoring": trainer._forwards.memory.limit,
                 "generation": rollouts.memory.limit,
+                "device": device_kind(trainer.accelerator.device),
             },
             waiting=list(rollouts.waiting) if ahead is None else ahead,
             sampled_at=rollouts.sampled_at,
             reference=reference,
-            evaluation_due=trainer._keeper.watch.evaluation_due,
+            evaluation_due=watch.evaluation_due,
             pass_or_fail=trainer._pass_at_k.pass_or_fail,
+            stopped_early=ends and loop.global_step < loop.max_steps,
         )
+
+    def restore_limits(self, trainer: Any) -> None:
+        """Adopt the sizes that fit, on a device of the same kind; elsewhere the configured ones are tried anew."""
+        if self.limits.get("device") in (None, device_kind(trainer.accelerator.device)):
+            trainer._step_planner.limits.restore(**self.limits["window"])
+            trainer._forwards.memory.limit = self.limits["scoring"]
+            trainer._rollouts.memory.limit = self.limits["generation"]
 
     def restore(self, trainer: Any) -> None:
         """Put the state back into a trainer, after its loop has set its sums to zero."""
@@ -100,9 +116,6 @@ class RunState:
         trainer._tr_loss = trainer._tr_loss + self.loss["since_log"]
         trainer._total_loss_scalar = self.loss["total"]
         trainer._initial_global_step, trainer._globalstep_last_logged = 0, int(self.loss["last_logged"])
-        trainer._step_planner.limits.restore(**self.limits["window"])
-        trainer._forwards.memory.limit = self.limits["scoring"]
-        rollouts.memory.limit = self.limits["generation"]
         if self.reference and trainer.ref_model is not None:
             trainer.accelerator.unwrap_model(trainer.ref_model).load_state_dict(self.reference)
 
@@ -129,10 +142,7 @@ class RunState:
 
     @classmethod
     def load(cls, folder: str | Path, num_generations: int) -> RunState | None:
-        """Read from a checkpoint's folder; None if another trainer wrote it.
-
-        Args:
-            num_generations: completions per group of the rollout batch.
+        """Read from a checkpoint's folder, with groups of `num_generations`; None if another trainer wrote it.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -159,6 +169,28 @@ class RunState:
         except Exception as error:  # whatever the parsers raise
             raise CheckpointError(f"{path}, or a safetensors file beside it, is broken: {error}.") from None
         return state
+
+
+def callback_states(callbacks: Sequence[Any]) -> Any:
+    """The states of callbacks that have one (transformers' `ExportableState`), by their classes' names."""
+    stateful: Any = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+    return TrainerState(stateful_callbacks=stateful).stateful_callbacks
+
+
+def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkpoint: str) -> None:
+    """Restore the attributes that callbacks saved, in the user's objects and with the user's arguments."""
+    for name, states in saved.items():
+        alike = [part for part in callbacks if isinstance(part, ExportableState) and type(part).__name__ == name]
+        latest = (states if isinstance(states, list) else [states])[-len(alike) :]
+        for callback, state in zip(alike, latest):
+            old, new = (json.loads(json.dumps(part.get("args", {}))) for part in (state, callback.state()))
+            if old != new:
+                logger.warning(
+                    f"{name} had {old} when {checkpoint} was written and has {new} now, which counts; "
+                    "restore_callback_states_from_checkpoint=True takes the checkpoint's."
+                )
+            for attribute, value in state.get("attributes", {}).items():
+                setattr(callback, attribute, value)
 
 
 def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:

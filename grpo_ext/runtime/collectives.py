@@ -10,6 +10,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -24,6 +25,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from ..errors import CheckpointError, GrpoExtError, ProcessError, RolloutError, quiet
 
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
+_PULSE = 0.5  # seconds in which processes ask each other whether they are done
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
@@ -193,18 +195,31 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
     raise CheckpointError(explain(first)) from failure
 
 
+def without_long_waits(work: Callable[[], Any], device: torch.device) -> Any:
+    """The result of `work`, which holds no collectives, once all processes are done with theirs.
+
+    A process that is done asks the others again and again: a single collective would end the run after its timeout.
+    """
+    _refuse_alone()
+    if _processes() == 1:
+        return work()
+    result = ThreadPoolExecutor(1).submit(work)
+    while True:
+        wait([result], _PULSE)
+        if not any_process(not result.done(), device):
+            return result.result()
+
+
 def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[], Any]) -> Any:
     """The result of `make` on the main process, on every process; all raise its error, and the main one prints it."""
     value, failure = None, None
-    if accelerator.is_main_process:
-        try:
-            value = make()
-        except GrpoExtError as error:
-            failure = error
-        except Exception as error:  # its class may not be picklable
-            failure = ProcessError(f"process 0 failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error  # for the traceback; it stays on this process
-    _refuse_alone()
+    try:
+        value = without_long_waits(make if accelerator.is_main_process else lambda: None, accelerator.device)
+    except GrpoExtError as error:
+        failure = error
+    except Exception as error:  # its class may not be picklable
+        failure = ProcessError(f"process 0 failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error  # for the traceback; it stays on this process
     value, failure = broadcast_object_list([(value, failure)])[0]
     if failure is None:
         return value

@@ -6,6 +6,7 @@ smaller size is layout, so the update stays the same.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -36,6 +37,14 @@ def available_bytes(device: torch.device) -> int | None:
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def device_kind(device: torch.device) -> str:
+    """Name and memory of a device: what fits on it fits on others of its kind."""
+    name, total = device.type, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cuda":
+        name, total = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+    return f"{name} with {total / 2**30:.0f} GiB"
 
 
 class Halving:

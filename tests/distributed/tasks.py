@@ -18,6 +18,8 @@ from accelerate import PartialState
 from grpo_ext import GRPOTrainer
 from grpo_ext.forward import forms
 from grpo_ext.forward.attention import TakesNoPacks
+from grpo_ext.run import checkpoint, keeper
+from grpo_ext.runtime import collectives
 from grpo_ext.runtime.collectives import ragged_gather
 from tests.support.images import Gallery, calling, image_model, image_processor, image_rows
 from tests.support.launch import leave
@@ -217,6 +219,38 @@ def shared_disk(folder: Path) -> list[str]:
     trainer.train()
     trainer.accelerator.wait_for_everyone()
     return sorted(path.name for path in (folder / "out").iterdir() if not path.name.startswith("_"))
+
+
+def slow_hashes(folder: Path) -> list[int]:
+    """Steps of a run and of its resume, where whatever is hashed takes as long as three collectives of the other."""
+    calls, gather = folder / "collectives", torch.distributed.all_gather
+    calls.touch()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if RANK:
+            with calls.open("a") as file:
+                file.write(".")
+        return gather(*args, **kwargs)
+
+    def slowly(function: Any) -> Any:
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            start, deadline = calls.stat().st_size, time.monotonic() + 30
+            while calls.stat().st_size < start + 3:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the other process waits in a collective while {function.__name__} runs")
+                time.sleep(0.01)
+            return function(*args, **kwargs)
+
+        return slow
+
+    torch.distributed.all_gather, collectives._PULSE = counted, 0.02
+    checkpoint.file_hash, keeper.state_hashes = slowly(checkpoint.file_hash), slowly(keeper.state_hashes)
+    steps = []
+    for resume in (None, "latest"):
+        trainer = trainer_of(folder, max_steps=2, save_strategy="steps", save_steps=2)
+        trainer.train(resume)
+        steps.append(trainer.state.global_step)
+    return steps
 
 
 def save(folder: Path, result: Any) -> None:

@@ -260,7 +260,6 @@ def test_the_threads_of_a_cpu_are_divided(tmp_path):
         ({"rollout_lag": -1}, "rollout_lag=-1"),
         ({"use_transformers_continuous_batching": True}, "continuous_batching"),
         ({"torch_compile": True}, "torch_compile"),
-        ({"ignore_data_skip": True}, "ignore_data_skip"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
         ({"generation_kwargs": {"do_sample": False}}, r"do_sample=False.*only this trainer's own sampling"),
         (

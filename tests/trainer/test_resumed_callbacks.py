@@ -1,0 +1,158 @@
+"""A resumed run goes on as the run would have: callbacks with a state, runs that were stopped early, data in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from grpo_ext.errors import CheckpointError
+from grpo_ext.run.interrupts import TrainingInterrupted
+from tests.support.tiny import letter_reward, prompts
+from tests.support.trainers import on, other, parameters
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_reward", "max_steps": 6}
+
+
+def as_good(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """A reward that never improves."""
+    return [1.0] * len(completions)
+
+
+def early(folder: Path, patience: int = 2, **changes: Any) -> Any:
+    """A trainer that stops after `patience` evaluations: with 2 after the third step, the first is the best."""
+    parts = {"reward": as_good, "eval_dataset": prompts(4, seed=1), "callbacks": [EarlyStoppingCallback(patience)]}
+    return other(folder, **{**EVALUATED, **parts, **changes})
+
+
+class Counting(TrainerCallback, ExportableState):
+    """Adds its weight at each step; `handle` is no part of its state."""
+
+    def __init__(self, weight: int) -> None:
+        self.weight, self.total, self.handle = weight, 0, None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.total += self.weight
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"weight": self.weight}, "attributes": {"total": self.total}}
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_patience_is_restored(tmp_path, restored):
+    """Also where transformers is asked to restore callbacks, and where a run begins with an evaluation."""
+    settings = {"restore_callback_states_from_checkpoint": restored, "eval_on_start": restored}
+    whole = early(tmp_path / "whole", patience=3, **settings)
+    whole.train()
+    again = early(tmp_path / "again", patience=3, **settings)
+    again.train(str(tmp_path / "whole" / "checkpoint-2"))
+    assert again.state.global_step == whole.state.global_step < 6
+    evaluations = [[line["step"] for line in run.state.log_history if "eval_reward" in line] for run in (whole, again)]
+    assert evaluations[0] == evaluations[1]
+
+
+def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on(tmp_path, capsys):
+    whole = early(tmp_path)
+    whole.train()
+    assert whole.state.global_step == 3
+    again = early(tmp_path)
+    again.train("latest")
+    assert again.state.global_step == 3
+    assert torch.equal(parameters(whole), parameters(again))
+    said = capsys.readouterr().out
+    assert "stopped early, after step 3 of 6" in said
+    assert "allow_changed_on_resume=['stopped_early']" in said
+    going_on = early(tmp_path, patience=4, allow_changed_on_resume=["stopped_early"])
+    going_on.train("latest")
+    assert going_on.state.global_step == 5  # two evaluations of four were made before
+    longer = {"max_steps": 7, "callbacks": [], "allow_changed_on_resume": ["stopped_early", "max_steps"]}
+    trained = early(tmp_path / "b", **longer)
+    trained.train(str(tmp_path / "checkpoint-3"))
+    assert trained.state.global_step == 7
+
+
+def test_a_finished_run_that_is_made_longer_was_not_stopped_early(tmp_path):
+    other(tmp_path, max_steps=1).train()
+    longer = other(tmp_path, max_steps=2, allow_changed_on_resume=["max_steps"])
+    longer.train("latest")
+    assert longer.state.global_step == 2
+
+
+class StopAt(TrainerCallback):
+    """Stops the run at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, capsys, stops):
+    trainer = other(tmp_path)
+    trainer.add_callback(StopAt(2 if stops else 9))
+    trainer.add_callback(on("on_pre_optimizer_step", lambda state: os.kill(os.getpid(), signal.SIGTERM), at=1))
+    with pytest.raises(TrainingInterrupted):
+        trainer.train()
+    again = other(tmp_path)
+    again.train("latest")
+    assert again.state.global_step == (2 if stops else 3)
+    assert ("stopped early" in capsys.readouterr().out) is stops
+
+
+def test_the_state_of_every_callback_is_restored_into_its_object(tmp_path, caplog):
+    """Also where there are two of a class, or one that the checkpoint does not know."""
+    pair = [Counting(1), Counting(10)]
+    other(tmp_path / "whole", callbacks=pair).train()
+    again, handle = [Counting(1), Counting(10)], object()
+    again[1].handle = handle
+    early(tmp_path / "again", max_steps=3, callbacks=[*again, EarlyStoppingCallback(5)], reward=letter_reward).train(
+        str(tmp_path / "whole" / "checkpoint-2")
+    )
+    assert [callback.total for callback in again] == [callback.total for callback in pair] == [3, 30]
+    assert again[1].handle is handle
+    assert " had {" not in caplog.text
+    third = [Counting(1), Counting(10)]
+    other(tmp_path / "third", callbacks=third).train(str(tmp_path / "again" / "checkpoint-3"))
+    assert [callback.total for callback in third] == [3, 30]
+
+
+@pytest.mark.parametrize(("restored", "total"), [(False, 7), (True, 3)])
+def test_arguments_that_a_user_changed_count_unless_the_checkpoints_are_asked_for(tmp_path, caplog, restored, total):
+    other(tmp_path, callbacks=[Counting(1)]).train()
+    settings = {"callbacks": [Counting(5)], "restore_callback_states_from_checkpoint": restored}
+    trainer = other(tmp_path, **settings)
+    trainer.train(str(tmp_path / "checkpoint-2"))
+    (counting,) = (part for part in trainer.callback_handler.callbacks if isinstance(part, Counting))
+    assert counting.total == total
+    said = "Counting had {'weight': 1} when" in caplog.text and "has {'weight': 5} now, which counts" in caplog.text
+    assert said is not restored
+
+
+def test_what_would_train_on_the_same_prompts_again_is_refused(tmp_path):
+    other(tmp_path, max_steps=2).train()
+    with pytest.raises(CheckpointError, match=r"ignore_data_skip=True .* leave it out"):
+        other(tmp_path, max_steps=2, ignore_data_skip=True).train(str(tmp_path / "checkpoint-1"))
+    other(tmp_path / "new", max_steps=1, ignore_data_skip=True).train()  # nothing is skipped
+
+
+def test_pass_at_k_is_logged_after_a_resume_where_it_would_have_been(tmp_path):
+    """Rewards of an early evaluation that are not 0 or 1 say what later ones mean."""
+
+    def graded_at_first(prompts: list[str], completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        return [0.5 if trainer_state.global_step < 2 else float("a" in text) for text in completions]
+
+    settings = {"reward": graded_at_first, "callbacks": [], "num_generations_eval": 4, "max_steps": 3}
+    whole, again = (early(tmp_path / name, **settings) for name in ("whole", "again"))
+    whole.train()
+    again.train(str(tmp_path / "whole" / "checkpoint-2"))
+    names = [[line["step"], *sorted(line)] for line in whole.state.log_history if "eval_reward" in line]
+    assert names == [[line["step"], *sorted(line)] for line in again.state.log_history if "eval_reward" in line]
+    assert len(names) == 3
