@@ -29,6 +29,7 @@ from ..forward.snapshot import refuse_no_copy, refuse_replaced_forward
 from ..rollouts.build import overridden, own_sampling, why_not_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import check_names
+from ..rollouts.keyed import NEW_TOKENS
 from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
@@ -267,7 +268,7 @@ def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
         return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
 
     if readable and has_readable_prompts(dataset):
-        longest = trainer.max_completion_length or 0  # None: as long as the model allows
+        longest = trainer.max_completion_length or NEW_TOKENS
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
     models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
     dependent = settle_rope(models, lambda: _longest_sequence(trainer, lengths) if readable else None)

@@ -50,7 +50,7 @@ _ADD_UP = (transformers.TopHLogitsWarper, transformers.TopPLogitsWarper, transfo
 MOST_KEPT = 512  # tokens of a replayed mask, where top_k says no number
 _DRAW = 16  # tokens whose random numbers are drawn at once
 BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
-_NEW_TOKENS = 20  # of a row, where no setting says how many; transformers' default
+NEW_TOKENS = 20  # of a row, where no setting says how many; transformers' default
 
 # settings that change scores by what was written before, or at single positions, and their values without effect
 _NOT_REPLAYED: dict[str, Any] = {
@@ -231,7 +231,7 @@ def greedy_config(model: Any, config: GenerationConfig) -> GenerationConfig:
     greedy = copy.deepcopy(config)
     for name in FILTERS:
         setattr(greedy, name, None)
-    greedy.max_new_tokens = setting_of(model, config, "max_new_tokens") or _NEW_TOKENS
+    greedy.max_new_tokens = setting_of(model, config, "max_new_tokens") or NEW_TOKENS
     greedy.do_sample, greedy.renormalize_logits = False, False  # which runs after the filters, and changes no chance
     return greedy
 
@@ -244,8 +244,7 @@ class OwnTokens(LogitsProcessor):
 
     def __init__(self, processor: Any, padding_B: list[int]) -> None:
         self.processor, self.padding_B = processor, padding_B
-        if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
-            processor.prompt_ignore_length = None  # the same widths
+        processor.prompt_ignore_length = None  # of the repetition penalty: the same widths
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(scores)

@@ -16,6 +16,7 @@ from grpo_ext import GRPOTrainer, compat
 from grpo_ext.checks.settings import refuse_parallelism
 from grpo_ext.errors import ConfigError
 from tests.support.drop_in import conversations
+from tests.support.server import stand_in
 from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
 from tests.support.trainers import SAVE, change, error, make
 from tests.tolerances import DIFFERENT, UPDATE
@@ -114,6 +115,14 @@ def test_what_is_seldom_meant_is_said_once_at_the_start(tmp_path, caplog, name):
     evaluation = {"eval_dataset": make(tmp_path).train_dataset} if name == "best" else {}
     make(tmp_path, max_steps=1, **changes, **evaluation).train()
     assert caplog.text.count(words) == 1
+
+
+def test_settings_of_vllm_that_make_other_scores_are_said(tmp_path, monkeypatch, caplog):
+    stand_in(tmp_path / "server", monkeypatch.setattr)
+    settings = {"repetition_penalty": 1.2, "generation_kwargs": {"temperature": 0.5}}
+    trainer = make(tmp_path, use_vllm=True, vllm_mode="server", vllm_check=False, max_steps=1, top_k=0, **settings)
+    trainer.train()
+    assert caplog.text.count("repetition_penalty=1.2; temperature=0.5: completions are drawn from other scores") == 1
 
 
 def test_nothing_is_said_of_ordinary_settings(tmp_path, caplog):
