@@ -31,15 +31,23 @@ def check_values(settings: Mapping[str, Any]) -> None:
         seconds = settings[name]
         if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_MAX):
             raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
+    least_k = -1 if settings["use_vllm"] else 0  # both mean all tokens
     for name, takes, allowed in (
         ("beta", "0 or more", lambda value: 0 <= value < math.inf),
         ("temperature", "a number above 0", lambda value: 0 < value < math.inf),
         ("top_entropy_quantile", "a number from 0 to 1", lambda value: 0 <= value <= 1),
         ("top_p", "a number above 0, 1 at most", lambda value: 0 < value <= 1),
+        ("top_k", f"a whole number, {least_k} or more", lambda value: value >= least_k and value % 1 == 0),
+        ("repetition_penalty", "a number above 0", lambda value: 0 < value < math.inf),
         ("routing_replay", "True or False", lambda value: isinstance(value, bool)),
     ):
+        if name == "top_k" and settings[name] is None:  # the model's own
+            continue
         if not isinstance(settings[name], (int, float)) or not allowed(settings[name]):
             raise ConfigError(f"{name}={settings[name]!r}: use {takes}.")
+    weights = settings["reward_weights"] or ()
+    if not all(math.isfinite(weight) for weight in weights):
+        raise ConfigError(f"reward_weights={weights!r}: every weight has to be a finite number; 0 leaves a reward out.")
     optim = str(getattr(settings["optim"], "value", settings["optim"]))
     if "lomo" in optim or optim.endswith("layerwise"):
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import refuse_combination
-from ..rollouts.build import LOGPS, SCORE, outside_masks, overridden, samples_by_key
+from ..rollouts.build import LOGPS, SCORE, outside_masks, overridden, why_not_by_key
 
 
 def check_replay(trainer: Any) -> None:
@@ -23,8 +23,8 @@ def _check_masks(trainer: Any) -> None:
         f"{scoring} (it gets padded tensors, without the kept tokens)": scoring is not None,
     }
     if not trainer.use_vllm and trainer.rollout_func is None:
-        foreign = "beam search, do_sample=False or a paged cache (they return no kept tokens)"
-        others[foreign] = not samples_by_key(trainer)
+        foreign = why_not_by_key(trainer)
+        others[f"{foreign} (sampling that is not by key returns no kept tokens)"] = foreign is not None
     others |= outside_masks(trainer)
     remedy = "Leave one of the two out; sampling without top_p, top_k and min_p needs no masks."
     refuse_combination("sampling_mask='replay'", others, remedy)

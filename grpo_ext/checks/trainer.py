@@ -26,9 +26,10 @@ from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
 from ..forward.rope import settle_rope
 from ..forward.snapshot import refuse_no_copy, refuse_replaced_forward
-from ..rollouts.build import overridden, own_sampling, samples_by_key
+from ..rollouts.build import overridden, own_sampling, why_not_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import check_names
+from ..rollouts.keyed import NEW_TOKENS
 from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
@@ -55,6 +56,7 @@ from .model import (
     split_dependence,
 )
 from .replay import check_replay
+from .settings import check_generation, check_generation_kwargs, refuse_parallelism, remarks
 
 logger = get_logger(__name__)
 
@@ -83,6 +85,7 @@ def check_arguments(
     Raises:
         ConfigError, DataError, ModelError: with the argument, the rule and the remedy.
     """
+    check_generation_kwargs(config)
     if isinstance(model, str):
         find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
@@ -130,12 +133,8 @@ def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
             f"reward_workers={config.reward_workers} with environment_factory: reward functions are called with the "
             "environments, which cannot leave the training process; use reward_workers=0."
         )
-    if (size := trainer.get_tp_size()) > 1:
-        raise ConfigError(
-            f"tensor parallel size {size}: this trainer assigns rows to every process, and the ranks of one model "
-            "replica need the same rows; train with data parallelism, FSDP or DeepSpeed ZeRO."
-        )
     accelerator = trainer.accelerator
+    refuse_parallelism(accelerator, trainer.get_tp_size())
     if not shards_parameters(accelerator) and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         raise ConfigError(
             "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
@@ -215,6 +214,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     _refuse_settings(trainer, config)
     _refuse_images_and_tools(trainer)
     refuse_overrides(trainer)
+    check_generation(trainer)
     refuse_unknown_head(base_model_of(policy))
     refuse_prompt_learning(policy)
     if method := overridden(trainer, *_UNUSED_HOOKS):
@@ -268,7 +268,7 @@ def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
         return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
 
     if readable and has_readable_prompts(dataset):
-        longest = trainer.max_completion_length or 0  # None: as long as the model allows
+        longest = trainer.max_completion_length or NEW_TOKENS
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
     models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
     dependent = settle_rope(models, lambda: _longest_sequence(trainer, lengths) if readable else None)
@@ -290,11 +290,7 @@ def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -
 
 def _other_sampling(trainer: Any) -> str | None:
     """What samples in the place of vLLM and of this trainer's own sampling; None where nothing does."""
-    override = own_sampling(trainer)
-    if override is None and (trainer.use_vllm or samples_by_key(trainer)):
-        return None
-    generate = own_generate(trainer.accelerator.unwrap_model(trainer.model))
-    return override or generate or "beam search, do_sample=False or a paged cache"
+    return own_sampling(trainer) or (None if trainer.use_vllm else why_not_by_key(trainer))
 
 
 def check_bitwise(trainer: Any) -> None:
@@ -335,14 +331,16 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
             "machines with one accelerator each add --multi_gpu. If you meant one process, ignore this."
         )
     sampling = _uncovered_sampling(trainer)
+    for sentence in remarks(trainer):
+        logger.warning(sentence)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
 
 
 def _uncovered_sampling(trainer: Any) -> str | None:
     """What the promise does not cover of how completions are sampled, as a sentence; None where it covers all."""
-    override = own_sampling(trainer)
-    if override is None and samples_by_key(trainer):
+    override, reason = own_sampling(trainer), why_not_by_key(trainer)
+    if override is None and reason is None:
         return None
     if override == "rollout_func":
         return (
@@ -364,7 +362,4 @@ def _uncovered_sampling(trainer: Any) -> str | None:
             "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
             "completion differs"
         )
-    generate = own_generate(trainer.accelerator.unwrap_model(trainer.model))
-    if generate is not None and not trainer.use_transformers_continuous_batching:
-        return f"{generate} samples, and not by key; only the update is covered"
-    return "this way of generating does not sample by key; only the update is covered"
+    return f"{reason}: completions are not sampled by key; only the update is covered"

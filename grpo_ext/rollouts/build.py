@@ -345,15 +345,17 @@ def own_sampling(trainer: Any) -> str | None:
     return overridden(trainer, "_generate", "_generate_single_turn")
 
 
-def samples_by_key(trainer: Any) -> bool:
-    """Whether the random number of every token follows from its key."""
+def why_not_by_key(trainer: Any) -> str | None:
+    """What keeps the random number of a token from following from its key; None where nothing does."""
     engine = trainer._rollouts.worker.engine
-    return isinstance(engine, TransformersEngine) and engine.samples_by_key(trainer.generation_config)
+    if isinstance(engine, TransformersEngine):
+        return engine.why_not_by_key(trainer.generation_config)
+    return "vLLM" if trainer.use_vllm else "transformers' continuous batching"
 
 
 def _samples_experts(trainer: Any) -> bool:
     """Whether completions come with the experts of their tokens."""
-    returned = getattr(trainer._rollouts.worker.engine, "routers", ()) or samples_by_key(trainer)
+    returned = getattr(trainer._rollouts.worker.engine, "routers", ()) or why_not_by_key(trainer) is None
     return bool(returned) and own_sampling(trainer) is None
 
 

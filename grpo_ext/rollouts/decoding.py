@@ -21,6 +21,7 @@ from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
 from ..forward.reference import base_model_of
 from ..runtime.attributes import assigned
+from .keyed import OwnTokens, on_own_tokens
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
 _LOOK_EVERY = {"cuda": 16}  # tokens between two looks at which rows have ended; on other devices 1
@@ -104,12 +105,8 @@ def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
         return False
     if hasattr(policy.base_model, "get_rope_index"):  # keeps positions for every row of the batch
         return False
-    if config.use_cache is False or config.cache_implementation not in (None, "dynamic") or config.prefill_chunk_size:
-        return False
-    # these processors keep the prompts of all rows
-    names = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
-    configs = (config, model.generation_config)
-    return all(getattr(c, name, None) in (None, 0, 1.0) for c in configs for name in names)
+    dynamic = config.cache_implementation in (None, "dynamic")
+    return dynamic and config.use_cache is not False and not config.prefill_chunk_size
 
 
 def own_generate(model: Any) -> str | None:
@@ -228,18 +225,22 @@ def compact_decode(
     """
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
-    _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
+    _select(model_kwargs, rows_B, input_ids.size(0))
+    processors: Any = on_own_tokens(logits_processor, model_kwargs.get("attention_mask"), generation_config)
     model_kwargs[CACHE].reorder_cache(rows_B)
     logits, rows = logits[rows_B], _Rows(input_ids[rows_B], stopping_criteria, generation_config.pad_token_id)
     while True:
-        scores = logits_processor(rows.ids, logits)
+        scores = processors(rows.ids, logits)
         rows.append(choice.tokens(rows.ids, scores))
         ended = rows.ended(scores)
         if all(ended):
             return rows.output()
         if sum(ended) * _LEAVE_SHARE >= len(ended):
             index, places = remaining_rows(ended, rows_B.device)
-            _select(model_kwargs, logits_processor, index, len(ended))
+            _select(model_kwargs, index, len(ended))
+            for processor in processors:
+                if isinstance(processor, OwnTokens):
+                    processor.padding_B = [processor.padding_B[row] for row in index.tolist()]
             for layer in model_kwargs[CACHE].layers:
                 layer.keep(index, places) if isinstance(layer, GrowingLayer) else layer.reorder_cache(index)
             rows.keep(index)
@@ -253,12 +254,8 @@ def _next(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> tuple[torch
     return outputs.logits[:, -1].float(), model._update_model_kwargs_for_generation(outputs, model_kwargs)
 
 
-def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, rows: int) -> None:
-    """Select rows of processors, and of the arguments that have an entry for each of the batch's `rows`."""
-    for processor in processors:
-        padding = getattr(processor, "prompt_ignore_length", None)  # of the repetition penalty, one for each row
-        if isinstance(padding, torch.Tensor):
-            processor.prompt_ignore_length = padding[index.to(padding.device)]
+def _select(model_kwargs: dict[str, Any], index: torch.Tensor, rows: int) -> None:
+    """Select rows of the arguments that have an entry for each of the batch's `rows`."""
     for name, value in model_kwargs.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
             model_kwargs[name] = value[index]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from transformers import GenerationConfig, LogitsProcessorList
 
 from ..batching.sizes import BatchGeometry
@@ -28,7 +29,7 @@ from ..replay import NO_REPLAY, Replay
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
 from .decoding import RolloutCache, compact_decode, decodes_compactly, own_generate, unique, without_router_logits
-from .keyed import KeyedChoice, can_sample_by_key, greedy_config, sampling_filters
+from .keyed import KeyedChoice, greedy_config, sample_own_tokens, sampling_filters, why_not_by_key
 from .ragged import padded
 from .transcript import Sampled, Transcript
 
@@ -123,9 +124,9 @@ class TransformersEngine:
     images_of: Callable[[Sequence[Transcript]], RowImages | None]
     memory: Halving
 
-    def samples_by_key(self, config: GenerationConfig) -> bool:
-        """Whether the random number of every token follows from its key."""
-        return can_sample_by_key(self.model(), config) and own_generate(self.model()) is None
+    def why_not_by_key(self, config: GenerationConfig) -> str | None:
+        """What keeps tokens from following from keys and prompts alone; None where nothing does."""
+        return own_generate(self.model()) or why_not_by_key(self.model(), config)
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
@@ -152,7 +153,7 @@ class TransformersEngine:
 
     def _is_compact(self, model: Any, config: GenerationConfig) -> bool:
         whole = self.settings.sharded or not self.settings.compact
-        return not whole and self.samples_by_key(config) and decodes_compactly(model, config)
+        return not whole and self.why_not_by_key(config) is None and decodes_compactly(model, config)
 
     def _expected_rows(self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig) -> int | None:
         """How many completions of a chunk fit into the free memory at their longest; None where that is not known."""
@@ -169,7 +170,7 @@ class TransformersEngine:
     def _sample(
         self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, part: Sequence[int]
     ) -> list[Sampled]:
-        rows, settings, keyed = [chunk[i] for i in part], self.settings, self.samples_by_key(config)
+        rows, settings, keyed = [chunk[i] for i in part], self.settings, self.why_not_by_key(config) is None
         arguments = (rows, config, settings, self.images_of(rows), keyed, self._is_compact(model, config))
         try:
             return sample_chunk(model, *arguments)
@@ -214,10 +215,10 @@ def sample_chunk(
     choice = routing = None
     if keyed:
         filters, recorder = sampling_filters(model, config, settings.replay)
-        routing = recorder.routing
-        choice = KeyedChoice(rows, width, recorder, settings.device)
+        routing, choice = recorder.routing, KeyedChoice(rows, width, recorder, settings.device)
         inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, choice])
-        config = greedy_config(config)
+        sample = functools.partial(sample_own_tokens, synced_gpus=settings.sharded and dist.is_initialized())
+        inputs["custom_generate"], config = sample, greedy_config(model, config)
     if compact:
         of_prompts = inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES}
         rows_B = torch.tensor(numbers, device=settings.device)

@@ -11,31 +11,46 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    TopHLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+import transformers
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
+from ..forward.reference import base_model_of
 from ..forward.routing import Routing
 from ..replay import NO_REPLAY, Replay
 from .token_record import Recorder
 from .transcript import Transcript
 
-_FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_ADD_UP = (TopHLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)  # filters by running sums of probabilities
+FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+# Settings with which a row depends on its key and its own tokens alone (tests sample at several widths of padding), and
+# those that sampling does not read. Any other may make it depend on more, as may one of a new transformers.
+COVERED = {
+    *(*FILTERS, "bad_words_ids", "begin_suppress_tokens", "do_sample", "eos_token_id", "forced_eos_token_id"),
+    *("exponential_decay_length_penalty", "max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size"),
+    *("pad_token_id", "prefill_chunk_size", "remove_invalid_values", "renormalize_logits", "repetition_penalty"),
+    *("sequence_bias", "stop_strings", "suppress_tokens", "use_cache"),
+    *("_from_model_config", "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind"),
+    *("bos_token_id", "cache_config", "compile_config", "continuous_batching_config", "decoder_start_token_id"),
+    *("disable_compile", "diversity_penalty", "early_stopping", "length_penalty", "low_memory", "max_cache_len"),
+    *("max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "output_attentions"),
+    *("output_hidden_states", "output_logits", "output_scores", "speculation_type", "target_lookbehind"),
+    "transformers_version",
+}
+_NEUTRAL: dict[str, set[Any]] = {
+    **{name: {1} for name in ("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale")},
+    **{"encoder_repetition_penalty": {1}, "encoder_no_repeat_ngram_size": {0}},
+    "cache_implementation": {"dynamic", "static", "offloaded", "offloaded_static", "hybrid"},
+}
+# processors that read the tokens of a row, padding included
+_READERS: list[type] = [transformers.NoRepeatNGramLogitsProcessor, transformers.RepetitionPenaltyLogitsProcessor]
+_READERS += [transformers.SequenceBiasLogitsProcessor]
+# filters by running sums of probabilities
+_ADD_UP = (transformers.TopHLogitsWarper, transformers.TopPLogitsWarper, transformers.TypicalLogitsWarper)
 MOST_KEPT = 512  # tokens of a replayed mask, where top_k says no number
 _DRAW = 16  # tokens whose random numbers are drawn at once
 BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
-_NOT_PLAIN = (
-    *("watermarking_config", "guidance_scale", "penalty_alpha", "dola_layers"),
-    *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
-)
+NEW_TOKENS = 20  # of a row, where no setting says how many; transformers' default
 
 # settings that change scores by what was written before, or at single positions, and their values without effect
 _NOT_REPLAYED: dict[str, Any] = {
@@ -99,9 +114,24 @@ def setting_of(model: Any, config: GenerationConfig, name: str) -> Any:
     return getattr(model.generation_config, name, None) if value is None else value
 
 
+def why_not_by_key(model: Any, config: GenerationConfig) -> str | None:
+    """What may make a row depend on more than its key and its own tokens; None where nothing does."""
+    policy = base_model_of(model)
+    for name in ("_get_logits_processor", "_get_stopping_criteria"):
+        if getattr(getattr(policy, name), "__func__", None) is not getattr(GenerationMixin, name):
+            return f"{type(policy).__name__}.{name}"
+    values = {name: setting_of(model, config, name) for name in sorted(vars(GenerationConfig()).keys() - COVERED)}
+    if setting_of(model, config, "max_new_tokens") is not None:
+        del values["max_length"]  # which is not read
+    used = [
+        f"{n}={v!r}" for n, v in values.items() if v is not None and v is not False and v not in _NEUTRAL.get(n, ())
+    ]
+    return ", ".join(used if config.do_sample else ["do_sample=False", *used]) or None
+
+
 def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
     """The settings of transformers' filters."""
-    values = {name: setting_of(model, config, name) for name in _FILTERS}
+    values = {name: setting_of(model, config, name) for name in FILTERS}
     if values["top_k"] is None:
         values["top_k"] = 50  # transformers' default, where neither says anything
     return values
@@ -160,7 +190,7 @@ def not_replayed(model: Any, config: GenerationConfig, temperature: float) -> di
     others = {}
     for name, neutral in _NOT_REPLAYED.items():
         value = setting_of(model, config, name)
-        reason = "it changes scores by more than leaving some out, which a mask does not describe"
+        reason = "it changes scores by more than leaving some out"
         others[f"{name}={value!r} ({reason})"] = value not in (None, neutral)
     value = setting_of(model, config, "temperature")
     reason = f"training divides by temperature={temperature!r}: set that alone"
@@ -196,20 +226,50 @@ class _OnCpu(LogitsProcessor):
         return self.filter(input_ids.cpu(), scores.cpu()).to(scores.device)
 
 
-def greedy_config(config: GenerationConfig) -> GenerationConfig:
-    """The configuration without its filters and without sampling."""
+def greedy_config(model: Any, config: GenerationConfig) -> GenerationConfig:
+    """The configuration without its filters and without sampling, and with the number of new tokens."""
     greedy = copy.deepcopy(config)
-    for name in _FILTERS:
+    for name in FILTERS:
         setattr(greedy, name, None)
+    greedy.max_new_tokens = setting_of(model, config, "max_new_tokens") or NEW_TOKENS
     greedy.do_sample, greedy.renormalize_logits = False, False  # which runs after the filters, and changes no chance
     return greedy
 
 
-def can_sample_by_key(model: Any, config: GenerationConfig) -> bool:
-    """Whether this configuration is plain sampling, the only kind that keys support."""
-    single = all(setting_of(model, config, name) in (None, 1) for name in ("num_beams", "num_return_sequences"))
-    plain = all(setting_of(model, config, name) in (None, 1.0, False) for name in _NOT_PLAIN)
-    return bool(config.do_sample) and single and plain
+# ---- Rows without their padding --------------------------------------------------------------------------------------
+
+
+class OwnTokens(LogitsProcessor):
+    """Runs a processor on rows without the padding on their left; `padding_B` is its width."""
+
+    def __init__(self, processor: Any, padding_B: list[int]) -> None:
+        self.processor, self.padding_B = processor, padding_B
+        processor.prompt_ignore_length = None  # of the repetition penalty: the same widths
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(scores)
+        for padding in set(self.padding_B):
+            rows = [row for row, width in enumerate(self.padding_B) if width == padding]
+            output[rows] = self.processor(input_ids[rows, padding:], scores[rows])
+        return output
+
+
+def on_own_tokens(processors: Any, mask: torch.Tensor | None, config: GenerationConfig) -> LogitsProcessorList:
+    """`generate`'s processors, on rows without padding; `mask` (B, width) is None where no row is padded."""
+    padding_B = [] if mask is None else (mask == 0).sum(1).tolist()
+    # `generate` adds the width to `min_new_tokens` and has both processors count to it
+    counter = transformers.MinLengthLogitsProcessor
+    readers = (*_READERS, *([counter] if config.min_new_tokens is None else []))
+    wraps = [any(padding_B) and isinstance(processor, readers) for processor in processors]
+    return LogitsProcessorList([OwnTokens(p, padding_B) if wrap else p for p, wrap in zip(processors, wraps)])
+
+
+def sample_own_tokens(
+    model: Any, input_ids: Any, logits_processor: Any, generation_config: Any, tokenizer: Any = None, **options: Any
+) -> Any:
+    """transformers' own loop with processors `on_own_tokens`, for `generate(custom_generate=...)`."""
+    processors = on_own_tokens(logits_processor, options.get("attention_mask"), generation_config)
+    return model._sample(input_ids, processors, generation_config=generation_config, **options)
 
 
 def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, repeat: int = 0) -> list[int]:

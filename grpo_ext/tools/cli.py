@@ -33,6 +33,7 @@ OF_A_RUN: dict[str, Any] = {
     "epilog": "Every option of recipes/grpo.py is taken too, as it is: --model_name_or_path, --dataset_name, "
     "--rewards, --use_peft and all that `python recipes/grpo.py --help` lists.",
 }
+ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
 CONFIG = typer.Option(help="YAML file of a run, as for recipes/grpo.py; options win over it.")
 
 
@@ -87,6 +88,8 @@ def plan(
     from ..batching.plan_text import describe_plan
     from ..batching.sizes import geometry_of
 
+    if engine not in ENGINES:
+        raise ConfigError(f"engine={engine!r}: use one of {', '.join(ENGINES)}.")
     settings = {name: value for name, value in settings_of(context, config).items() if value is not None}
     if "demo" in settings:
         from ..demo.task import demo_named

@@ -27,7 +27,6 @@ from ..forward.architecture import attention_sizes
 from ..forward.choice import ForwardChoice
 from ..forward.tiled_log_probs import TILE
 
-ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
 HUB = "https://huggingface.co"
 _PROMPT_TOKENS = 512  # assumed
 _TOKENS = 192  # of the forward pass that is measured
@@ -75,7 +74,7 @@ class MemoryLayout:
     """How a model is run.
 
     Attributes:
-        engine: one of `ENGINES`; processes: devices that share what it shards.
+        engine: one of `cli.ENGINES`; processes: devices that share what it shards.
         tokens: of the largest micro-batch, prompt included.
         sampled_tokens: of all completions of a `generate` call at their longest, prompts included.
         checkpointing: gradient checkpointing.
@@ -110,9 +109,7 @@ def _at_a_time(model: ModelSizes, engine: str) -> tuple[float, float]:
 
 
 def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
-    """Bytes per device by part, with the totals "training" and "rollout"; a ConfigError for an unknown engine."""
-    if layout.engine not in ENGINES:
-        raise ConfigError(f"engine={layout.engine!r}: use one of {', '.join(ENGINES)}.")
+    """Bytes per device by part, with the totals "training" and "rollout"."""
     deepspeed = layout.engine in ("zero2", "zero3")
     half = model.compute_bytes < _WEIGHT_BYTES
     # DeepSpeed holds weights and gradients in the half precision, and float32 copies with the optimizer's shards
@@ -282,7 +279,7 @@ def expected_memory(
         prompt: tokens of the longest prompt; None assumes 512.
 
     Raises:
-        ConfigError: a configuration that cannot be read, an unknown engine.
+        ConfigError: a configuration that cannot be read.
     """
     # bfloat16 is TRL's default
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"

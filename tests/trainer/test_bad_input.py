@@ -20,7 +20,7 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError, GrpoExtError, ModelError
 from grpo_ext.runtime import determinism
 from tests.support.drop_in import conversations, tool_tokenizer
@@ -48,6 +48,11 @@ SETTINGS = [
     ({"balance_by_cost": True}, ["no longer has the field 'balance_by_cost'", "leave it out"]),
     ({"routing_replay": "no"}, ["routing_replay='no': use"]),
     ({"top_p": 90}, ["top_p=90: use"]),
+    ({"top_k": -1}, ["top_k=-1: use a whole number, 0 or more"]),  # vLLM takes it
+    ({"top_k": -2, "use_vllm": True}, ["top_k=-2: use a whole number, -1 or more"]),
+    ({"repetition_penalty": 0.0}, ["repetition_penalty=0.0: use a number above 0"]),
+    ({"reward_weights": [float("nan")]}, ["reward_weights=[nan]", "finite"]),
+    ({"reward_weights": [1.0, float("-inf")]}, ["reward_weights=[1.0, -inf]", "0 leaves a reward out"]),
     ({"sampling_mask": "keep"}, ["sampling_mask='keep'"]),
     ({"reward_workers": 1.5}, ["reward_workers=1.5", "0 or more"]),
     ({"advantage_estimator": "rloo"}, ["'rloo' is unknown; use one of group_centered"]),
@@ -229,9 +234,3 @@ def test_split_dependence_can_be_allowed_and_is_said(tmp_path, caplog):
 def test_every_refusal_is_a_value_error():
     # code that catches TRL's errors catches ours
     assert issubclass(GrpoExtError, ValueError)
-
-
-def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(GRPOTrainer, "get_tp_size", lambda self: 2)
-    with pytest.raises(ConfigError, match="tensor parallel size 2"):
-        make(tmp_path)

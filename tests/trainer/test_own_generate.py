@@ -52,7 +52,7 @@ def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, caplo
     caplog.clear()
     same = trained(tmp_path, GRPOTrainer, model_with(ours, "subclass"), 16, rollout_chunk_size=16)
     assert error(stock, same) < UPDATE
-    assert caplog.text.count("samples, and not by key; only the update is covered") == 1
+    assert caplog.text.count("completions are not sampled by key; only the update is covered") == 1
     assert len(ours.given) == len(theirs.given) == 2
     for one, other in zip(ours.given, theirs.given):
         assert one.keys() == other.keys() == {"input_ids", "attention_mask", "generation_config"}
@@ -78,7 +78,7 @@ def test_one_that_is_replaced_after_the_trainer_is_built_is_found(tmp_path, capl
     sampler = trainer.model.generate = Sampler()
     trainer.train()
     assert len(sampler.given) == 2
-    assert "not by key" in caplog.text
+    assert "not sampled by key" in caplog.text
 
 
 def test_bitwise_mode_refuses_it(tmp_path):

@@ -150,7 +150,7 @@ def test_masks_go_through_every_form(tmp_path):
         ({"generation_kwargs": {"no_repeat_ngram_size": 1}}, "no_repeat_ngram_size=1"),
         ({"generation_kwargs": {"forced_eos_token_id": 1}}, "forced_eos_token_id=1"),
         ({"generation_kwargs": {"temperature": 0.5}}, "temperature=0.5 in generation_kwargs .training divides by"),
-        ({"generation_kwargs": {"num_beams": 2}}, "beam search"),
+        ({"generation_kwargs": {"num_beams": 2}}, "num_beams=2"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_before_training(tmp_path, changes, names):

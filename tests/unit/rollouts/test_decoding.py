@@ -143,7 +143,7 @@ def test_rows_that_stay_are_in_the_order_once_and_few_move(done):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"cache_implementation": "static"}, {"encoder_repetition_penalty": 1.2}, {"prefill_chunk_size": 8}]
+    "setting", [{"cache_implementation": "static"}, {"use_cache": False}, {"prefill_chunk_size": 8}]
 )
 def test_settings_that_keep_all_rows_are_left_to_transformers(setting):
     assert decodes_compactly(model_of("qwen2"), GenerationConfig())

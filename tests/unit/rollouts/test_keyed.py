@@ -23,7 +23,7 @@ from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.rollouts import engine as engine_module
 from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, sample_chunk
-from grpo_ext.rollouts.keyed import can_sample_by_key, request_keys, sampling_filters
+from grpo_ext.rollouts.keyed import request_keys, sampling_filters, why_not_by_key
 from grpo_ext.rollouts.transcript import Sampled, Transcript
 from grpo_ext.runtime.out_of_memory import Halving
 from tests.support.rollouts import sampled_chunk
@@ -104,7 +104,7 @@ def test_the_filters_leave_the_scores_that_generate_samples_from(model, name):
     ],
 )
 def test_only_plain_sampling_is_keyed(model, options, plain):
-    assert can_sample_by_key(model, sampling(**options)) is plain
+    assert (why_not_by_key(model, sampling(**options)) is None) is plain
 
 
 # ---- A row alone, in a batch, in any order --------------------------------------------------------------------------

@@ -66,6 +66,13 @@ def test_settings_are_what_is_given_in_their_types_and_options_win(tmp_path, mon
     assert read_settings([]) == {}
 
 
+def test_a_plan_of_an_unknown_engine_is_refused_without_a_model_too():
+    for options in ([], ["--rollout_lag", "1"]):
+        result = runner.invoke(app, ["plan", "--engine", "fsdp3", *options])
+        assert isinstance(result.exception, ConfigError)
+        assert str(result.exception) == "engine='fsdp3': use one of ddp, zero2, zero3, fsdp2."
+
+
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_a_misspelt_setting_is_refused(tmp_path, command):
     file = tmp_path / "run.yaml"

@@ -1,0 +1,99 @@
+"""Settings of sampling, rewards and processes: what is refused before training, and what is said of others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from .. import compat
+from ..errors import ConfigError, did_you_mean
+from ..forward.reference import base_model_of
+from ..rollouts.build import outside_masks
+from ..rollouts.decoding import own_generate
+from ..rollouts.keyed import setting_of
+
+# Accelerate's names of the engines that are known to keep the promise
+_ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+# settings with which `generate` needs what rollouts do not give it, or returns something else
+_FAIL = (
+    *("assistant_early_exit", "constraints", "dola_layers", "force_words_ids", "is_assistant", "token_healing"),
+    *("prompt_lookup_num_tokens", "return_dict_in_generate", "use_mtp"),
+)
+
+
+def check_generation_kwargs(config: Any) -> None:
+    """Raise a ConfigError for a key of `generation_kwargs` that what samples does not know."""
+    vllm = getattr(getattr(compat.vllm_generation, "SamplingParams", None), "__struct_fields__", ())
+    known, owner = (vllm, "vLLM") if config.use_vllm else (vars(GenerationConfig()), "transformers")
+    for name in (config.generation_kwargs or {}).keys() - known if known else ():
+        raise ConfigError(f"{owner} has no {name!r} of generation_kwargs; {did_you_mean(name, known, 'leave it out.')}")
+
+
+def check_generation(trainer: Any) -> None:
+    """Raise a ConfigError for settings with which `generate` would end the first rollout."""
+    if trainer.use_vllm or own_generate(trainer.model) is not None:
+        return
+    model, scores = base_model_of(trainer.model), torch.zeros(1, trainer.model.config.get_text_config().vocab_size)
+    try:
+        for name in _FAIL:
+            if setting_of(model, trainer.generation_config, name):
+                raise ValueError(f"{name} cannot be used to sample a batch of prompts")
+        config, ids = model._prepare_generation_config(trainer.generation_config)[0], torch.zeros(1, 2).long()
+        config.guidance_scale = None  # whose processor runs the model
+        model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device="cpu")
+        model._get_logits_processor(config, 2, ids, device="cpu", model_kwargs={})(ids, scores)
+    except (ValueError, TypeError, IndexError) as error:
+        raise ConfigError(
+            f"transformers cannot sample so: {error}; change it in generation_kwargs, or in the model's own "
+            "generation_config."
+        ) from None
+
+
+def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
+    """Raise a ConfigError for engines and dimensions of a mesh that are not known to keep the promise."""
+    engine, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
+    sizes = {} if mesh is None else {name: size for name, size in vars(mesh).items() if name.endswith("_size")}
+    sizes["tp_size"] = max(tensor_parallel, sizes.get("tp_size", 1))
+    unknown = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    unknown += [f"the engine {engine}"] if engine not in _ENGINES else []
+    if getattr(getattr(accelerator.state, "fsdp_plugin", None), "fsdp_version", 2) != 2:
+        unknown.append("FSDP 1")
+    if unknown:
+        raise ConfigError(
+            f"{', '.join(unknown)}: each process has rows of its own here, and nothing else is known to add up to the "
+            "right update; train with data parallelism, FSDP2 (fsdp_version: 2) or ZeRO."
+        )
+
+
+def remarks(trainer: Any) -> list[str]:
+    """What is not an error, and seldom what was meant, as sentences."""
+    args, names = trainer.args, trainer.reward_func_names
+    changed = [setting for setting, applies in outside_masks(trainer).items() if applies]
+    if trainer.use_vllm:
+        neutral = {"repetition_penalty": 1.0, "temperature": args.temperature}
+        given = {"repetition_penalty": args.repetition_penalty, **(args.generation_kwargs or {})}
+        changed = [f"{name}={given[name]!r}" for name in neutral if given.get(name, neutral[name]) != neutral[name]]
+    twice = {name for name in names if names.count(name) > 1}
+    best = args.load_best_model_at_end and args.metric_for_best_model in ("loss", "eval_loss")
+    thinks = "think_format_reward" in names and _end_of_prompt(trainer).endswith("<think>")
+    sentences = {
+        f"{'; '.join(changed)}: completions are drawn from other scores than training takes log-probabilities of, "
+        "which biases the gradient, as in TRL.": changed,
+        f"Several reward functions are named {', '.join(twice)}, so their metrics are merged; rename one.": twice,
+        "load_best_model_at_end=True loads the checkpoint of the lowest eval_loss, which does not follow the reward; "
+        "set metric_for_best_model='eval_reward'.": best,
+        "think_format_reward is always 0, because the chat template writes the <think> that it looks for in the "
+        "completion; use another reward or template.": thinks,
+    }
+    return [sentence for sentence, applies in sentences.items() if applies]
+
+
+def _end_of_prompt(trainer: Any) -> str:
+    options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs, "add_generation_prompt": True}
+    try:
+        message = {"role": "user", "content": "?"}
+        return trainer.processing_class.apply_chat_template([message], tokenize=False, **options).rstrip()
+    except Exception:  # no template, or one that refuses this message
+        return ""

@@ -1,0 +1,186 @@
+"""Settings of sampling, rewards and processes: refused before training, or said at its start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DistributedType
+from trl.rewards import think_format_reward
+
+from grpo_ext import GRPOTrainer, compat
+from grpo_ext.checks.settings import refuse_parallelism
+from grpo_ext.errors import ConfigError
+from tests.support.drop_in import conversations
+from tests.support.server import stand_in
+from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
+from tests.support.trainers import SAVE, change, error, make
+from tests.tolerances import DIFFERENT, UPDATE
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}a:<think>{% endif %}"
+
+# ---- Sampling -------------------------------------------------------------------------------------------------------
+
+
+def with_settings(folder: Any, size: int, **settings: Any) -> torch.Tensor:
+    """What one step changes where each `generate` call samples a number of completions."""
+    pad = {"model": tiny_model(pad_token_id=1), "per_device_train_batch_size": 4}
+    return change(make(folder, max_steps=1, rollout_chunk_size=size, generation_kwargs=settings, **pad))
+
+
+def test_the_prompts_that_share_a_call_change_nothing_where_processors_read_rows(tmp_path):
+    settings = {"min_length": 9, "no_repeat_ngram_size": 2, "bad_words_ids": [[0, 4]]}
+    whole = with_settings(tmp_path, 16, **settings)
+    assert error(whole, with_settings(tmp_path, 4, **settings)) < UPDATE
+    assert error(whole, with_settings(tmp_path, 16, no_repeat_ngram_size=2)) > DIFFERENT
+
+
+@pytest.mark.parametrize("setting", [{"max_time": 60.0}, {"encoder_no_repeat_ngram_size": 2}])
+def test_settings_that_are_not_covered_are_said_and_refused_in_bitwise_mode(tmp_path, caplog, setting):
+    name, value = next(iter(setting.items()))
+    make(tmp_path, max_steps=1, generation_kwargs=setting).train()
+    assert caplog.text.count(f"{name}={value!r}: completions are not sampled by key") == 1
+    with pytest.raises(ConfigError, match=f"bitwise_invariant=True cannot be combined with {name}="):
+        make(tmp_path, generation_kwargs=setting, bitwise_invariant=True)
+
+
+def test_a_models_own_generation_config_is_asked_too(tmp_path):
+    model = tiny_model()
+    model.generation_config.max_time = 60.0
+    with pytest.raises(ConfigError, match=r"max_time=60\.0"):
+        make(tmp_path, model=model, bitwise_invariant=True)
+
+
+FAIL = [
+    ({"top_kk": 5}, "transformers has no 'top_kk' of generation_kwargs; did you mean 'top_k'"),
+    ({"top_k": -1}, "transformers cannot sample so.*but is -1"),
+    ({"min_p": 2.0}, "transformers cannot sample so.*`min_p`"),
+    ({"sequence_bias": [[[4000], 1.0]]}, "transformers cannot sample so.*4000"),
+    ({"return_dict_in_generate": True}, "return_dict_in_generate cannot be used"),
+    ({"token_healing": True}, "token_healing cannot be used"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), FAIL, ids=[next(iter(s)) for s, _ in FAIL])
+def test_settings_that_would_end_the_first_rollout_end_the_construction(tmp_path, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        make(tmp_path, generation_kwargs=settings)
+
+
+def test_keys_that_vllm_does_not_know_are_refused(tmp_path, monkeypatch):
+    parameters = SimpleNamespace(__struct_fields__=("min_tokens", "logit_bias"))
+    monkeypatch.setattr(compat.vllm_generation, "SamplingParams", parameters, raising=False)
+    with pytest.raises(ConfigError, match="vLLM has no 'min_token' of generation_kwargs; did you mean 'min_tokens'"):
+        make(tmp_path, use_vllm=True, generation_kwargs={"min_token": 3})
+
+
+# ---- What is said ---------------------------------------------------------------------------------------------------
+
+
+def same_name(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+same_name.__name__ = "letter_reward"
+THINK = {
+    "reward": think_format_reward,
+    "train_dataset": conversations(12),
+    "processing_class": tiny_tokenizer(chat=True),
+}
+SAID: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature": (
+        {"generation_kwargs": {"temperature": 0.5}},
+        "set that alone): completions are drawn from other scores",
+    ),
+    "repetition_penalty": ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 (it changes scores"),
+    "bad words": ({"generation_kwargs": {"bad_words_ids": [[5]]}}, "bad_words_ids=[[5]] (it changes scores"),
+    "names": ({"reward": [letter_reward, same_name]}, "Several reward functions are named letter_reward"),
+    "best": (
+        {**SAVE, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1},
+        "the lowest eval_loss",
+    ),
+    "think": ({**THINK, "chat_template_kwargs": {}}, "think_format_reward is always 0"),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_seldom_meant_is_said_once_at_the_start(tmp_path, caplog, name):
+    changes, words = SAID[name]
+    if name == "think":
+        changes["processing_class"].chat_template = TEMPLATE
+    evaluation = {"eval_dataset": make(tmp_path).train_dataset} if name == "best" else {}
+    make(tmp_path, max_steps=1, **changes, **evaluation).train()
+    assert caplog.text.count(words) == 1
+
+
+def test_settings_of_vllm_that_make_other_scores_are_said(tmp_path, monkeypatch, caplog):
+    stand_in(tmp_path / "server", monkeypatch.setattr)
+    settings = {"repetition_penalty": 1.2, "generation_kwargs": {"temperature": 0.5}}
+    trainer = make(tmp_path, use_vllm=True, vllm_mode="server", vllm_check=False, max_steps=1, top_k=0, **settings)
+    trainer.train()
+    assert caplog.text.count("repetition_penalty=1.2; temperature=0.5: completions are drawn from other scores") == 1
+
+
+def test_nothing_is_said_of_ordinary_settings(tmp_path, caplog):
+    think = {**THINK, "processing_class": tiny_tokenizer(chat=True)}
+    make(tmp_path, max_steps=1, generation_kwargs={"temperature": 0.7}, temperature=0.7, **think).train()
+    for words in ("are drawn from other", "are named", "eval_loss", "always 0", "does not cover this run"):
+        assert words not in caplog.text
+
+
+# ---- Processes ------------------------------------------------------------------------------------------------------
+
+
+def accelerator(kind: str = "NO", mesh: Any = None, **plugins: Any) -> Any:
+    return SimpleNamespace(
+        distributed_type=DistributedType(kind), parallelism_config=mesh, state=SimpleNamespace(**plugins)
+    )
+
+
+DIMENSIONS = [name for name in vars(ParallelismConfig()) if name.endswith("_size")]
+
+
+@pytest.mark.parametrize("name", DIMENSIONS)
+def test_every_dimension_of_a_mesh_is_refused(name):
+    refuse_parallelism(accelerator("FSDP", ParallelismConfig(), fsdp_plugin=SimpleNamespace(fsdp_version=2)), 1)
+    sizes = {name: 2} | ({"dp_shard_size": 2} if name == "dp_replicate_size" else {})
+    with pytest.raises(ConfigError, match=f"{name}=2"):
+        refuse_parallelism(accelerator("FSDP", ParallelismConfig(**sizes)), 1)
+
+
+@pytest.mark.parametrize("kind", DistributedType)
+def test_engines_that_are_not_known_to_work_are_refused(kind):
+    plugins = {"fsdp_plugin": SimpleNamespace(fsdp_version=2), "deepspeed_plugin": SimpleNamespace(zero_stage=3)}
+    if kind.value in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"):
+        refuse_parallelism(accelerator(kind, **plugins), 1)
+        return
+    with pytest.raises(ConfigError, match=f"the engine {kind.value}: "):
+        refuse_parallelism(accelerator(kind, **plugins), 1)
+
+
+def test_fsdp_1_is_refused():
+    with pytest.raises(ConfigError, match="FSDP 1: "):
+        refuse_parallelism(accelerator("FSDP", fsdp_plugin=SimpleNamespace(fsdp_version=1)), 1)
+
+
+def test_a_trainer_refuses_context_and_tensor_parallelism(tmp_path, monkeypatch):
+    class Mesh(ParallelismConfig):
+        """A mesh of processes that were not started."""
+
+        def get_device_mesh(self, device_type: str | None = None) -> None:
+            return None
+
+        def _validate_accelerator(self, accelerator: Accelerator) -> None:
+            return None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "parallelism_config", Mesh(cp_size=2))
+        with pytest.raises(ConfigError, match="cp_size=2"):
+            make(tmp_path)
+    monkeypatch.setattr(GRPOTrainer, "get_tp_size", lambda self: 2)
+    with pytest.raises(ConfigError, match="tp_size=2"):
+        make(tmp_path)
