@@ -51,7 +51,7 @@ from .model import (
     find_model,
     random_parts,
     refuse,
-    refuse_prompt_learning,
+    refuse_adapters,
     split_dependence,
 )
 from .replay import check_replay
@@ -216,7 +216,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     _refuse_images_and_tools(trainer)
     refuse_overrides(trainer)
     refuse_unknown_head(base_model_of(policy))
-    refuse_prompt_learning(policy)
+    refuse_adapters(policy)
     if method := overridden(trainer, *_UNUSED_HOOKS):
         logger.warning(
             f"{method} has no effect here: stock TRL calls it and grpo_ext does not. Loaders and losses are built in "

@@ -59,6 +59,7 @@ from .fingerprint import (
     state_hashes,
 )
 from .interrupts import InterruptWatch, TrainingInterrupted
+from .loading import refuse_other_engine
 from .log import RunLog
 from .model_card import base_name
 from .state import RunState
@@ -175,6 +176,7 @@ class RunKeeper(TrainerCallback):
         Raises:
             CheckpointError: it belongs to another run, or a file is broken.
         """
+        from_main_process(self.accelerator, lambda: refuse_other_engine(checkpoint, self.accelerator))
         listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
         if listing is None:
             logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")
