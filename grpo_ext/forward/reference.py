@@ -86,8 +86,8 @@ def _adapter_copy(policy: Any) -> Any:
     """The policy with trained weights of its own; the others are shared."""
     if _is_partitioned(policy) or outlier_thresholds(policy):
         raise ModelError(
-            "the start of this adapter is not the model without it, and is not copied under ZeRO-3 or beside weights in "
-            "8 bits. Use FSDP2, ZeRO-2 or 4 bits, a peft_config=LoraConfig(...) with the defaults of "
+            "the start of this adapter is not the model without it, and not copied under ZeRO-3 or beside weights in 8 "
+            "bits. Use FSDP2, ZeRO-2 or 4 bits, a peft_config=LoraConfig(...) with the defaults of "
             "init_lora_weights and bias, or beta=0."
         )
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}

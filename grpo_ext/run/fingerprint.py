@@ -306,8 +306,9 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     remedy = "Put these back, or start a new run with the checkpoint's weights"
     if fixed:
         remedy += f": the optimizer goes on with the checkpoint's {', '.join(sorted(fixed))}"
-    if refused.keys() - fixed:
-        names = sorted(allowed | refused.keys() - fixed)
+    # the weights of another shape are not read, whatever is allowed
+    if others := {n for n in refused.keys() - fixed if not (n.startswith("model.") and "model.parameters" in fixed)}:
+        names = sorted(allowed | others)
         remedy += (
             f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={names} (as an "
             f"option: --allow_changed_on_resume {' '.join(names)})"

@@ -196,9 +196,11 @@ def test_a_resumed_run_has_the_reference_of_its_start(tmp_path, saved, kind, nam
 def test_a_run_is_not_resumed_with_another_start(tmp_path, saved):
     trainer_of(tmp_path / "out", saved, "loaded", "other_name", **SAVE).train()
     other = {"model": adapted(saved, lora(), "mine"), "beta": 0.1, "max_steps": 2, "learning_rate": 0.3, "optim": "sgd"}
-    trainer = make(tmp_path / "out", **other, max_grad_norm=0.0)
-    with pytest.raises(CheckpointError, match=r"model\.frozen"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    settings = {**other, "max_grad_norm": 0.0}
+    checkpoint = str(tmp_path / "out" / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=r"model\.frozen.*\n.*allow_changed_on_resume=\['model\.frozen'\]"):
+        make(tmp_path / "out", **settings).train(checkpoint)
+    make(tmp_path / "out", **settings, allow_changed_on_resume=["model.frozen"]).train(checkpoint)
 
 
 def test_a_moving_reference_is_refused_with_an_adapter(tmp_path, saved):
