@@ -25,7 +25,7 @@ from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
 from ..forward.rope import settle_rope
-from ..forward.snapshot import refuse_no_copy, refuse_replaced_forward
+from ..forward.snapshot import refuse_replaced_forward, sharing_copy
 from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import check_names
@@ -255,7 +255,7 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
         ),
     }
     refuse_combination(f"rollout_lag={config.rollout_lag}", others, "Change that, or use rollout_lag=0.")
-    refuse_no_copy(trainer.model)
+    sharing_copy(trainer.model, set(), next(trainer.model.parameters()).device)  # raises where it cannot
 
 
 def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:

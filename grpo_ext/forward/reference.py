@@ -42,10 +42,10 @@ def reference_loader(
     if args.beta == 0.0:
         return None
     if peft_config is not None or isinstance(model, PeftModel):
-        if _holds_its_start(model, peft_config):
-            return None
         if args.sync_ref_model:
             raise ConfigError("sync_ref_model=True moves a reference whose base the policy shares; set it to False.")
+        if _holds_its_start(model, peft_config):
+            return None
         if not isinstance(model, str):
             refuse_replaced_forward(model, by_user=True)
         return _adapter_copy

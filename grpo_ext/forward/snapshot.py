@@ -113,11 +113,6 @@ def _tensors(model: nn.Module) -> Tensors:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def refuse_no_copy(model: nn.Module) -> None:
-    """Raise a ModelError, before anything trains, for a model that cannot be copied; parameters are not copied here."""
-    sharing_copy(model, set(), next(model.parameters()).device)
-
-
 class Snapshot:
     """Copies of the policy and its reference, which hold the weights of one moment at a time.
 

@@ -186,6 +186,11 @@ class RunKeeper(TrainerCallback):
                 f"many; this run has {processes}. Start {listing['processes']}, or export the model and begin a new "
                 "run with it."
             )
+        if self.args.sync_ref_model and shards_parameters(self.accelerator):
+            raise CheckpointError(
+                f"{checkpoint} lacks the reference that sync_ref_model=True has moved: it is not saved under FSDP and "
+                f"DeepSpeed. Begin a new run with the weights (grpo-ext export {checkpoint} NEW_FOLDER)."
+            )
         allowed = self.args.allow_changed_on_resume or ()
         if "rollout_chunk_size" not in allowed:
             self._resize_chunks(from_main_process(self.accelerator, lambda: saved_settings(checkpoint)))

@@ -335,6 +335,9 @@ def test_the_checkpoint_of_another_engine_is_refused_with_a_remedy_that_works(la
         accelerator = SimpleNamespace(distributed_type=engine, state=SimpleNamespace(fsdp_plugin=plugin))
         with pytest.raises(CheckpointError, match=rf"one process or DDP, .* under .*{kind or 'DeepSpeed'};"):
             refuse_other_engine(written, accelerator)
+    (tmp_path / "zero" / "global_step1").mkdir(parents=True)  # whose optimizer transformers would silently leave out
+    with pytest.raises(CheckpointError, match=r"under DeepSpeed, .* under one process or DDP;"):
+        refuse_other_engine(tmp_path / "zero", plain().accelerator)
 
 
 FP16 = Job("fp16", {"fp16": True, "per_device_train_batch_size": 4, "max_steps": 4})

@@ -127,9 +127,15 @@ LOADED: dict[str, Callable[[str], Any]] = {
     "dora": lambda name: adapted(name, ADAPTERS["dora"]()),
     "head": lambda name: adapted(name, ADAPTERS["head"]()),
 }
-KINDS = [
-    (kind, name) for kind, names in (("model", MODELS), ("adapter", ADAPTERS), ("loaded", LOADED)) for name in names
-]
+KINDS = {"model": MODELS, "adapter": ADAPTERS, "loaded": LOADED}
+QUICK = {"name", "changed", "resized", "headless_name", "lora", "random", "pissa", "biases", "tokens", "trained"}
+QUICK |= {"other_name", "two", "replicated", "ia3"}
+
+
+def each(*names: str) -> list[Any]:
+    """The kind and the name of models and adapters, in the form "adapter-pissa"; most of them run with `--full`."""
+    pairs = [name.split("-") for name in names] or [[kind, name] for kind, of in KINDS.items() for name in of]
+    return [pytest.param(*p, id="-".join(p), marks=() if p[1] in QUICK or names else pytest.mark.full) for p in pairs]
 
 
 def trainer_of(folder: Any, saved: str, kind: str, name: str, **settings: Any) -> GRPOTrainer:
@@ -137,7 +143,7 @@ def trainer_of(folder: Any, saved: str, kind: str, name: str, **settings: Any) -
     if kind == "adapter":
         parts = {"model": saved, "peft_config": ADAPTERS[name]()}
     else:
-        parts = {"model": (MODELS if kind == "model" else LOADED)[name](saved)}
+        parts = {"model": KINDS[kind][name](saved)}
     usual = {"beta": 0.1, "max_steps": 2, "learning_rate": 0.3, "optim": "sgd", "max_grad_norm": 0.0}
     return make(folder, **{**parts, **usual, **settings})
 
@@ -154,7 +160,7 @@ def of_reference(trainer: GRPOTrainer) -> torch.Tensor:
         return logits(trainer.model)
 
 
-@pytest.mark.parametrize(("kind", "name"), KINDS, ids=map("-".join, KINDS))
+@pytest.mark.parametrize(("kind", "name"), each())
 def test_the_reference_is_the_policy_at_its_start(tmp_path, saved, kind, name):
     trainer = trainer_of(tmp_path, saved, kind, name)
     start = logits(trainer.model)
@@ -164,7 +170,7 @@ def test_the_reference_is_the_policy_at_its_start(tmp_path, saved, kind, name):
     assert not torch.allclose(logits(trainer.model), start, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("adapter", "random"), ("adapter", "pissa"), ("loaded", "ia3")])
+@pytest.mark.parametrize(("kind", "name"), each("adapter-random", "adapter-pissa", "loaded-ia3"))
 def test_an_adapter_without_a_copy_of_its_start_has_another_reference(tmp_path, saved, monkeypatch, kind, name):
     """The control."""
     monkeypatch.setattr(reference, "_holds_its_start", lambda model, peft_config: True)
@@ -179,11 +185,7 @@ def test_neutral_adapters_change_nothing_before_they_are_trained(saved, kind):
     assert torch.equal(logits(peft.get_peft_model(load(saved), adapter)), logits(load(saved)))
 
 
-RESUMED = [("model", "changed"), ("model", "headless_name"), ("adapter", "pissa"), ("adapter", "random")]
-RESUMED += [("loaded", "other_name"), ("loaded", "two"), ("loaded", "trained"), ("adapter", "biases")]
-
-
-@pytest.mark.parametrize(("kind", "name"), RESUMED, ids=map("-".join, RESUMED))
+@pytest.mark.parametrize(("kind", "name"), each("model-headless_name", "adapter-pissa", "adapter-biases", "loaded-two"))
 def test_a_resumed_run_has_the_reference_of_its_start(tmp_path, saved, kind, name):
     straight, resumed = (trainer_of(tmp_path / "out", saved, kind, name, **SAVE) for _ in range(2))
     straight.train()
