@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
 from ..errors import ConfigError, ModelError, SplitDependentError
+from ..forward.architecture import base_model_of
 from ..forward.quantised import outlier_thresholds
 
 logger = get_logger(__name__)
@@ -205,16 +206,29 @@ def check_half_weights(model: Any, fp16: bool) -> None:
     )
 
 
-def refuse_prompt_learning(policy: nn.Module) -> None:
-    """Refuse adapters that put virtual tokens before the prompt (prompt tuning, p-tuning, prefix tuning).
-
-    Raises:
-        ModelError: names the adapter.
-    """
-    for name, config in (getattr(policy, "peft_config", None) or {}).items():
+def refuse_adapters(policy: nn.Module) -> None:
+    """Raise a ModelError for adapters with virtual tokens, and for weights that a resumed run would lack."""
+    base, adapters = base_model_of(policy), getattr(policy, "peft_config", None) or {}
+    if getattr(base, "_hf_peft_config_loaded", False):
+        raise ModelError(
+            "the adapter was added by transformers' add_adapter or load_adapter, whose checkpoints cannot be resumed; "
+            "pass the base with peft_config=..., or what peft.get_peft_model or PeftModel.from_pretrained(..., "
+            "is_trainable=True) returns."
+        )
+    for name, config in adapters.items():
         if getattr(config, "is_prompt_learning", False):
             kind = str(getattr(config.peft_type, "value", config.peft_type))
             raise ModelError(
                 f"adapter {name!r} ({kind}) puts virtual tokens before the prompt, which packs, shared prefixes and "
                 "padded batches do not hold; train another kind of adapter, for example LoRA."
             )
+    ends = [f".{name}." for name in adapters]
+    if any(getattr(config, "bias", "none") != "none" for config in adapters.values()):
+        ends.append(".bias.")
+    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad and adapters]
+    lost = [name for name in trained if not any(end in f"{name}." for end in ends)]
+    if lost or (adapters and len(policy.active_adapters) > 1):  # type: ignore[arg-type]
+        raise ModelError(
+            f"a resumed run has one active adapter and no other trained weights (here: {lost[:1] or [*adapters]}); put "
+            "other modules into modules_to_save, and merge a second adapter into the base (merge_and_unload)."
+        )

@@ -25,7 +25,7 @@ from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
 from ..forward.rope import settle_rope
-from ..forward.snapshot import refuse_no_copy, refuse_replaced_forward
+from ..forward.snapshot import refuse_replaced_forward, sharing_copy
 from ..rollouts.build import overridden, own_sampling, why_not_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import check_names
@@ -52,7 +52,7 @@ from .model import (
     find_model,
     random_parts,
     refuse,
-    refuse_prompt_learning,
+    refuse_adapters,
     split_dependence,
 )
 from .replay import check_replay
@@ -216,7 +216,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     refuse_overrides(trainer)
     check_generation(trainer)
     refuse_unknown_head(base_model_of(policy))
-    refuse_prompt_learning(policy)
+    refuse_adapters(policy)
     if method := overridden(trainer, *_UNUSED_HOOKS):
         logger.warning(
             f"{method} has no effect here: stock TRL calls it and grpo_ext does not. Loaders and losses are built in "
@@ -255,7 +255,7 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
         ),
     }
     refuse_combination(f"rollout_lag={config.rollout_lag}", others, "Change that, or use rollout_lag=0.")
-    refuse_no_copy(trainer.model)
+    sharing_copy(trainer.model, set(), next(trainer.model.parameters()).device)  # raises where it cannot
 
 
 def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:

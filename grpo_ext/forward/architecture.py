@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from ..batching.micro_batches import TokenCost
@@ -16,6 +17,12 @@ from ..batching.micro_batches import TokenCost
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")  # in `layer_types`
+
+
+def base_model_of(model: Any) -> Any:
+    """The transformers model without the wrappers of an engine and PEFT."""
+    model = extract_model_from_parallel(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _layer_configs(config: Any) -> list[Any]:

@@ -1,79 +1,121 @@
-"""The reference model: built on every process after TRL's constructor, from a name or from the weights in memory.
+"""The reference model: the policy at its start, built on every process after TRL's constructor.
 
-Differs from TRL, which loads it by name alone: a model object needs no name, and the reference has its precision and
-attention on every version of TRL. Used once, while the trainer is built.
+Differs from TRL, which loads it by name, or takes the base of an adapter for it: a model object needs no name and may
+have been changed, and an adapter may start anywhere. Used once, while the trainer is built.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import trl
-from accelerate.logging import get_logger
-from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig
 
 from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
-from ..errors import ModelError
-from ..runtime.collectives import any_process, copy_from_main_process
+from ..errors import ConfigError, ModelError
+from ..runtime.collectives import copy_from_main_process
+from .architecture import base_model_of as base_model_of
 from .lm_head import gathered, install
+from .quantised import keep_4bit_weights, outlier_thresholds
+from .snapshot import refuse_replaced_forward, sharing_copy
 
-logger = get_logger(__name__)
-
-
-def base_model_of(model: Any) -> Any:
-    """The transformers model without the wrappers of an engine and PEFT."""
-    model = extract_model_from_parallel(model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+# PEFT's kinds of adapters that change nothing before they are trained, with the initialisations below
+_NEUTRAL = {"LORA", "IA3", "OFT", "VERA", "LOHA", "LOKR"}
 
 
 def reference_loader(
     model: Any, args: trl.GRPOConfig, peft_config: Any, quantization_config: Any
-) -> Callable[[], Any] | None:
-    """What returns the reference of `model` (a name or an object); None where the run needs no further model.
+) -> Callable[[Any], Any] | None:
+    """What returns the reference of a model (a name or an object), given the policy that TRL makes of it afterwards.
 
-    With `beta` zero there is none, and with an adapter it is the model without it, or TRL's copy of the adapter. Called
-    before TRL's constructor changes the policy.
+    None where the run needs no further model: `beta` is zero, or an adapter holds its start.
 
     Raises:
-        ModelError: a model object without a name cannot be copied.
+        ConfigError, ModelError: the weights of its start cannot be kept.
     """
-    if args.beta == 0.0 or peft_config is not None or isinstance(model, PeftModel):
+    if args.beta == 0.0:
         return None
+    if peft_config is not None or isinstance(model, PeftModel):
+        if args.sync_ref_model:
+            raise ConfigError("sync_ref_model=True moves a reference whose base the policy shares; set it to False.")
+        if _holds_its_start(model, peft_config):
+            return None
+        if not isinstance(model, str):
+            refuse_replaced_forward(model, by_user=True)
+        return _adapter_copy
+    # a copy of what ZeRO-3 has partitioned would be whole on every process
+    name = model if isinstance(model, str) else _is_partitioned(model) and model.config._name_or_path
+    if not name:
+        return functools.partial(lambda copied, policy: copied, _copied(model))
     load: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if quantization_config is not None:
         load["quantization_config"] = quantization_config
     if args.distributed_state is not None and args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         load["device_map"] = None  # several processes cannot spread a model over the devices
     load.setdefault("trust_remote_code", getattr(args, "trust_remote_code", False))
-    if isinstance(model, str):
-        return functools.partial(create_model_from_path, model, **load)
-    name = str(getattr(model.config, "_name_or_path", ""))
-    loadable = bool(name) and _is_known(name, load["trust_remote_code"])
-    # all processes take the same source, or their references could differ
-    if not any_process(not loadable, args.device):
+    if not isinstance(model, str):
         load.setdefault("dtype", model.dtype)
         load.setdefault("attn_implementation", model.config._attn_implementation)
-        return functools.partial(create_model_from_path, name, **load)
-    if name:
-        logger.warning(
-            f"The model object is named {name!r}, and no model can be found there; the reference model of beta="
-            f"{args.beta} is a copy of the object's weights as they are now."
-        )
-    return functools.partial(copy_from_main_process, _copied(model), args.device)
+    return functools.partial(_loaded, name, load)
 
 
-def _is_known(name: str, trust_remote_code: bool) -> bool:
-    try:
-        AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):  # no such place, or no model there
+def _holds_its_start(model: Any, peft_config: Any) -> bool:
+    """Whether the start of an adapter is the model without it, or what TRL copies: one loaded LoRA named "default".
+
+    PEFT makes that copy by the adapter's settings, which must not change the base a second time.
+    """
+    config = peft_config or model.peft_config.get("default")
+    kind = str(getattr(peft_type := getattr(config, "peft_type", None), "value", peft_type))
+    if kind not in _NEUTRAL or getattr(config, "bias", "none") != "none":  # biases belong to the base
         return False
-    return True
+    start = next(value for name, value in vars(config).items() if re.fullmatch(r"init_(\w+_)?weights", name))
+    if peft_config is not None:
+        return start is True or start == "gaussian"
+    copied = all(".default." in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    plain = kind == "LORA" and start in (True, False, "gaussian") and not config.layer_replication
+    return plain and copied and len(model.peft_config) == 1
+
+
+def _adapter_copy(policy: Any) -> Any:
+    """The policy with trained weights of its own; the others are shared."""
+    if _is_partitioned(policy) or outlier_thresholds(policy):
+        raise ModelError(
+            "the start of this adapter is not the model without it, and not copied under ZeRO-3 or beside weights in 8 "
+            "bits. Use FSDP2, ZeRO-2 or 4 bits, a peft_config=LoraConfig(...) with the defaults of "
+            "init_lora_weights and bias, or beta=0."
+        )
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    twin = sharing_copy(policy, trained, next(policy.parameters()).device)
+    for parameter in map(twin.get_parameter, trained):
+        parameter.data = parameter.data.clone()
+    return twin.eval()
+
+
+def _loaded(name: str, load: dict[str, Any], policy: Any) -> Any:
+    """The model of a name with the policy's weights: those that the files lack are drawn anew at each load."""
+    model = create_model_from_path(name, **load)
+    # of what ZeRO-3 has partitioned, the part of this process
+    own, start = ({n: getattr(p, "ds_tensor", p.data) for n, p in m.named_parameters()} for m in (model, policy))
+    for key, tensor in own.items():
+        if key not in start or tensor.shape != start[key].shape:
+            raise ModelError(
+                f"{key} of the model is not that of {name!r}, from which ZeRO-3 loads the reference of beta > 0; pass "
+                "a folder that the model was saved to with save_pretrained, or set beta=0."
+            )
+        if tensor.is_floating_point():
+            tensor.copy_(start[key])
+    return model
+
+
+def _is_partitioned(model: Any) -> bool:
+    """Whether ZeRO-3 has given every process a part of the weights."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -83,17 +125,21 @@ def _copied(model: nn.Module) -> nn.Module:
             return copy.deepcopy(model).eval()
     except (TypeError, RuntimeError) as error:
         raise ModelError(
-            f"{type(model).__name__} has no name to load the reference model of beta > 0 from, and the object cannot "
-            f"be copied ({error}); save it with save_pretrained and pass the folder, or set beta=0."
+            f"the reference of beta > 0 is a copy of the model, and {type(model).__name__} cannot be copied ({error}); "
+            "save it with save_pretrained and pass the folder, or set beta=0."
         ) from None
 
 
-def use_reference(load: Callable[[], Any], trainer: Any, config: trl.GRPOConfig) -> None:
+@torch.no_grad()
+def use_reference(load: Callable[[Any], Any], trainer: Any, config: trl.GRPOConfig) -> None:
     """Give `trainer` the reference model, and the KL settings that were hidden from TRL's constructor."""
     trainer.beta = trainer.args.beta = config.beta
     trainer.args.sync_ref_model = config.sync_ref_model
-    model, accelerator = load(), trainer.accelerator
-    install(model, trainer.temperature, trainer.args.cast_lm_head_to_fp32)
+    model, accelerator = load(trainer.model), trainer.accelerator
+    if not _is_partitioned(model):
+        copy_from_main_process(model, accelerator.device)
+    keep_4bit_weights(model)
+    install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
     if trainer.is_deepspeed_enabled:
         trainer.ref_model = prepare_deepspeed(model, accelerator)
     elif trainer.is_fsdp_enabled:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from .reference import base_model_of
+from .architecture import base_model_of
 
 # what TRL, Accelerate and this package set on a model to replace its forward
 _REPLACED = ("forward", "_original_forward", "_is_accelerate_prepared")
@@ -77,12 +77,12 @@ def refuse_replaced_forward(model: nn.Module, by_user: bool = False) -> None:
         if replaced or hasattr(module, "_hf_hook"):
             raise ModelError(
                 f"the forward of {path or type(module).__name__} was replaced (device_map, cast_lm_head_to_fp32, or by "
-                "hand), so a copy of the model would run the weights that are trained; rollout_lag needs a model on "
-                "one device as its class has it. Use rollout_lag=0."
+                "hand), so a copy of the model would run the weights that are trained; rollout_lag, and the reference "
+                "of some adapters, need a model on one device as its class has it. Use rollout_lag=0, or beta=0."
             )
 
 
-def _copy_of(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
+def sharing_copy(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
     """A copy on the device that shares the memory of all parameters but `moving`; its forward is that of its class."""
     refuse_replaced_forward(model)
     memo: dict[int, Any] = {}
@@ -97,8 +97,8 @@ def _copy_of(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Mod
         twin = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ModelError(
-            f"rollout_lag samples with a copy of the model, and {type(model).__name__} cannot be copied ({error}). Use "
-            "rollout_lag=0."
+            f"{type(model).__name__} cannot be copied ({error}), for rollout_lag or the reference of some adapters. "
+            "Use rollout_lag=0, or beta=0."
         ) from None
     for module in (twin, base_model_of(twin)):
         for name in _REPLACED:
@@ -111,11 +111,6 @@ def _copy_of(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Mod
 
 def _tensors(model: nn.Module) -> Tensors:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def refuse_no_copy(model: nn.Module) -> None:
-    """Raise a ModelError, before anything trains, for a model that cannot be copied; parameters are not copied here."""
-    _copy_of(model, set(), next(model.parameters()).device)
 
 
 class Snapshot:
@@ -144,7 +139,7 @@ class Snapshot:
         self.reference = None if reference is None else self._copy(reference, self._live[1].keys(), prepare)
 
     def _copy(self, model: nn.Module, moving: Set[str], prepare: Any) -> Any:
-        twin = _copy_of(model, moving, self.device)
+        twin = sharing_copy(model, moving, self.device)
         self._copied.append({name: tensor for name, tensor in _tensors(twin).items() if name in moving})
         base_model_of(twin).register_forward_pre_hook(self._check)  # PEFT generates with the model inside
         return prepare(twin)

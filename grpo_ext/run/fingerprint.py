@@ -67,8 +67,8 @@ _EXTENSIONS = (
 )
 # settings that may change within a rollout batch: they affect neither its completions nor their advantages
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
-# values that the optimizer's checkpoint holds: another value would have no effect
-_OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
+# values that the optimizer's checkpoint holds: another value would have no effect, or could not be loaded
+_OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
 _LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together")
 
@@ -249,11 +249,11 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The differences, as `name: (saved, current)`; parts of the model have names like `model.config`.
 
-    Names that only one of the two fingerprints has are not compared, because another version wrote it.
+    Not compared: names that only one has (another version wrote it), frozen weights where an engine shards them.
     """
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-        model = {f"model.{part}": value for part, value in fingerprint["model"].items()}
+        model = {f"model.{part}": value for part, value in fingerprint["model"].items() if value is not None}
         return fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
 
     old, new = flat(saved), flat(current)
@@ -296,7 +296,7 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     if not _SAME_STATE.issuperset(changes.get("optim", ())):
         fixed |= {"optim"}
     allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - fixed
-    refused = {name: values for name, values in changes.items() if allowed.isdisjoint((name, name.split(".")[0]))}
+    refused = {n: v for n, v in changes.items() if n in fixed or allowed.isdisjoint((n, n.split(".")[0]))}
     if not refused:
         return changes
     lines = "\n".join(
@@ -306,8 +306,9 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     remedy = "Put these back, or start a new run with the checkpoint's weights"
     if fixed:
         remedy += f": the optimizer goes on with the checkpoint's {', '.join(sorted(fixed))}"
-    if refused.keys() - fixed:
-        names = sorted(allowed | refused.keys() - fixed)
+    # the weights of another shape are not read, whatever is allowed
+    if others := {n for n in refused.keys() - fixed if not (n.startswith("model.") and "model.parameters" in fixed)}:
+        names = sorted(allowed | others)
         remedy += (
             f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={names} (as an "
             f"option: --allow_changed_on_resume {' '.join(names)})"

@@ -59,6 +59,7 @@ from .fingerprint import (
     state_hashes,
 )
 from .interrupts import InterruptWatch, TrainingInterrupted
+from .loading import refuse_other_engine
 from .log import RunLog
 from .model_card import base_name
 from .state import RunState, callback_states, restore_callbacks
@@ -173,6 +174,7 @@ class RunKeeper(TrainerCallback):
                 f"ignore_data_skip=True would train on the first prompts of the epoch again, not on those that follow "
                 f"{checkpoint}; leave it out."
             )
+        from_main_process(self.accelerator, lambda: refuse_other_engine(checkpoint, self.accelerator))
         listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
         if listing is None:
             logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")
@@ -181,6 +183,11 @@ class RunKeeper(TrainerCallback):
                 f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed's shards are read by as "
                 f"many; this run has {processes}. Start {listing['processes']}, or export the model and begin a new "
                 "run with it."
+            )
+        if self.args.sync_ref_model and shards_parameters(self.accelerator):
+            raise CheckpointError(
+                f"{checkpoint} lacks the reference that sync_ref_model=True has moved: it is not saved under FSDP and "
+                f"DeepSpeed. Begin a new run with the weights (grpo-ext export {checkpoint} NEW_FOLDER)."
             )
         allowed = self.args.allow_changed_on_resume or ()
         if "rollout_chunk_size" not in allowed:

@@ -15,6 +15,28 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
+from ..runtime.collectives import shards_parameters
+
+# the optimizer's state as it is written by each engine, which no other one reads
+_STATES = {
+    "one process or DDP": "optimizer.pt",
+    "FSDP with FULL_STATE_DICT": "optimizer.bin",
+    "FSDP with SHARDED_STATE_DICT": "optimizer_*",
+    "DeepSpeed": "global_step*",
+}
+
+
+def refuse_other_engine(folder: str | Path, accelerator: Any) -> None:
+    """Raise a CheckpointError for a checkpoint whose optimizer state this run's engine cannot read."""
+    own, plugin = "one process or DDP", getattr(accelerator.state, "fsdp_plugin", None)
+    if shards_parameters(accelerator):
+        own = "DeepSpeed" if plugin is None else f"FSDP with {plugin.state_dict_type.name}"
+    written = [engine for engine, files in _STATES.items() if any(Path(folder).glob(files))]
+    if written and own not in written:
+        raise CheckpointError(
+            f"{folder} was written under {written[0]}, and its optimizer state cannot be read under {own}; start as "
+            f"before, or export its weights (grpo-ext export {folder} NEW_FOLDER) and begin a new run with them."
+        )
 
 
 @contextmanager

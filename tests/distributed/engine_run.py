@@ -76,6 +76,9 @@ def main(folder: Path) -> None:
         with_images = family in FAMILIES
         kind = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
         model = kind.from_pretrained(run["model"], dtype=torch.float32)
+        if run["changed"]:
+            for parameter in model.parameters():  # ZeRO-3's own part
+                getattr(parameter, "ds_tensor", parameter.data).mul_(1.2)
         if run["nameless"]:
             model.config._name_or_path = ""
         parts: dict[str, Any] = {
@@ -87,7 +90,7 @@ def main(folder: Path) -> None:
             parts = tool_runs.parts("company")
         if run["config"].get("use_vllm"):
             stand_in(folder / "server" / run["name"])
-        peft = LoraConfig(**LORA) if run["lora"] else None
+        peft = LoraConfig(**LORA, init_lora_weights=run["start"]) if run["lora"] else None
         trainer = GRPOTrainer(model=model, args=args, peft_config=peft, **parts)
         if run["config"].get("fp16"):
             trainer.accelerator.scaler.value, trainer.accelerator.scaler.patience = 1024.0, 1

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ import yaml
 from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import CheckpointError, ConfigError
+from grpo_ext.run.loading import refuse_other_engine
 from grpo_ext.tools.export import export
 from tests.support import forks
 from tests.support.architectures import architecture
@@ -26,6 +28,7 @@ from tests.support.cases import SETTINGS
 from tests.support.images import image_model
 from tests.support.launch import ROOT, environment
 from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.trainers import make
 from tests.tolerances import DIFFERENT, UPDATE
 
 SCRIPT = Path(__file__).with_name("engine_run.py")
@@ -57,8 +60,10 @@ class Job:
     config: dict[str, Any]
     prompts: int = 22
     lora: bool = False
+    start: bool | str = True  # init_lora_weights
     resume: str | None = None
     env: dict[str, str] = field(default_factory=dict)
+    changed: bool = False  # the model object has other weights than its files
     nameless: bool = False  # a model object that cannot be loaded again by name
     model: str = "model"
     whole: bool = False  # gradients are not reduced before the last micro-batch
@@ -88,6 +93,7 @@ FEW = [
     Job("routed", ROUTED, model="moe"),
     Job("few", FEW_ROWS),  # one group: others have none
     Job("whole", {"max_steps": 2}, whole=True),  # the control of FSDP2's gradients
+    Job("lora_random", {**FEW_ROWS, "beta": 0.1}, lora=True, start=False),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("resumed", SAVED, resume="saved/checkpoint-1"),
     Job("shards", LAST, env=SHARDS),  # last: the environment stays
@@ -95,6 +101,7 @@ FEW = [
 ALL = [
     Job("budget", {"micro_batch_tokens": 60, "loss_type": "grpo"}),
     Job("images_few", FEW_ROWS, prompts=8, model="idefics3"),
+    Job("changed", {**FEW_ROWS, "beta": 0.1}, changed=True),
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("tools", TOOLS, tools=True),
     Job("hybrid", {"gradient_checkpointing": True, "beta": 0.1, "max_steps": 2}, model="hybrid"),
@@ -183,6 +190,8 @@ def launches(folder, request):
         whole = processes == 3 or (engine == "single" and full)
         run = folder / f"{engine}_{processes}"  # with all jobs, of the launcher's own interpreters
         jobs = [job for job in (ALL if whole else FEW) if engine == "fsdp2" or not job.whole]
+        if engine == "zero3":  # refuses it
+            jobs = [job for job in jobs if job.start is True]
         if engine == "single":
             jobs = [job for job in jobs if job.name in ALIKE]
         try:
@@ -247,6 +256,15 @@ def test_the_update_and_the_log_are_those_of_one_process(launches, engine, proce
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
+def test_the_reference_is_the_policy_at_its_start(launches, engine, processes):
+    several = launches(engine, processes)
+    for name in several.keys() & {"changed", "lora_random", "kl_nameless"}:
+        first, second = [line["kl"] for line in several[name].log if "kl" in line][:2]
+        assert first == pytest.approx(0.0, abs=1e-9), name
+        assert second > 1e-8, name
+
+
+@pytest.mark.parametrize(("engine", "processes"), ENGINES)
 def test_a_run_is_resumed_where_it_was(launches, engine, processes):
     several = launches(engine, processes)
     for name in [name for name in ("", "lora_", "images_") if f"{name}resumed" in several]:
@@ -297,6 +315,29 @@ def test_every_checkpoint_of_an_adapter_is_exported(launches, folder, tmp_path, 
     weights = load_file(tmp_path / "joined" / "adapter_model.safetensors")
     assert weights.keys() == expected.keys()
     assert all(torch.allclose(weights[name], expected[name], atol=1e-7) for name in weights)
+
+
+def test_the_checkpoint_of_another_engine_is_refused_with_a_remedy_that_works(launches, folder, tmp_path):
+    """In both directions; where no optimizer's state is read, nothing that is not frozen makes it another run."""
+    launches("fsdp2", 2)
+    settings = {name: value for name, value in BASE.items() if name not in ("rollout_chunk_size", "max_steps")}
+    plain = functools.partial(make, tmp_path / "plain", str(folder / "model"), **settings, max_steps=1)
+    for name, kind in (("saved", "FULL_STATE_DICT"), ("shards", "SHARDED_STATE_DICT")):
+        checkpoint = folder / "fsdp2_2" / name / "checkpoint-3"
+        with pytest.raises(CheckpointError, match=rf"under FSDP with {kind}, .* under one process or DDP; .*export"):
+            plain().train(str(checkpoint))
+        export(checkpoint, tmp_path / name, trust_shards=True)
+        make(tmp_path / "new", str(tmp_path / name), max_steps=1).train()
+    plain(**{**SAVED, "save_strategy": "steps"}).train()
+    written = str(tmp_path / "plain" / "checkpoint-1")
+    for engine, kind in (("FSDP", "FULL_STATE_DICT"), ("FSDP", "SHARDED_STATE_DICT"), ("DEEPSPEED", None)):
+        plugin = None if kind is None else SimpleNamespace(state_dict_type=SimpleNamespace(name=kind))
+        accelerator = SimpleNamespace(distributed_type=engine, state=SimpleNamespace(fsdp_plugin=plugin))
+        with pytest.raises(CheckpointError, match=rf"one process or DDP, .* under .*{kind or 'DeepSpeed'};"):
+            refuse_other_engine(written, accelerator)
+    (tmp_path / "zero" / "global_step1").mkdir(parents=True)  # whose optimizer transformers would silently leave out
+    with pytest.raises(CheckpointError, match=r"under DeepSpeed, .* under one process or DDP;"):
+        refuse_other_engine(tmp_path / "zero", plain().accelerator)
 
 
 FP16 = Job("fp16", {"fp16": True, "per_device_train_batch_size": 4, "max_steps": 4})

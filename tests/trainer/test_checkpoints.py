@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import json
 import os
@@ -102,12 +103,21 @@ def tokenizer_with(name: str, value: str) -> Any:
         ({"peft_config": LoraConfig(**LORA)}, ["model.adapters.default: "]),
     ],
 )
-def test_another_run_is_refused_and_each_change_is_named(run, changes, named):
+def test_another_run_is_refused_and_each_change_is_named(copy, changes, named):
     with pytest.raises(CheckpointError, match="belongs to another run") as refused:
-        other(run, **changes).train(resume_from_checkpoint=str(run / "checkpoint-2"))
+        other(copy, **changes).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     for text in named:
         assert text in str(refused.value)
-    assert "allow_changed_on_resume=" in str(refused.value)
+    remedy = re.search(r"allow_changed_on_resume=(\[.*?\])", str(refused.value))
+    assert (remedy is None) == ("model.parameters" in str(refused.value))
+    if remedy is not None:
+        trainer = other(copy, **changes, allow_changed_on_resume=ast.literal_eval(remedy[1]))
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+        assert trainer.state.global_step == 3
+    else:
+        trainer = other(copy, **changes, allow_changed_on_resume=["model"])
+        with pytest.raises(CheckpointError, match=r"goes on with the checkpoint's model\.parameters\."):
+            trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
 
 
 def test_a_checkpoint_keeps_its_chunks(tmp_path):

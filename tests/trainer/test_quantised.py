@@ -100,6 +100,19 @@ def test_the_update_does_not_depend_on_the_split(tmp_path, base, bfloat16):
     assert error(whole, of(16, quantise=None)) > DIFFERENT  # the weights are quantised
 
 
+def test_the_reference_is_the_policy_at_its_start(tmp_path, base):
+    """An adapter that does not start at zero is copied, in 4 bits alone; sampled ahead too."""
+    start: dict[str, Any] = {"beta": 0.1, "max_steps": 3, "adapter": lora(init_lora_weights=False)}
+    for more in ({}, {"rollout_lag": 1}):
+        run = make(tmp_path, base, quantise=BITS[4], **start, **more)
+        run.train()
+        first, *later = log_of(run, "kl")
+        assert first == pytest.approx(0.0, abs=1e-9)
+        assert later[-1] > 1e-4
+    with pytest.raises(ModelError, match=r"not copied .* beside weights in 8 bits"):
+        make(tmp_path, base, quantise=BITS[8], **start)
+
+
 def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
     def moved() -> float:
         """The part of the adapter's first factors that three steps of 1e-5 have changed."""

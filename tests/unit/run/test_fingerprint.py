@@ -48,6 +48,12 @@ def test_what_another_version_did_not_record_is_not_compared():
     assert changed(old, {**new, "data": {"rows": 4}}) == {"data": ({"rows": 3}, {"rows": 4})}
 
 
+def test_frozen_weights_that_an_engine_shards_are_not_compared():
+    old, new = ({"settings": {}, "model": {"class": "A", "frozen": frozen}} for frozen in ("a", None))
+    assert changed(old, new) == changed(new, old) == {}
+    assert changed(old, {**old, "model": {"class": "A", "frozen": "b"}}) == {"model.frozen": ("a", "b")}
+
+
 @pytest.mark.parametrize("column", ["pixels", "nested"])
 def test_images_are_read_without_the_folder_they_lie_in(column, tmp_path):
     def data(color: int, folder: str) -> Dataset:
