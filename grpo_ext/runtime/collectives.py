@@ -1,6 +1,7 @@
 """Collectives that take a different number of rows from every process, including none.
 
-Accelerate's `gather` wants equal shapes on all processes; their parts of a rollout batch are unequal by design.
+Accelerate's `gather` wants equal shapes on all processes; their parts of a rollout batch are unequal by design. An
+exchange begins with a header, in which a process says where it is, or that it failed; so none waits for one that did.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import atexit
 import functools
 import itertools
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
@@ -21,8 +23,14 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather, gather_object, recursively_apply
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
+from .. import errors
 from ..errors import CheckpointError, GrpoExtError, ProcessError, RolloutError, quiet
+from .out_of_memory import StepOutOfMemory, is_out_of_memory
 
+_MAGIC = 0x67727065  # a header begins with it
+_REMEDY = "Collectives in code of yours have to run on every process equally often; see docs/overrides.md."
+# errors that are raised as what they are on the other processes too
+_KEPT = (errors.RolloutError, errors.PrecisionError, errors.MemoryShortageError, StepOutOfMemory)
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
@@ -56,13 +64,108 @@ def _processes() -> int:
     return 1 if _alone.get() else PartialState().num_processes
 
 
+# ---- Meeting --------------------------------------------------------------------------------------------------------
+
+
+class _Counter:
+    ours = 0  # collectives of this process that a user's override did not ask for
+
+
+def _collectives() -> int:
+    """Collectives that this process has run."""
+    started = dist.is_available() and dist.is_initialized()
+    return dist.group.WORLD._get_sequence_number_for_group() if started else 0  # type: ignore[union-attr]
+
+
+@contextmanager
+def of_ours() -> Iterator[None]:
+    """Inside, collectives leave out stand-in rows, or know nothing of rows; see `uneven_collectives`."""
+    if _alone.get():
+        yield
+        return
+    before = _Counter.ours - _collectives()
+    yield
+    _Counter.ours = before + _collectives()
+
+
+@of_ours()
+def _meet(place: str, value: int = 0, failure: Exception | None = None) -> list[int]:
+    """One value of each process, once all are at this place.
+
+    Raises:
+        ProcessError: on every process, where one announces its `failure`, which is raised there, or is elsewhere.
+    """
+    if _processes() == 1:
+        if failure is not None:
+            raise failure
+        return [value]
+    here = 0 if failure is not None else zlib.crc32(place.encode())
+    headers = gather(torch.tensor([[_MAGIC, here, value]], device=PartialState().device)).tolist()
+    if here and all(header[:2] == [_MAGIC, here] for header in headers):
+        return [header[2] for header in headers]
+    if any(header[0] != _MAGIC for header in headers):
+        raise _known(ProcessError(f"at {place}, a collective of torch.distributed or accelerate.utils met. {_REMEDY}"))
+    sent = None if failure is None else (type(failure).__name__, str(failure))  # its class may not be picklable
+    places, reports = zip(*gather_object([(place, sent)]))
+    failures = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
+    if not failures:
+        where = "; ".join(f"process {rank} is at {name}" for rank, name in enumerate(places))
+        raise _known(ProcessError(f"processes run different collectives: {where}. {_REMEDY}"))
+    # a step that runs out of memory runs again; any other error ends the run
+    rank, kind, message = min(failures, key=lambda report: report[1] == StepOutOfMemory.__name__)
+    if failure is not None and (kind == StepOutOfMemory.__name__ or not isinstance(failure, StepOutOfMemory)):
+        raise _known(failure)
+    for kept in _KEPT:
+        if kept.__name__ == kind:
+            raise _known(kept(f"on process {rank}, {message}"))
+    raise _known(ProcessError(f"process {rank} failed: {kind}: {message}"))
+
+
+def _known(error: Exception) -> Exception:
+    error.__dict__["on_all_processes"] = True
+    return error
+
+
+def on_all_processes(error: Exception) -> bool:
+    """Whether the other processes know of this error, and raise it too."""
+    return "on_all_processes" in vars(error)
+
+
+@contextmanager
+def together(place: str, sharded: bool = False) -> Iterator[None]:
+    """An error inside on one process is raised on all, at the end or in the exchange they are in.
+
+    Args:
+        sharded: a forward is a collective; who waits in one cannot learn of an error, which is raised as it is.
+
+    Raises:
+        StepOutOfMemory: on every process, where one of them ran out of memory.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        if sharded or on_all_processes(error):
+            raise
+        # the error itself would keep the tensors of its frames
+        failure = StepOutOfMemory(str(error).partition("\n")[0]) if is_out_of_memory(error) else error
+    if not sharded:
+        _meet(place, failure=failure)
+
+
+# ---- Exchanges ------------------------------------------------------------------------------------------------------
+
+
+@of_ours()
 def equal_gather(tensor: torch.Tensor) -> torch.Tensor:
     """Concatenate tensors of one shape along the first dimension, in process order, on every process."""
     return tensor if _alone.get() else gather(tensor)
 
 
+@of_ours()
 def gather_lists(items: list[Any]) -> list[Any]:
     """The lists of all processes as one, in process order; for objects that can be pickled."""
+    _meet("an exchange of lists")
     return items if _alone.get() else gather_object(items)
 
 
@@ -77,45 +180,77 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
     flat = flat[:rows].contiguous()
     if _processes() == 1:
         return flat
-    lengths = equal_gather(torch.tensor([flat.size(0)], device=flat.device))
-    longest = int(lengths.max())
+    lengths = _meet(f"a gather of {flat.dtype} with {list(flat.shape[1:])} in each row", flat.size(0))
+    longest = max(lengths)
     if longest == 0:
         return flat
     padded = flat.new_zeros((longest, *flat.shape[1:]))
     padded[: flat.size(0)] = flat
     gathered = equal_gather(padded).view(len(lengths), longest, *flat.shape[1:])
-    return torch.cat([part[:n] for part, n in zip(gathered, lengths.tolist())])
+    return torch.cat([part[:n] for part, n in zip(gathered, lengths, strict=True)])
 
 
 @contextmanager
-def uneven_gathers(accelerator: Accelerator, empty: bool = False, refused_in: str | None = None) -> Iterator[None]:
-    """Inside, `accelerator.gather` takes a different number of rows from every process, for a user's overrides.
+def uneven_collectives(
+    accelerator: Accelerator,
+    empty: Callable[[], bool] = lambda: False,
+    refused_in: str | None = None,
+    stand_ins: bool = False,
+) -> Iterator[None]:
+    """Inside, those of `accelerator` take a different number of rows from every process, for a user's overrides.
 
     TRL gives every process the same number of rows, so code that is written for it gathers equal shapes.
 
     Args:
-        empty: this process takes part but adds none of its rows; a sum or a count of it is zero.
+        empty: whether this process takes part now but adds nothing of its own.
         refused_in: the hook that runs, where processes call it different numbers of times: others would not join.
+        stand_ins: a process may hold rows that do not count, so other collectives are refused.
 
     Raises:
-        RolloutError: the hook `refused_in` gathers, and there are several processes.
+        RolloutError: the hook `refused_in` gathers, or with `stand_ins` code inside ran another collective.
     """
 
-    def gather_one(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0:
-            return equal_gather(torch.zeros_like(tensor) if empty else tensor)
-        return ragged_gather(tensor, 0 if empty else None)
-
-    def gather_any(tensors: Any) -> Any:  # nested as Accelerate takes them
-        if refused_in is not None and accelerator.num_processes > 1:
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        if refused_in is not None:
             raise RolloutError(
                 f"{refused_in} gathers, and is called once for each rollout chunk, of which processes have different "
                 "numbers; gather in _generate or _generate_and_score_completions instead."
             )
-        return recursively_apply(gather_one, tensors, error_on_other_type=True)
+        return ragged_gather(tensor, 0 if empty() else None)
 
-    with mock.patch.object(accelerator, "gather", gather_any):
+    def reduced(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        parts = rows(tensor[None])
+        total = parts.amax(0) if reduction == "max" else parts.sum(0, dtype=tensor.dtype)
+        return total / len(parts) if reduction == "mean" else total
+
+    def gather_any(tensors: Any) -> Any:  # nested as Accelerate takes them
+        return recursively_apply(rows, tensors, error_on_other_type=True)
+
+    def reduce_any(tensors: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        return recursively_apply(reduced, tensors, reduction, error_on_other_type=True)
+
+    def gather_objects(data: Any, use_gather_object: bool = False) -> Any:
+        with suppress(TypeError):  # not tensors
+            if not use_gather_object:
+                return gather_any(data)
+        return gather_lists([] if empty() else data)
+
+    if accelerator.num_processes == 1:
         yield
+        return
+    methods: dict[str, Any] = {"gather": gather_any, "reduce": reduce_any, "gather_for_metrics": gather_objects}
+    for name in ("pad_across_processes", "wait_for_everyone"):
+        methods[name] = of_ours()(getattr(accelerator, name))
+    before = _collectives() - _Counter.ours
+    with mock.patch.multiple(accelerator, **methods):
+        yield
+    if stand_ins and _collectives() - _Counter.ours != before:
+        raise RolloutError(
+            "an override used a collective of accelerate.utils or torch.distributed, and rollout batches of this run "
+            "may leave a process without prompts, which runs the override on stand-in rows: they would count. Use "
+            "accelerator.gather, reduce or gather_for_metrics, which leave them out, or more prompts for each rollout "
+            "batch (for the last of an epoch and an evaluation too) and dynamic_sampling=False."
+        )
 
 
 def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
@@ -157,7 +292,7 @@ def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
 
 def max_over_processes(value: int, device: torch.device) -> int:
     """Largest of one integer per process."""
-    return value if _processes() == 1 else int(equal_gather(torch.tensor([value], device=device)).max())
+    return max(_meet("an exchange of numbers", value))
 
 
 def any_process(value: bool, device: torch.device) -> bool:
@@ -180,17 +315,14 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
     Raises:
         CheckpointError: on every process.
     """
-    failure: Exception | None = None
     try:
-        yield
-    except Exception as error:  # raised below, once the other processes know of it
-        failure = error
-    first = first_of_all_processes(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if first is None:
-        return
-    if isinstance(failure, CheckpointError):
-        raise failure
-    raise CheckpointError(explain(first)) from failure
+        with together("a checkpoint"):
+            yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        cause = str(error) if isinstance(error, ProcessError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(explain(cause)) from error
 
 
 def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[], Any]) -> Any:

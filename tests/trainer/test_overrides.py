@@ -19,7 +19,7 @@ from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts import batch, rollout_func
-from grpo_ext.runtime.collectives import uneven_gathers
+from grpo_ext.runtime.collectives import uneven_collectives
 from grpo_ext.step.settings import step_settings_of
 from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build, learns_as_in_trl
@@ -199,7 +199,7 @@ def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
 
 def test_a_hook_that_processes_call_differently_often_may_not_gather():
     accelerator: Any = SimpleNamespace(num_processes=2, gather=None)
-    with uneven_gathers(accelerator, refused_in="_generate_single_turn"):
+    with uneven_collectives(accelerator, refused_in="_generate_single_turn"):
         with pytest.raises(RolloutError, match="_turn gathers, and"):
             accelerator.gather(torch.ones(1))
         accelerator.num_processes = 1
