@@ -91,14 +91,16 @@ def with_gmpo() -> Any:
     return type("Gmpo", (GMPOTrainer, GRPOTrainer), {})
 
 
+# one process runs two micro-batches of 3 in a step, and the other one
+UNEVEN = {"num_generations": 7, "global_batch_size": 7, "rollout_chunk_size": 7}
 DYNAMIC = {"dynamic_sampling": True, "reward": half_teaches, "groups": 3, "train_dataset": prompts(12)}
 CHECKPOINTED = {"gradient_checkpointing": True}
 LEARNING: dict[str, Callable[[Path], Any]] = {
     "rollout without prompts": lambda folder: trainer_of(folder, groups=1, cls=Reduces),
     "rollout of several rounds": lambda folder: trainer_of(folder, cls=Reduces, **DYNAMIC),
     "objects": lambda folder: trainer_of(folder, groups=2, train_dataset=prompts(8), cls=GathersObjects),
-    "gmpo": lambda folder: trainer_of(folder, groups=3, cls=with_gmpo(), num_iterations=2),
-    "loss": lambda folder: trainer_of(folder, groups=3, cls=InTheLoss, num_iterations=2, beta=0.1),
+    "gmpo": lambda folder: trainer_of(folder, cls=with_gmpo(), num_iterations=2, **UNEVEN),
+    "loss": lambda folder: trainer_of(folder, cls=InTheLoss, beta=0.1, **UNEVEN),
     "bitwise": lambda folder: trainer_of(folder, groups=3, cls=InTheLoss, bitwise_invariant=True),
     "hook": lambda folder: hooked(trainer_of(folder, groups=3, **CHECKPOINTED)),
 }
@@ -148,7 +150,12 @@ class Fails(GRPOTrainer):
 def failing(folder: Path, place: str, at: int = 0, error: Exception | None = None) -> Any:
     trainer = trainer_of(folder, groups=3, cls=Fails, eval_dataset=prompts(3, seed=1))
     trainer.place, trainer.at, trainer.error = place, at, error or KeyError("a fault")
-    trainer.model.lm_head.register_forward_hook(lambda *args: trainer.scored and trainer.fail("comparison"))
+
+    def compare(*args: Any) -> None:
+        if trainer.scored:
+            trainer.fail("comparison")
+
+    trainer.model.model.layers[0].mlp.register_forward_hook(compare)
     trainer.train()
     if "evaluation" in place:
         trainer.evaluate()

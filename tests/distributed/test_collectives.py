@@ -43,13 +43,13 @@ def test_code_of_users_that_holds_collectives_learns_the_same_on_two_processes(b
 
 def test_what_is_gathered_in_the_loss_are_the_rows_of_micro_batches_that_count(both):
     (first, _), (second, _) = both
-    for name, rows in (("loss", 12), ("bitwise", 12)):
+    for name, rows in (("loss", 7), ("bitwise", 12)):
         counted = first[name][1]
         assert counted == second[name][1]
         assert sum(count for count, _ in counted) == 2 * rows  # two steps; a filler adds none
         assert {share for _, share in counted} == {1.0}
     # or no process would have run more micro-batches than the other
-    assert min(count for count, _ in first["loss"][1]) < 3
+    assert len({count for count, _ in first["loss"][1]}) > 1
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ And overrides that TRL's equal shares made safe: what is refused or copied where
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import trl
+from accelerate import Accelerator
 from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
@@ -198,12 +199,14 @@ def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
 
 
 def test_a_hook_that_processes_call_differently_often_may_not_gather():
-    accelerator: Any = SimpleNamespace(num_processes=2, gather=None)
+    accelerator: Any = Mock(num_processes=2)
     with uneven_collectives(accelerator, refused_in="_generate_single_turn"):
-        with pytest.raises(RolloutError, match="_turn gathers, and"):
-            accelerator.gather(torch.ones(1))
-        accelerator.num_processes = 1
-        assert accelerator.gather(torch.ones(1)) == 1
+        for method in (accelerator.gather, accelerator.reduce, accelerator.gather_for_metrics):
+            with pytest.raises(RolloutError, match="_turn gathers, and"):
+                method(torch.ones(1))
+    alone: Any = Accelerator(cpu=True)
+    with uneven_collectives(alone, refused_in="_generate_single_turn"):
+        assert alone.gather(torch.ones(1)) == 1
 
 
 def test_a_field_of_one_process_alone_is_refused(monkeypatch):
