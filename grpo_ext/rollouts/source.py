@@ -204,8 +204,12 @@ class Rollouts:
         some = request.empty or self.args.dynamic_sampling  # found now, not in a further round or at an epoch's end
         if isinstance(self.steps, StepDataset):
             some = some or self.steps.request(min(len(self.steps.layout), terms.state.max_steps) - 1).empty
-        stand_ins = any_process(some, self.accelerator.device) and not self.worker.settings.sharded
-        return uneven_collectives(self.accelerator, lambda: request.empty, stand_ins=stand_ins)
+        why = (
+            "where a rollout batch (the last of an epoch, a further round) leaves a process without prompts it runs on "
+        )
+        why += "stand-in rows, which would count; more prompts without dynamic_sampling help too"
+        refused = any_process(some, self.accelerator.device) and not self.worker.settings.sharded
+        return uneven_collectives(self.accelerator, lambda: request.empty, others_refused=why if refused else None)
 
     def _joined(self, local: LocalRollout, terms: Terms) -> Round:
         """Join the parts of all processes; a collective."""

@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType, broadcast, broadcast_object_list, 
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from .. import errors
-from ..errors import CheckpointError, GrpoExtError, ProcessError, RolloutError, quiet
+from ..errors import CheckpointError, ConfigError, GrpoExtError, ProcessError, RolloutError, quiet
 from .out_of_memory import StepOutOfMemory, is_out_of_memory
 
 _MAGIC = 0x67727065  # a header begins with it
@@ -68,18 +68,20 @@ def _processes() -> int:
 
 
 class _Counter:
-    ours = 0  # collectives of this process that a user's override did not ask for
+    ours = 0  # collectives of this process that are not a user's
 
 
 def _collectives() -> int:
-    """Collectives that this process has run."""
-    started = dist.is_available() and dist.is_initialized()
-    return dist.group.WORLD._get_sequence_number_for_group() if started else 0  # type: ignore[union-attr]
+    """Collectives that this process has run; 0 where that is not known."""
+    with suppress(RuntimeError):  # of a backend that does not count
+        if dist.is_available() and dist.is_initialized():
+            return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+    return 0
 
 
 @contextmanager
 def of_ours() -> Iterator[None]:
-    """Inside, collectives leave out stand-in rows, or know nothing of rows; see `uneven_collectives`."""
+    """Inside, collectives are not a user's; see `uneven_collectives`."""
     if _alone.get():
         yield
         return
@@ -195,7 +197,7 @@ def uneven_collectives(
     accelerator: Accelerator,
     empty: Callable[[], bool] = lambda: False,
     refused_in: str | None = None,
-    stand_ins: bool = False,
+    others_refused: str | None = None,
 ) -> Iterator[None]:
     """Inside, those of `accelerator` take a different number of rows from every process, for a user's overrides.
 
@@ -204,23 +206,30 @@ def uneven_collectives(
     Args:
         empty: whether this process takes part now but adds nothing of its own.
         refused_in: the hook that runs, where processes call it different numbers of times: others would not join.
-        stand_ins: a process may hold rows that do not count, so other collectives are refused.
+        others_refused: why code inside may not run other collectives, as a clause; None: it may.
 
     Raises:
-        RolloutError: the hook `refused_in` gathers, or with `stand_ins` code inside ran another collective.
+        RolloutError: the hook `refused_in` gathers.
+        ConfigError: code inside ran another collective and may not.
     """
 
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
+    def meet(name: str) -> None:
         if refused_in is not None:
             raise RolloutError(
                 f"{refused_in} gathers, and is called once for each rollout chunk, of which processes have different "
                 "numbers; gather in _generate or _generate_and_score_completions instead."
             )
-        return ragged_gather(tensor, 0 if empty() else None)
+        _meet(f"accelerator.{name}")
+
+    def rows(tensor: torch.Tensor, name: str = "gather") -> torch.Tensor:
+        meet(name)
+        return ragged_gather(tensor.detach(), 0 if empty() else None)
 
     def reduced(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-        parts = rows(tensor[None])
+        parts = rows(tensor[None], "reduce")
         total = parts.amax(0) if reduction == "max" else parts.sum(0, dtype=tensor.dtype)
+        if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
+            total = total + (tensor - tensor.detach())
         return total / len(parts) if reduction == "mean" else total
 
     def gather_any(tensors: Any) -> Any:  # nested as Accelerate takes them
@@ -233,23 +242,27 @@ def uneven_collectives(
         with suppress(TypeError):  # not tensors
             if not use_gather_object:
                 return gather_any(data)
+        meet("gather_for_metrics")
         return gather_lists([] if empty() else data)
+
+    def of_no_rows(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        meet(name)
+        with of_ours():
+            return method(*args, **kwargs)
 
     if accelerator.num_processes == 1:
         yield
         return
     methods: dict[str, Any] = {"gather": gather_any, "reduce": reduce_any, "gather_for_metrics": gather_objects}
     for name in ("pad_across_processes", "wait_for_everyone"):
-        methods[name] = of_ours()(getattr(accelerator, name))
+        methods[name] = functools.partial(of_no_rows, name, getattr(accelerator, name))
     before = _collectives() - _Counter.ours
     with mock.patch.multiple(accelerator, **methods):
         yield
-    if stand_ins and _collectives() - _Counter.ours != before:
-        raise RolloutError(
-            "an override used a collective of accelerate.utils or torch.distributed, and rollout batches of this run "
-            "may leave a process without prompts, which runs the override on stand-in rows: they would count. Use "
-            "accelerator.gather, reduce or gather_for_metrics, which leave them out, or more prompts for each rollout "
-            "batch (for the last of an epoch and an evaluation too) and dynamic_sampling=False."
+    if others_refused and _collectives() - _Counter.ours != before:
+        raise ConfigError(
+            f"code of yours ran a collective of accelerate.utils or torch.distributed, and {others_refused}. Use "
+            "accelerator.gather, reduce or gather_for_metrics, which leave these rows out; see docs/overrides.md."
         )
 
 
@@ -275,6 +288,7 @@ def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
     return values
 
 
+@of_ours()
 def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
     """Sum tensors over all processes in place, in buckets of one type."""
     _refuse_alone()

@@ -82,8 +82,9 @@ class Attempt:
     def running(self) -> Iterator[None]:
         """Inside, forwards run in the model's form; an error, or memory that runs out, ends it on all processes."""
         clock, forwards, accelerator = self.planner.clock, self.planner.forwards, self.planner.accelerator
-        # whether a user's code runs on a micro-batch of weight zero
-        uneven = uneven_collectives(accelerator, lambda: not self._current.weight)
+        why = "a process may run micro-batches that do not count, to run as many as the others"
+        refused = why if self.settings.equal_counts and not forwards.sharded else None
+        uneven = uneven_collectives(accelerator, lambda: not self._current.weight, others_refused=refused)
         try:
             with clock.phase("train"), forwards.in_form_of(self.model), together("the step", forwards.sharded), uneven:
                 yield

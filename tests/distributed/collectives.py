@@ -134,6 +134,8 @@ class Fails(GRPOTrainer):
             self.accelerator.gather(torch.ones(2))
         if self.place == "no super" and RANK == 1:
             return 0.0 * sum(p.sum() for p in model.parameters())
+        if self.place == "objects of the loss":
+            gather_object([float(inputs["advantages"].sum())])
         if self.place == "loss":
             self.accelerator.gather(torch.ones(1))
         return super().compute_loss(model, inputs, *args, **kwargs)
@@ -171,6 +173,7 @@ FAILING: dict[str, Callable[[Path], Any]] = {
     "evaluation, memory": lambda folder: failing(folder, "evaluation", at=2, error=MEMORY),
     "gathers": lambda folder: failing(folder, "gathers"),
     "no super": lambda folder: failing(folder, "no super"),
+    "objects of the loss": lambda folder: failing(folder, "objects of the loss"),
     "objects": lambda folder: trainer_of(folder, cls=GathersObjects, **DYNAMIC).train(),
 }
 

@@ -81,6 +81,10 @@ def test_a_loss_that_skips_super_on_one_process_logs_what_the_other_added(both):
     assert "entropy" in both[0][1]["no super"]
 
 
-def test_other_collectives_than_the_accelerators_are_refused_where_a_process_may_have_no_prompts(both):
+@pytest.mark.parametrize(
+    ("name", "why"), [("objects", "leaves a process without prompts"), ("objects of the loss", "that do not count")]
+)
+def test_other_collectives_than_the_accelerators_are_refused_where_rows_may_not_count(both, name, why):
     for _, failed in both:
-        assert failed["objects"].startswith("RolloutError: an override used a collective of accelerate.utils")
+        assert failed[name].startswith("ConfigError: code of yours ran a collective of accelerate.utils")
+        assert why in failed[name]
