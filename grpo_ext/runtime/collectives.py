@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -192,6 +193,51 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
     return torch.cat([part[:n] for part, n in zip(gathered, lengths, strict=True)])
 
 
+@dataclass(frozen=True)
+class _Uneven:
+    """An accelerator's collectives, with a different number of rows from every process; see `uneven_collectives`."""
+
+    empty: Callable[[], bool]
+    refused_in: str | None
+
+    def meet(self, name: str) -> None:
+        if self.refused_in is not None:
+            raise RolloutError(
+                f"{self.refused_in} gathers, and is called once for each rollout chunk, of which processes have "
+                "different numbers; gather in _generate or _generate_and_score_completions instead."
+            )
+        _meet(f"accelerator.{name}")
+
+    def rows(self, tensor: torch.Tensor, name: str = "gather") -> torch.Tensor:
+        self.meet(name)
+        return ragged_gather(tensor.detach(), 0 if self.empty() else None)
+
+    def reduced(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        parts = self.rows(tensor[None], "reduce")
+        total = parts.amax(0) if reduction == "max" else parts.sum(0, dtype=tensor.dtype)
+        if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
+            total = total + (tensor - tensor.detach())
+        return total / len(parts) if reduction == "mean" else total
+
+    def gather(self, tensor: Any) -> Any:
+        return recursively_apply(self.rows, tensor, error_on_other_type=True)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        return recursively_apply(self.reduced, tensor, reduction, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        with suppress(TypeError):  # not tensors
+            if not use_gather_object:
+                return self.gather(input_data)
+        self.meet("gather_for_metrics")
+        return gather_lists([] if self.empty() else input_data)
+
+    def of_no_rows(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.meet(name)
+        with of_ours():
+            return method(*args, **kwargs)
+
+
 @contextmanager
 def uneven_collectives(
     accelerator: Accelerator,
@@ -212,50 +258,14 @@ def uneven_collectives(
         RolloutError: the hook `refused_in` gathers.
         ConfigError: code inside ran another collective and may not.
     """
-
-    def meet(name: str) -> None:
-        if refused_in is not None:
-            raise RolloutError(
-                f"{refused_in} gathers, and is called once for each rollout chunk, of which processes have different "
-                "numbers; gather in _generate or _generate_and_score_completions instead."
-            )
-        _meet(f"accelerator.{name}")
-
-    def rows(tensor: torch.Tensor, name: str = "gather") -> torch.Tensor:
-        meet(name)
-        return ragged_gather(tensor.detach(), 0 if empty() else None)
-
-    def reduced(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-        parts = rows(tensor[None], "reduce")
-        total = parts.amax(0) if reduction == "max" else parts.sum(0, dtype=tensor.dtype)
-        if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
-            total = total + (tensor - tensor.detach())
-        return total / len(parts) if reduction == "mean" else total
-
-    def gather_any(tensors: Any) -> Any:  # nested as Accelerate takes them
-        return recursively_apply(rows, tensors, error_on_other_type=True)
-
-    def reduce_any(tensors: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return recursively_apply(reduced, tensors, reduction, error_on_other_type=True)
-
-    def gather_objects(data: Any, use_gather_object: bool = False) -> Any:
-        with suppress(TypeError):  # not tensors
-            if not use_gather_object:
-                return gather_any(data)
-        meet("gather_for_metrics")
-        return gather_lists([] if empty() else data)
-
-    def of_no_rows(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        meet(name)
-        with of_ours():
-            return method(*args, **kwargs)
-
     if accelerator.num_processes == 1:
         yield
         return
-    methods: dict[str, Any] = {"gather": gather_any, "reduce": reduce_any, "gather_for_metrics": gather_objects}
+    uneven, methods = _Uneven(empty, refused_in), dict[str, Any]()
+    for name in ("gather", "reduce", "gather_for_metrics"):
+        methods[name] = getattr(uneven, name)
     for name in ("pad_across_processes", "wait_for_everyone"):
-        methods[name] = functools.partial(of_no_rows, name, getattr(accelerator, name))
+        methods[name] = functools.partial(uneven.of_no_rows, name, getattr(accelerator, name))
     before = _collectives() - _Counter.ours
     with mock.patch.multiple(accelerator, **methods):
         yield
