@@ -26,14 +26,7 @@ from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError
 from ..forward.snapshot import Weights
 from ..runtime.attributes import assigned
-from ..runtime.collectives import (
-    any_process,
-    gather_lists,
-    of_ours,
-    on_all_processes,
-    together,
-    uneven_collectives,
-)
+from ..runtime.collectives import any_process, gather_lists, of_ours, on_all_processes, together, uneven_collectives
 from ..runtime.out_of_memory import Halving
 from .ahead import RolloutsAhead
 from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
@@ -49,6 +42,11 @@ from .trl_shapes import trl_dictionary
 from .worker import logged_elsewhere, reward_columns
 
 logger = get_logger(__name__)
+
+_STAND_INS = (
+    "where a rollout batch leaves a process without prompts (the last of an epoch, a small evaluation set, a further "
+    "round of dynamic_sampling) it runs on stand-in rows, which would count"
+)
 
 
 @dataclass
@@ -204,12 +202,10 @@ class Rollouts:
         some = request.empty or self.args.dynamic_sampling  # found now, not in a further round or at an epoch's end
         if isinstance(self.steps, StepDataset):
             some = some or self.steps.request(min(len(self.steps.layout), terms.state.max_steps) - 1).empty
-        why = (
-            "where a rollout batch (the last of an epoch, a further round) leaves a process without prompts it runs on "
-        )
-        why += "stand-in rows, which would count; more prompts without dynamic_sampling help too"
         refused = any_process(some, self.accelerator.device) and not self.worker.settings.sharded
-        return uneven_collectives(self.accelerator, lambda: request.empty, others_refused=why if refused else None)
+        return uneven_collectives(
+            self.accelerator, lambda: request.empty, others_refused=_STAND_INS if refused else None
+        )
 
     def _joined(self, local: LocalRollout, terms: Terms) -> Round:
         """Join the parts of all processes; a collective."""

@@ -135,23 +135,22 @@ def on_all_processes(error: Exception) -> bool:
 
 
 @contextmanager
-def together(place: str, sharded: bool = False) -> Iterator[None]:
+def together(place: str, sharded: bool = False, again: bool = False) -> Iterator[None]:
     """An error inside on one process is raised on all, at the end or in the exchange they are in.
 
     Args:
         sharded: a forward is a collective; who waits in one cannot learn of an error, which is raised as it is.
-
-    Raises:
-        StepOutOfMemory: on every process, where one of them ran out of memory.
+        again: memory that runs out is a `StepOutOfMemory` on every process.
     """
-    failure = None
+    failure: Exception | None = None
     try:
         yield
     except Exception as error:
         if sharded or on_all_processes(error):
             raise
-        # the error itself would keep the tensors of its frames
-        failure = StepOutOfMemory(str(error).partition("\n")[0]) if is_out_of_memory(error) else error
+        failure = error
+        if again and is_out_of_memory(error):  # the error itself would keep the tensors of its frames
+            failure = StepOutOfMemory(str(error).partition("\n")[0])
     if not sharded:
         _meet(place, failure=failure)
 
@@ -212,23 +211,17 @@ class _Uneven:
         self.meet(name)
         return ragged_gather(tensor.detach(), 0 if self.empty() else None)
 
-    def reduced(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+    def reduced(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
         parts = self.rows(tensor[None], "reduce")
         total = parts.amax(0) if reduction == "max" else parts.sum(0, dtype=tensor.dtype)
         if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
             total = total + (tensor - tensor.detach())
         return total / len(parts) if reduction == "mean" else total
 
-    def gather(self, tensor: Any) -> Any:
-        return recursively_apply(self.rows, tensor, error_on_other_type=True)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return recursively_apply(self.reduced, tensor, reduction, error_on_other_type=True)
-
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         with suppress(TypeError):  # not tensors
             if not use_gather_object:
-                return self.gather(input_data)
+                return recursively_apply(self.rows, input_data, error_on_other_type=True)
         self.meet("gather_for_metrics")
         return gather_lists([] if self.empty() else input_data)
 
@@ -261,9 +254,10 @@ def uneven_collectives(
     if accelerator.num_processes == 1:
         yield
         return
-    uneven, methods = _Uneven(empty, refused_in), dict[str, Any]()
-    for name in ("gather", "reduce", "gather_for_metrics"):
-        methods[name] = getattr(uneven, name)
+    uneven = _Uneven(empty, refused_in)
+    methods: dict[str, Any] = {"gather_for_metrics": uneven.gather_for_metrics}
+    for name, apply in (("gather", uneven.rows), ("reduce", uneven.reduced)):  # nested as Accelerate takes them
+        methods[name] = functools.partial(recursively_apply, apply, error_on_other_type=True)
     for name in ("pad_across_processes", "wait_for_everyone"):
         methods[name] = functools.partial(uneven.of_no_rows, name, getattr(accelerator, name))
     before = _collectives() - _Counter.ours

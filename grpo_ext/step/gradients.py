@@ -172,7 +172,7 @@ def accumulating(
         steps = scale = 1 << count.bit_length()
     accelerator.step = 0
     accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
-    with together("the end of the micro-batches", sharded=gradients is None), accumulation, collecting:
+    with together("the end of the micro-batches", gradients is None, again=True), accumulation, collecting:
         yield lambda loss: accelerator.backward(loss * scale, **options)
     if gradients is not None:
         gradients.finish(count)

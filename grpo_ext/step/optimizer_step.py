@@ -48,6 +48,7 @@ from .statistics import (
 
 logger = get_logger(__name__)
 
+_FILLERS = "a process may run micro-batches that do not count, to run as many as the others"
 Inputs = dict[str, Any]  # a micro-batch as TRL's loss takes it
 
 
@@ -81,20 +82,20 @@ class Attempt:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, forwards run in the model's form; an error, or memory that runs out, ends it on all processes."""
-        clock, forwards, accelerator = self.planner.clock, self.planner.forwards, self.planner.accelerator
-        why = "a process may run micro-batches that do not count, to run as many as the others"
-        refused = why if self.settings.equal_counts and not forwards.sharded else None
-        uneven = uneven_collectives(accelerator, lambda: not self._current.weight, others_refused=refused)
+        clock, forwards, sharded = self.planner.clock, self.planner.forwards, self.planner.forwards.sharded
+        refused = _FILLERS if self.settings.equal_counts and not sharded else None
+        uneven = uneven_collectives(forwards.accelerator, lambda: not self._current.weight, others_refused=refused)
         try:
-            with clock.phase("train"), forwards.in_form_of(self.model), together("the step", forwards.sharded), uneven:
+            with clock.phase("train"), forwards.in_form_of(self.model), together("a step", sharded, again=True), uneven:
                 yield
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
             if self.gradients is not None:
                 self.gradients.discard()
             if not self.settings.training:
-                remedy = "lower per_device_eval_batch_size"
-                raise MemoryShortageError(f"an evaluation ran out of memory ({shortage}); {remedy}.") from None
+                raise MemoryShortageError(
+                    f"an evaluation ran out of memory ({shortage}); lower per_device_eval_batch_size."
+                ) from None
 
     def measure(self, model: Any) -> None:
         """Count the step, and measure its statistics with `model` where a term needs one; before any gradient."""

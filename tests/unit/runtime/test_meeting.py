@@ -63,8 +63,11 @@ def test_memory_that_ran_out_here_is_no_step_to_run_again_where_another_process_
     shortage = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     for other, kind in ((None, StepOutOfMemory), (RewardError("no score"), ProcessError)):
         beside(monkeypatch, "a step", other)
-        with pytest.raises(kind), together("a step"):
+        with pytest.raises(kind), together("a step", again=True):
             raise shortage
+    beside(monkeypatch, "elsewhere")
+    with pytest.raises(torch.OutOfMemoryError), together("a rollout"):
+        raise shortage
 
 
 def test_processes_at_different_places_are_named(monkeypatch):
