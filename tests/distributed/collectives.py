@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -99,11 +100,12 @@ LEARNING: dict[str, Callable[[Path], Any]] = {
     "rollout without prompts": lambda folder: trainer_of(folder, groups=1, cls=Reduces),
     "rollout of several rounds": lambda folder: trainer_of(folder, cls=Reduces, **DYNAMIC),
     "objects": lambda folder: trainer_of(folder, groups=2, train_dataset=prompts(8), cls=GathersObjects),
-    "gmpo": lambda folder: trainer_of(folder, cls=with_gmpo(), num_iterations=2, **UNEVEN),
     "loss": lambda folder: trainer_of(folder, cls=InTheLoss, beta=0.1, **UNEVEN),
     "bitwise": lambda folder: trainer_of(folder, groups=3, cls=InTheLoss, bitwise_invariant=True),
     "hook": lambda folder: hooked(trainer_of(folder, groups=3, **CHECKPOINTED)),
 }
+if importlib.util.find_spec("trl.experimental.gmpo") is not None:  # since TRL 1.16
+    LEARNING["gmpo"] = lambda folder: trainer_of(folder, cls=with_gmpo(), num_iterations=2, **UNEVEN)
 
 
 def learned(folder: Path) -> dict[str, Any]:
