@@ -55,6 +55,15 @@ class GathersObjects(GRPOTrainer):
         return scored
 
 
+class CountsProcesses(GRPOTrainer):
+    """Learns something else on another number of processes."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored = super()._generate_and_score_completions(inputs)
+        scored["advantages"][::2] *= self.accelerator.num_processes
+        return scored
+
+
 class InTheLoss(GRPOTrainer):
     """Gathers rows of a micro-batch in the loss, and of its log-probabilities, and notes how many there were."""
 
@@ -102,6 +111,7 @@ LEARNING: dict[str, Callable[[Path], Any]] = {
     "objects": lambda folder: trainer_of(folder, groups=2, train_dataset=prompts(8), cls=GathersObjects),
     "loss": lambda folder: trainer_of(folder, cls=InTheLoss, beta=0.1, **UNEVEN),
     "bitwise": lambda folder: trainer_of(folder, groups=3, cls=InTheLoss, bitwise_invariant=True),
+    "control": lambda folder: trainer_of(folder, groups=1, cls=CountsProcesses),
     "hook": lambda folder: hooked(trainer_of(folder, groups=3, **CHECKPOINTED)),
 }
 if importlib.util.find_spec("trl.experimental.gmpo") is not None:  # since TRL 1.16
