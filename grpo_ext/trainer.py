@@ -258,7 +258,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not math.isfinite(loss):
             what = f"the loss of step {self.state.global_step + 1} is {loss}"
             policy = self.accelerator.unwrap_model(model)
-            with explaining(what, policy, self.args.fp16, self._forwards.sharded), self._forwards.in_form_of(model):
+            with explaining(what, policy, self.args.fp16, self._forwards.sharded), attempt.running():
                 for micro_batch in map(attempt.micro_batch, attempt.plan):
                     self._loss_of(model, micro_batch)
 
@@ -278,9 +278,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names():
             completions = self._prepare_inputs(inputs)
             evaluation = self._step_planner.evaluation(self.model, completions, step_settings_of(self))
-            evaluation.measure(self.model)
-            for micro_batch in self._with_events(map(evaluation.micro_batch, evaluation.plan)):
-                self._loss_of(self.model, micro_batch)
+            with evaluation.running():
+                evaluation.measure(self.model)
+                for micro_batch in self._with_events(map(evaluation.micro_batch, evaluation.plan)):
+                    self._loss_of(self.model, micro_batch)
             self._clock.take()  # only phases of training are logged
             loss = self._log_step(evaluation.context.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None
@@ -462,8 +463,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""
-        scaler = self.accelerator.scaler
-        if "loss" in logs and isinstance(scaler, LossScaler):
+        if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
             logs |= scaler.report()
         if self._losses and "train_loss" in logs:
             logs["train_loss"] = math.fsum(self._losses) / len(self._losses)

@@ -103,7 +103,7 @@ class MicroBatchLayout:
         cost: what a token costs, to assign groups to processes by.
         unit_rows: completions per canonical unit, which is then the micro-batch; None cuts by the sizes above.
         processes, rank: of the run, and which of them this process is.
-        equal_counts: a forward is a collective, so all processes run the same number.
+        equal_counts: a micro-batch may hold collectives, so all processes run the same number.
     """
 
     max_rows: int
@@ -126,7 +126,8 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
     if layout.unit_rows is not None:  # units go to processes whole; each runs them in order
         units = canonical_units(sizes, rows, layout.unit_rows)
         numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
-        return fill_up([units[number] for number in sorted(numbers[layout.rank])], 1, shortest)
+        most = max(map(len, numbers)) if layout.equal_counts else 1
+        return fill_up([units[number] for number in sorted(numbers[layout.rank])], max(most, 1), shortest)
     assigned = assign_rows(sizes, rows, layout.processes, layout.cost)
     most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
     return fill_up(_cut(sizes, assigned[layout.rank], layout), max(most, 1), shortest)

@@ -56,6 +56,16 @@ def experts_of(config: Any) -> tuple[int | None, int | None]:
     return _number(text, *_EXPERTS), _number(text, *_ACTIVE)
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LIBRARIES = ("accelerate", "deepspeed", "grpo_ext", "peft", "torch", "transformers", "trl")
+
+
+def has_own_hooks(model: nn.Module) -> bool:
+    """Whether a user has registered hooks on modules, of forwards or backwards."""
+    hooks = (hook for module in model.modules() for kind in _HOOKS for hook in getattr(module, kind).values())
+    return any(str(getattr(hook, "__module__", None)).split(".")[0] not in _LIBRARIES for hook in hooks)
+
+
 def experts_per_token(model: Any) -> int:
     """How many routed experts run for a token; 1 where the configuration does not say."""
     return experts_of(model.config)[1] or 1

@@ -14,8 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 
 from ..batching.micro_batches import Form
-from ..errors import MemoryShortageError
-from ..runtime.collectives import any_process, gather_lists
+from ..runtime.collectives import any_process, gather_lists, together
 from ..runtime.out_of_memory import Halving
 from .form_check import Trial, discriminating_rows, try_form
 from .forms import why_no_prefix, why_not_packed
@@ -146,9 +145,9 @@ class ForwardChoice:
             if not any_process(chosen is not None, self.device):
                 return
             # a forward may be a collective, so all processes run it
-            trials = gather_lists(self._try(forms.best, model, rows, chosen))
-            if shortage := next((trial.shortage for trial in trials if trial.shortage), None):
-                raise MemoryShortageError(shortage)
+            with together("the comparison of two forms", sharded=not self._memory.enabled):
+                tried = self._try(forms.best, model, rows, chosen)
+            trials = gather_lists(tried)
             reason = next((trial.refused for trial in trials if trial.refused), None)
             if reason is None:
                 # processes may hold the same completions, so those of one of them count
@@ -167,7 +166,4 @@ class ForwardChoice:
             trial = try_form(form, model, part, self.device, self.checkpointing_kwargs)
             return trial if chosen is not None and len(piece) > 1 else replace(trial, tokens=0)
 
-        try:
-            return self._memory.run(range(len(some)), work)
-        except MemoryShortageError as error:  # raised once the other processes know of it
-            return [Trial(shortage=str(error))]
+        return self._memory.run(range(len(some)), work)

@@ -43,12 +43,10 @@ class Trial:
 
     Attributes:
         refused: why the model does not run the form, as a sentence without its end; None if it does.
-        shortage: that the comparison did not fit into memory, as a sentence; None if it did.
         tokens: completion tokens compared that can show a fault.
     """
 
     refused: str | None = None
-    shortage: str | None = None
     tokens: int = 0
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, PrecisionError, ProcessError, RolloutError
+from ..errors import ConfigError, RolloutError
 from ..rewards.worker import RewardCall
-from ..runtime.collectives import gather_lists
+from ..runtime.collectives import gather_lists, together
 from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, RolloutBatch, concatenated
 from .images import ImageSource
 from .local import LocalRollout, Terms
@@ -50,7 +50,6 @@ class Share:
     reward_calls: list[RewardCall] = field(default_factory=list)
     first: int = 0  # place of its first completion in the rollout batch, which its reward calls count from
     forms: tuple[str, ...] = ()
-    failure: tuple[str, str] | None = None
 
 
 @dataclass
@@ -83,8 +82,11 @@ def exchange(local: LocalRollout, images: ImageSource) -> list[Share]:
         GrpoExtError: on every process, where a process failed; there it is the error itself.
         ConfigError: on every process, where models ran different forwards.
     """
-    shares: list[Share] = gather_lists([_share(local, images)])
-    _raise_failures(local.failure, shares)
+    with together("the exchange of a rollout batch"):
+        if local.failure is not None:
+            raise local.failure
+        share = _share(local, images)
+    shares = gather_lists([share])
     if len({share.forms for share in shares}) > 1:
         raise ConfigError(
             "processes disagree on how completions run through the model, as some of them compare equal on one "
@@ -133,23 +135,7 @@ def join(
     )
 
 
-def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
-    """On every process, raise the failure of any of them."""
-    if failure is not None:
-        raise failure
-    for rank, share in enumerate(shares):
-        if share.failure is not None:
-            kind, message = share.failure  # by name: the class may be one that cannot be sent
-            if kind == PrecisionError.__name__:
-                raise PrecisionError(message)
-            if kind == RolloutError.__name__:
-                raise RolloutError(f"on process {rank}, {message}")
-            raise ProcessError(f"process {rank} failed: {kind}: {message}")
-
-
 def _share(local: LocalRollout, images: ImageSource) -> Share:
-    if local.failure is not None:
-        return Share(failure=(type(local.failure).__name__, str(local.failure)))
     transcripts, terms = local.real_transcripts, local.terms
     columns: dict[str, Column] = {}
     if transcripts:

@@ -16,7 +16,7 @@ import torch
 from ..algorithms.keyed_random import mix
 from ..forward.images import images_in
 from ..runtime.attributes import assigned
-from ..runtime.collectives import uneven_gathers
+from ..runtime.collectives import uneven_collectives
 from .keyed import BEYOND, request_keys
 from .local import LocalRollout
 from .transcript import Sampled, Transcript
@@ -78,7 +78,7 @@ class MainWorker(RolloutWorker):
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
             with (
                 assigned(self, active_chunk=chunk, _super_calls=0),
-                uneven_gathers(self.forwards.accelerator, refused_in="_generate_single_turn"),
+                uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
             ):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
             values = [None] * len(ids) if logps is None else logps

@@ -8,10 +8,10 @@ TRL's arguments; without one a rollout is not put into TRL's dictionary. Called 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,13 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 
 from ..algorithms.advantages import fill_places
-from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepRows
+from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, StepRows
 from ..batching.sizes import BatchGeometry, StepLayout, ceil_div
 from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError
 from ..forward.snapshot import Weights
 from ..runtime.attributes import assigned
-from ..runtime.collectives import gather_lists, uneven_gathers
+from ..runtime.collectives import any_process, gather_lists, of_ours, on_all_processes, together, uneven_collectives
 from ..runtime.out_of_memory import Halving
 from .ahead import RolloutsAhead
 from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
@@ -42,6 +42,11 @@ from .trl_shapes import trl_dictionary
 from .worker import logged_elsewhere, reward_columns
 
 logger = get_logger(__name__)
+
+_STAND_INS = (
+    "where a rollout batch leaves a process without prompts (the last of an epoch, a small evaluation set, a further "
+    "round of dynamic_sampling) it runs on stand-in rows, which would count"
+)
 
 
 @dataclass
@@ -179,20 +184,28 @@ class Rollouts:
         return self._joined(self._sampled(rows, terms), terms)
 
     def _sampled(self, rows: StepRows, terms: Terms, repeat: int = 0) -> LocalRollout:
-        self.sync_vllm()
+        with of_ours():
+            self.sync_vllm()
         request, hooks = rows.request, terms.hooks
         try:
-            # code of a user gathers, and processes have different numbers of rows
-            with contextlib.ExitStack() as gathers:
-                if hooks.need_all_processes:
-                    gathers.enter_context(uneven_gathers(self.accelerator, request.empty))
+            with self._for_users(request, terms):
                 return self.worker.sample(rows, terms, repeat)
         except Exception as error:
-            # other processes may wait for this one in a collective: of a forward, of vLLM, or of a user's hook
+            # other processes may wait for this one in a collective of a forward or of vLLM
             reason = why_equal(self.args, self.worker.settings.sharded, rollout_func=hooks.rollout is not None)
-            if reason or hooks.tokenize or hooks.generate or hooks.turn or self.accelerator.num_processes == 1:
+            if reason or on_all_processes(error) or self.accelerator.num_processes == 1:
                 raise
             return LocalRollout(request, terms, failure=error)
+
+    def _for_users(self, request: RolloutRequest, terms: Terms) -> AbstractContextManager[None]:
+        """Inside, code of a user runs, and its collectives leave out stand-in rows."""
+        some = request.empty or self.args.dynamic_sampling  # found now, not in a further round or at an epoch's end
+        if isinstance(self.steps, StepDataset):
+            some = some or self.steps.request(min(len(self.steps.layout), terms.state.max_steps) - 1).empty
+        refused = any_process(some, self.accelerator.device) and not self.worker.settings.sharded
+        return uneven_collectives(
+            self.accelerator, lambda: request.empty, others_refused=_STAND_INS if refused else None
+        )
 
     def _joined(self, local: LocalRollout, terms: Terms) -> Round:
         """Join the parts of all processes; a collective."""
@@ -200,8 +213,8 @@ class Rollouts:
         calculate, rewards = terms.hooks.rewards, None
         if calculate is not None:
             local.reward_calls = []
-            uneven = uneven_gathers(self.accelerator, local.request.empty)
-            with assigned(self, _rewarded=local), uneven, self.worker.clock.phase("rewards"):
+            phase, at = self.worker.clock.phase("rewards"), "_calculate_rewards"
+            with assigned(self, _rewarded=local), together(at), self._for_users(local.request, terms), phase:
                 rewards_BF = calculate(*reward_columns(local.transcripts))
                 rewards = rewards_BF.cpu(), [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
         joined = join(shares, terms, self.accelerator.process_index, rewards)
@@ -278,7 +291,8 @@ class Rollouts:
         """A round by the user's `_generate_and_score_completions`, which returns the rollout."""
         request = rows.request
         rounds: list[Round] = []
-        with assigned(self, _scored=(request, rounds)), uneven_gathers(self.accelerator, request.empty):
+        sharded = self.worker.settings.sharded
+        with assigned(self, _scored=(request, rounds)), together("scoring", sharded), self._for_users(request, terms):
             scored = score(list(rows.rows))
         batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
         scored_once = len(rounds) == 1 and len(rounds[0]) == len(batch)

@@ -76,16 +76,9 @@ class RolloutWorker:
             repeat: how often a user's override has called TRL's method before; each draws other random numbers.
         """
         local = LocalRollout(rows.request, terms)
-        try:
-            if not rows.request.empty or terms.hooks.need_all_processes or self.shards_vision:
-                local.transcripts = self.begin(rows, terms, repeat)
-            self.converse(local)
-        except Exception:
-            # in `add_logprobs` other processes may compare the form of a new model, a collective: join it
-            if not self.settings.sharded:
-                with contextlib.suppress(Exception):
-                    self.add_logprobs(LocalRollout(rows.request, terms))
-            raise
+        if not rows.request.empty or terms.hooks.need_all_processes or self.shards_vision:
+            local.transcripts = self.begin(rows, terms, repeat)
+        self.converse(local)
         share_prompt_experts(local.transcripts, local.request.num_generations)
         self.add_logprobs(local)
         self.add_rewards(local)

@@ -1,6 +1,7 @@
 """Collectives that take a different number of rows from every process, including none.
 
-Accelerate's `gather` wants equal shapes on all processes; their parts of a rollout batch are unequal by design.
+Accelerate's `gather` wants equal shapes on all processes; their parts of a rollout batch are unequal by design. An
+exchange begins with a header, in which a process says where it is, or that it failed; so none waits for one that did.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import atexit
 import functools
 import itertools
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -22,8 +25,14 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather, gather_object, recursively_apply
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from ..errors import CheckpointError, GrpoExtError, ProcessError, RolloutError, quiet
+from .. import errors
+from ..errors import CheckpointError, ConfigError, GrpoExtError, ProcessError, RolloutError, quiet
+from .out_of_memory import StepOutOfMemory, is_out_of_memory
 
+_MAGIC = 0x67727065  # a header begins with it
+_REMEDY = "Collectives in code of yours have to run on every process equally often; see docs/overrides.md."
+# errors that are raised as what they are on the other processes too
+_KEPT = (errors.RolloutError, errors.PrecisionError, errors.MemoryShortageError, StepOutOfMemory)
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
 _PULSE = 0.5  # seconds in which processes ask each other whether they are done
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -58,13 +67,109 @@ def _processes() -> int:
     return 1 if _alone.get() else PartialState().num_processes
 
 
+# ---- Meeting --------------------------------------------------------------------------------------------------------
+
+
+class _Counter:
+    ours = 0  # collectives of this process that are not a user's
+
+
+def _collectives() -> int:
+    """Collectives that this process has run; 0 where that is not known."""
+    with suppress(RuntimeError):  # of a backend that does not count
+        if dist.is_available() and dist.is_initialized():
+            return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+    return 0
+
+
+@contextmanager
+def of_ours() -> Iterator[None]:
+    """Inside, collectives are not a user's; see `uneven_collectives`."""
+    if _alone.get():
+        yield
+        return
+    before = _Counter.ours - _collectives()
+    yield
+    _Counter.ours = before + _collectives()
+
+
+@of_ours()
+def _meet(place: str, value: int = 0, failure: Exception | None = None) -> list[int]:
+    """One value of each process, once all are at this place.
+
+    Raises:
+        ProcessError: on every process, where one announces its `failure`, which is raised there, or is elsewhere.
+    """
+    if _processes() == 1:
+        if failure is not None:
+            raise failure
+        return [value]
+    here = 0 if failure is not None else zlib.crc32(place.encode())
+    headers = gather(torch.tensor([[_MAGIC, here, value]], device=PartialState().device)).tolist()
+    if here and all(header[:2] == [_MAGIC, here] for header in headers):
+        return [header[2] for header in headers]
+    if any(header[0] != _MAGIC for header in headers):
+        raise _known(ProcessError(f"at {place}, a collective of torch.distributed or accelerate.utils met. {_REMEDY}"))
+    sent = None if failure is None else (type(failure).__name__, str(failure))  # its class may not be picklable
+    places, reports = zip(*gather_object([(place, sent)]))
+    failures = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
+    if not failures:
+        where = "; ".join(f"process {rank} is at {name}" for rank, name in enumerate(places))
+        raise _known(ProcessError(f"processes run different collectives: {where}. {_REMEDY}"))
+    # a step that runs out of memory runs again; any other error ends the run
+    rank, kind, message = min(failures, key=lambda report: report[1] == StepOutOfMemory.__name__)
+    if failure is not None and (kind == StepOutOfMemory.__name__ or not isinstance(failure, StepOutOfMemory)):
+        raise _known(failure)
+    for kept in _KEPT:
+        if kept.__name__ == kind:
+            raise _known(kept(f"on process {rank}, {message}"))
+    raise _known(ProcessError(f"process {rank} failed: {kind}: {message}"))
+
+
+def _known(error: Exception) -> Exception:
+    error.__dict__["on_all_processes"] = True
+    return error
+
+
+def on_all_processes(error: Exception) -> bool:
+    """Whether the other processes know of this error, and raise it too."""
+    return "on_all_processes" in vars(error)
+
+
+@contextmanager
+def together(place: str, sharded: bool = False, again: bool = False) -> Iterator[None]:
+    """An error inside on one process is raised on all, at the end or in the exchange they are in.
+
+    Args:
+        sharded: a forward is a collective; who waits in one cannot learn of an error, which is raised as it is.
+        again: memory that runs out is a `StepOutOfMemory` on every process.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if sharded or on_all_processes(error):
+            raise
+        failure = error
+        if again and is_out_of_memory(error):  # the error itself would keep the tensors of its frames
+            failure = StepOutOfMemory(str(error).partition("\n")[0])
+    if not sharded:
+        _meet(place, failure=failure)
+
+
+# ---- Exchanges ------------------------------------------------------------------------------------------------------
+
+
+@of_ours()
 def equal_gather(tensor: torch.Tensor) -> torch.Tensor:
     """Concatenate tensors of one shape along the first dimension, in process order, on every process."""
     return tensor if _alone.get() else gather(tensor)
 
 
+@of_ours()
 def gather_lists(items: list[Any]) -> list[Any]:
     """The lists of all processes as one, in process order; for objects that can be pickled."""
+    _meet("an exchange of lists")
     return items if _alone.get() else gather_object(items)
 
 
@@ -79,45 +184,92 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
     flat = flat[:rows].contiguous()
     if _processes() == 1:
         return flat
-    lengths = equal_gather(torch.tensor([flat.size(0)], device=flat.device))
-    longest = int(lengths.max())
+    lengths = _meet(f"a gather of {flat.dtype} with {list(flat.shape[1:])} in each row", flat.size(0))
+    longest = max(lengths)
     if longest == 0:
         return flat
     padded = flat.new_zeros((longest, *flat.shape[1:]))
     padded[: flat.size(0)] = flat
     gathered = equal_gather(padded).view(len(lengths), longest, *flat.shape[1:])
-    return torch.cat([part[:n] for part, n in zip(gathered, lengths.tolist())])
+    return torch.cat([part[:n] for part, n in zip(gathered, lengths, strict=True)])
+
+
+@dataclass(frozen=True)
+class _Uneven:
+    """An accelerator's collectives, with a different number of rows from every process; see `uneven_collectives`."""
+
+    empty: Callable[[], bool]
+    refused_in: str | None
+
+    def meet(self, name: str) -> None:
+        if self.refused_in is not None:
+            raise RolloutError(
+                f"{self.refused_in} gathers, and is called once for each rollout chunk, of which processes have "
+                "different numbers; gather in _generate or _generate_and_score_completions instead."
+            )
+        _meet(f"accelerator.{name}")
+
+    def rows(self, tensor: torch.Tensor, name: str = "gather") -> torch.Tensor:
+        self.meet(name)
+        return ragged_gather(tensor.detach(), 0 if self.empty() else None)
+
+    def reduced(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
+        parts = self.rows(tensor[None], "reduce")
+        total = parts.amax(0) if reduction == "max" else parts.sum(0, dtype=tensor.dtype)
+        if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
+            total = total + (tensor - tensor.detach())
+        return total / len(parts) if reduction == "mean" else total
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        with suppress(TypeError):  # not tensors
+            if not use_gather_object:
+                return recursively_apply(self.rows, input_data, error_on_other_type=True)
+        self.meet("gather_for_metrics")
+        return gather_lists([] if self.empty() else input_data)
+
+    def of_no_rows(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.meet(name)
+        with of_ours():
+            return method(*args, **kwargs)
 
 
 @contextmanager
-def uneven_gathers(accelerator: Accelerator, empty: bool = False, refused_in: str | None = None) -> Iterator[None]:
-    """Inside, `accelerator.gather` takes a different number of rows from every process, for a user's overrides.
+def uneven_collectives(
+    accelerator: Accelerator,
+    empty: Callable[[], bool] = lambda: False,
+    refused_in: str | None = None,
+    others_refused: str | None = None,
+) -> Iterator[None]:
+    """Inside, those of `accelerator` take a different number of rows from every process, for a user's overrides.
 
     TRL gives every process the same number of rows, so code that is written for it gathers equal shapes.
 
     Args:
-        empty: this process takes part but adds none of its rows; a sum or a count of it is zero.
+        empty: whether this process takes part now but adds nothing of its own.
         refused_in: the hook that runs, where processes call it different numbers of times: others would not join.
+        others_refused: why code inside may not run other collectives, as a clause; None: it may.
 
     Raises:
-        RolloutError: the hook `refused_in` gathers, and there are several processes.
+        RolloutError: the hook `refused_in` gathers.
+        ConfigError: code inside ran another collective and may not.
     """
-
-    def gather_one(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0:
-            return equal_gather(torch.zeros_like(tensor) if empty else tensor)
-        return ragged_gather(tensor, 0 if empty else None)
-
-    def gather_any(tensors: Any) -> Any:  # nested as Accelerate takes them
-        if refused_in is not None and accelerator.num_processes > 1:
-            raise RolloutError(
-                f"{refused_in} gathers, and is called once for each rollout chunk, of which processes have different "
-                "numbers; gather in _generate or _generate_and_score_completions instead."
-            )
-        return recursively_apply(gather_one, tensors, error_on_other_type=True)
-
-    with mock.patch.object(accelerator, "gather", gather_any):
+    if accelerator.num_processes == 1:
         yield
+        return
+    uneven = _Uneven(empty, refused_in)
+    methods: dict[str, Any] = {"gather_for_metrics": uneven.gather_for_metrics}
+    for name, apply in (("gather", uneven.rows), ("reduce", uneven.reduced)):  # nested as Accelerate takes them
+        methods[name] = functools.partial(recursively_apply, apply, error_on_other_type=True)
+    for name in ("pad_across_processes", "wait_for_everyone"):
+        methods[name] = functools.partial(uneven.of_no_rows, name, getattr(accelerator, name))
+    before = _collectives() - _Counter.ours
+    with mock.patch.multiple(accelerator, **methods):
+        yield
+    if others_refused and _collectives() - _Counter.ours != before:
+        raise ConfigError(
+            f"code of yours ran a collective of accelerate.utils or torch.distributed, and {others_refused}. Use "
+            "accelerator.gather, reduce or gather_for_metrics, which leave these rows out; see docs/overrides.md."
+        )
 
 
 def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
@@ -142,6 +294,7 @@ def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
     return values
 
 
+@of_ours()
 def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
     """Sum tensors over all processes in place, in buckets of one type."""
     _refuse_alone()
@@ -159,7 +312,7 @@ def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
 
 def max_over_processes(value: int, device: torch.device) -> int:
     """Largest of one integer per process."""
-    return value if _processes() == 1 else int(equal_gather(torch.tensor([value], device=device)).max())
+    return max(_meet("an exchange of numbers", value))
 
 
 def any_process(value: bool, device: torch.device) -> bool:
@@ -182,17 +335,14 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
     Raises:
         CheckpointError: on every process.
     """
-    failure: Exception | None = None
     try:
-        yield
-    except Exception as error:  # raised below, once the other processes know of it
-        failure = error
-    first = first_of_all_processes(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if first is None:
-        return
-    if isinstance(failure, CheckpointError):
-        raise failure
-    raise CheckpointError(explain(first)) from failure
+        with together("a checkpoint"):
+            yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        cause = str(error) if isinstance(error, ProcessError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(explain(cause)) from error
 
 
 def without_long_waits(work: Callable[[], Any], device: torch.device) -> Any:

@@ -28,7 +28,8 @@ class StepOutOfMemory(Exception):
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an exception says that a device (or the host) has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+    # Accelerate also takes what cuDNN does not support for it
+    return isinstance(error, torch.OutOfMemoryError) or (should_reduce_batch_size(error) and "CUDNN" not in str(error))
 
 
 def available_bytes(device: torch.device) -> int | None:

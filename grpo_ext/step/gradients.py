@@ -23,13 +23,12 @@ from ..precision.fixed_point import FixedPointSum, check_terms
 from ..runtime.attributes import assigned
 from ..runtime.collectives import (
     copy_from_main_process,
-    max_over_processes,
     shards_parameters,
     stack_over_processes,
     sum_in_place,
     sum_over_processes,
+    together,
 )
-from ..runtime.out_of_memory import StepOutOfMemory, is_out_of_memory
 
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's mark
 
@@ -141,32 +140,6 @@ class FixedPointGradients(NativeGradients):
 
 
 @contextmanager
-def out_of_memory_on_all(accelerator: Accelerator, discard: Callable[[], None] | None) -> Iterator[None]:
-    """Make an out-of-memory error inside known to all processes. No collective may run inside.
-
-    Args:
-        discard: throws the gradients away, on every process; None where a forward is itself a collective: processes
-            that wait in one cannot learn of the failure, so the error is raised as it is.
-
-    Raises:
-        StepOutOfMemory: on every process, where one of them failed.
-    """
-    if discard is None:
-        yield
-        return
-    reason = None
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error).partition("\n")[0]  # the error itself would keep the tensors of its frames
-    if max_over_processes(int(reason is not None), accelerator.device):
-        discard()
-        raise StepOutOfMemory(reason or "another process ran out of memory")
-
-
-@contextmanager
 def accumulating(
     accelerator: Accelerator, gradients: NativeGradients | None, count: int
 ) -> Iterator[Callable[[torch.Tensor], None]]:
@@ -184,10 +157,10 @@ def accumulating(
         The backward pass of a micro-batch's part of the loss of the step.
 
     Raises:
-        StepOutOfMemory: on every process, with the gradients thrown away.
+        StepOutOfMemory: on every process, where one of them ran out of memory.
         PrecisionError: in bitwise mode, gradients that are not finite or out of range.
     """
-    discard, collecting = (None, nullcontext()) if gradients is None else (gradients.discard, gradients.collecting())
+    collecting = nullcontext() if gradients is None else gradients.collecting()
     deepspeed = gradients is None and accelerator.distributed_type == DistributedType.DEEPSPEED
     options = {"scale_wrt_gas": False} if deepspeed else {}
     if gradients is None:
@@ -199,7 +172,7 @@ def accumulating(
         steps = scale = 1 << count.bit_length()
     accelerator.step = 0
     accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
-    with out_of_memory_on_all(accelerator, discard), accumulation, collecting:
+    with together("the end of the micro-batches", gradients is None, again=True), accumulation, collecting:
         yield lambda loss: accelerator.backward(loss * scale, **options)
     if gradients is not None:
         gradients.finish(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ class StepMetrics:
     """Collects the logged values of a step over its micro-batches; one reduction at the end makes them step-wide.
 
     The terms are summed exactly at the end (`math.fsum`), so the digits do not depend on the order of micro-batches or
-    the process that ran them. Every process adds the same names, for micro-batches of weight zero too.
+    the process that ran them. A name that only some processes added is reduced over what they added.
     """
 
     device: torch.device
@@ -64,10 +65,12 @@ class StepMetrics:
         """Step-wide values, the same on every process; NaN where nothing was counted."""
         numbers = iter(self._on_host([number for _, *pair in self.terms for number in pair]))
         rows = [(name, next(numbers), next(numbers)) for name, *_ in self.terms]
-        columns: dict[str, list[tuple[float, float]]] = {name: [] for name in sorted(self.kinds)}
-        for name, value, count in gather_lists(rows):
+        shares: list[tuple[dict[str, str], list[tuple[str, float, float]]]] = gather_lists([(self.kinds, rows)])
+        kinds = {name: kind for share, _ in shares for name, kind in share.items()}
+        columns: dict[str, list[tuple[float, float]]] = {name: [] for name in sorted(kinds)}
+        for name, value, count in itertools.chain.from_iterable(rows for _, rows in shares):
             columns[name].append((value, count))
-        return {name: _reduced(self.kinds[name], pairs) for name, pairs in columns.items()}
+        return {name: _reduced(kinds[name], pairs) for name, pairs in columns.items()}
 
     def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
         """The values of scalars, which the device sends together."""

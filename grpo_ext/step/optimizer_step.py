@@ -28,10 +28,10 @@ from ..forward.runner import ForwardRunner
 from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import max_over_processes
+from ..runtime.collectives import max_over_processes, together, uneven_collectives
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
 from ..runtime.transfer import to_device
-from .gradients import FixedPointGradients, NativeGradients, out_of_memory_on_all
+from .gradients import FixedPointGradients, NativeGradients
 from .loss import loss_mask
 from .metrics import StepMetrics, token_counts
 from .settings import StepSettings
@@ -48,6 +48,7 @@ from .statistics import (
 
 logger = get_logger(__name__)
 
+_FILLERS = "a process may run micro-batches that do not count, to run as many as the others"
 Inputs = dict[str, Any]  # a micro-batch as TRL's loss takes it
 
 
@@ -75,16 +76,26 @@ class Attempt:
     plan: list[MicroBatch]
     gradients: NativeGradients | None = None
     context: StepContext = field(init=False)
+    _current: MicroBatch = field(default=MicroBatch(()), init=False)
     shortage: str | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, forwards run in the model's form; memory that runs out ends the attempt, on all processes."""
+        """Inside, forwards run in the model's form; an error, or memory that runs out, ends it on all processes."""
+        clock, forwards, sharded = self.planner.clock, self.planner.forwards, self.planner.forwards.sharded
+        refused = _FILLERS if self.settings.equal_counts and not sharded else None
+        uneven = uneven_collectives(forwards.accelerator, lambda: not self._current.weight, others_refused=refused)
         try:
-            with self.planner.clock.phase("train"), self.planner.forwards.in_form_of(self.model):
+            with clock.phase("train"), forwards.in_form_of(self.model), together("a step", sharded, again=True), uneven:
                 yield
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
+            if self.gradients is not None:
+                self.gradients.discard()
+            if not self.settings.training:
+                raise MemoryShortageError(
+                    f"an evaluation ran out of memory ({shortage}); lower per_device_eval_batch_size."
+                ) from None
 
     def measure(self, model: Any) -> None:
         """Count the step, and measure its statistics with `model` where a term needs one; before any gradient."""
@@ -94,10 +105,9 @@ class Attempt:
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
             return
         measured: list[MicroBatchStatistics] = []
-        discard = None if self.gradients is None else self.gradients.discard
-        without_gradients = planner.forwards.without_gradients(accelerator.unwrap_model(self.model))
-        with out_of_memory_on_all(accelerator, discard), without_gradients:
+        with planner.forwards.without_gradients(accelerator.unwrap_model(self.model)):
             for part in self.plan:
+                self._current = part
                 batch, rows = planner.collate(self.rollout, part.rows, settings.training)
                 _, entropies_BT, router, _ = planner.forwards.micro_batch_log_probs(model, batch, rows, settings.router)
                 experts = None if router is None else router_statistics(router.logits, router.counts_BL, top_k)
@@ -106,7 +116,7 @@ class Attempt:
 
     def micro_batch(self, part: MicroBatch) -> Inputs:
         """A micro-batch as TRL's loss takes it, with its `MicroBatchContext`, once the step is measured."""
-        training, planner = self.settings.training, self.planner
+        training, planner, self._current = self.settings.training, self.planner, part
         steps = planner.args.geometry.steps_per_rollout if training else None
         items = self.context.items_in_batch(len(part.rows), planner.accelerator.num_processes, steps)
         constants = {"num_items_in_batch": torch.tensor(items)}
@@ -189,7 +199,7 @@ class StepPlanner:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
         forwards, policy = self.forwards, self.accelerator.unwrap_model(model)
         if not forwards.choice.settled(policy):
-            with forwards.without_gradients(policy):
+            with forwards.without_gradients(policy), uneven_collectives(self.accelerator):
                 forwards.choice.check(policy, self._token_rows(rollout, settings.training))
         form = "padded" if any(rollout.gaps) else forwards.choice.form(policy)
         layout = MicroBatchLayout(
@@ -200,7 +210,7 @@ class StepPlanner:
             unit_rows=self.args.unit_rows,
             processes=self.accelerator.num_processes,
             rank=self.accelerator.process_index,
-            equal_counts=forwards.sharded,
+            equal_counts=forwards.sharded or settings.equal_counts,
         )
         sizes = rollout.sizes(self.forwards.multiple)
         rows = rollout.contributing_rows if settings.skip_zeros else range(len(rollout))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..algorithms.losses import LossConfig
-from ..forward.architecture import experts_per_token
+from ..forward.architecture import experts_per_token, has_own_hooks
 
 # settings of the loss under TRL's names, by where TRL reads them
 _ON_TRAINER = (
@@ -32,6 +32,7 @@ class StepSettings:
         router: a MoE model's load-balancing loss is added.
         experts_per_token: of a MoE model.
         custom_loss: the user overrides the loss, so a micro-batch holds its images too.
+        equal_counts: code of the user runs in every micro-batch, and may hold collectives.
         training: the step trains; False in an evaluation.
     """
 
@@ -40,6 +41,7 @@ class StepSettings:
     router: bool
     experts_per_token: int
     custom_loss: bool
+    equal_counts: bool
     training: bool
 
 
@@ -56,6 +58,7 @@ def step_settings_of(trainer: Any) -> StepSettings:
         router=router,
         experts_per_token=experts_per_token(trainer.model),
         custom_loss=custom_loss,
+        equal_counts=custom_loss or trainer._forwards.override() is not None or has_own_hooks(trainer.model),
         training=training,
     )
 

@@ -21,7 +21,6 @@ def named(rank: int, error: str) -> str:
     ("place", "ranks", "errors"),
     [
         ("reward", "1", (named(1, REWARD), REWARD)),
-        ("loss", "1", ("", FAILURE)),
         # the other compares its first forwards with this one, and only then hears of the failure
         ("rollout", "0", (FAILURE, named(0, FAILURE))),
         ("reward", "01", (REWARD, REWARD)),

@@ -66,4 +66,4 @@ def test_what_is_still_called_of_trls_turn_exchanges_nothing():
 def test_trl_still_takes_as_many_rows_from_every_process(name, line):
     # and so does code that is written for it, which runs here where processes have unequal shares
     source = inspect.getsource(getattr(trl.GRPOTrainer, name))
-    assert line in source, f"{name} may take unequal shares now: see whether uneven_gathers is still needed"
+    assert line in source, f"{name} may take unequal shares now: see whether uneven_collectives is still needed"

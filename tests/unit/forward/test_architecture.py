@@ -10,9 +10,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from grpo_ext.forward.architecture import attention_sizes, cached_numbers, experts_of, token_cost, weight_sizes
+from grpo_ext.forward.architecture import (
+    attention_sizes,
+    cached_numbers,
+    experts_of,
+    has_own_hooks,
+    token_cost,
+    weight_sizes,
+)
 from grpo_ext.tools.plan import measure
 from tests.support.architectures import architecture
+from tests.support.tiny import tiny_model
 
 GEMMA4 = ["gemma4_text", "gemma4_unified_text"]
 
@@ -131,3 +139,16 @@ def test_layers_without_attention_have_none():
         config_of("qwen3_next", layer_types=[kind, "full_attention"]) for kind in ("linear_attention", "full_attention")
     )
     assert 2 * attention_sizes(one)[0] == attention_sizes(both)[0] > 0
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_hooks_of_a_user_are_told_from_those_of_libraries(register):
+    model = tiny_model()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()  # transformers' hook
+    assert model.get_input_embeddings()._forward_hooks
+    assert not has_own_hooks(model)
+    getattr(model.model.layers[1].mlp, register)(lambda *args: None)
+    assert has_own_hooks(model)

@@ -13,7 +13,7 @@ import torch
 from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.batching.prompt_order import RolloutRequest
 from grpo_ext.batching.sizes import StepLayout
-from grpo_ext.errors import ConfigError, PrecisionError, ProcessError, RolloutError
+from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.replay import Replay
 from grpo_ext.rewards.guard import RewardCall, columns_of
 from grpo_ext.rollouts import join as module
@@ -85,20 +85,10 @@ def test_log_probabilities_on_some_processes_alone_are_refused(monkeypatch, rank
     assert len(joined(monkeypatch, [part([0], logps=[-1.0, -2.0]), part([])]).batch) == 2  # it has no row
 
 
-@pytest.mark.parametrize(
-    ("failure", "kind", "says"),
-    [
-        (RolloutError("rollout_func raised KeyError: 'x'"), RolloutError, "on process 1, rollout_func raised KeyError"),
-        (PrecisionError("scores were not finite"), PrecisionError, "^scores were not finite"),
-        (ConnectionError("no sandbox"), ProcessError, "process 1 failed: ConnectionError: no sandbox"),
-    ],
-)
-def test_a_failure_of_a_process_is_an_error_on_every_process(monkeypatch, failure, kind, says):
-    parts = [part([0]), part([], failure=failure)]
-    with pytest.raises(kind, match=says):
-        joined(monkeypatch, parts, 0)
-    with pytest.raises(type(failure)) as caught:
-        joined(monkeypatch, parts, 1)
+def test_what_ended_a_local_phase_is_raised_by_the_join():
+    failure = ConnectionError("no sandbox")
+    with pytest.raises(ConnectionError) as caught:
+        exchange(part([], failure=failure), ImageSource())
     assert caught.value is failure
 
 

@@ -1,0 +1,209 @@
+"""Users' code that holds collectives, and code that fails, for test_collectives.py: one launch runs all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from grpo_ext import GRPOTrainer
+from tests.distributed.tasks import RANK, save, trainer_of
+from tests.support.launch import leave
+from tests.support.tiny import letter_reward, prompts
+from tests.support.trainers import change
+
+
+def half_teaches(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+    """No variance in the groups of some prompts, which dynamic sampling replaces one by one."""
+    pairs = zip(prompts, letter_reward(prompts, completions))
+    return [1.0 if len(prompt) % 2 else value for prompt, value in pairs]
+
+
+class Reduces(GRPOTrainer):
+    """A user's rollout that depends on what all processes hold: sums, means, extremes, rows and objects."""
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        self.seen = self.accelerator.reduce(torch.tensor(float(len(prompts)))).item()
+        return super()._generate(prompts)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored = super()._generate_and_score_completions(inputs)
+        accelerator, mask = self.accelerator, scored["completion_mask"]
+        lengths = mask.sum(1).float()
+        total, count = accelerator.reduce(torch.stack([lengths.sum(), torch.tensor(float(len(lengths)))])).tolist()
+        longest = accelerator.reduce(lengths.max(), reduction="max").item()
+        prompts = accelerator.gather_for_metrics([row["prompt"] for row in inputs])
+        ids = accelerator.pad_across_processes(scored["completion_ids"], dim=1)
+        firsts = accelerator.gather({"ids": ids})["ids"][:, 0].float().mean().item()
+        sizes = accelerator.gather(torch.tensor(len(lengths))).sum().item()
+        assert sizes == count == len(prompts) == self.seen
+        scored["advantages"] = scored["advantages"] * (total / count / longest + len(set(prompts)) + firsts / 10)
+        return scored
+
+
+class GathersObjects(GRPOTrainer):
+    """Takes from accelerate.utils what leaves out no rows."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored = super()._generate_and_score_completions(inputs)
+        scored["advantages"] = scored["advantages"] * len(set(gather_object([row["prompt"] for row in inputs])))
+        return scored
+
+
+class CountsProcesses(GRPOTrainer):
+    """Learns something else on another number of processes."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored = super()._generate_and_score_completions(inputs)
+        scored["advantages"][::2] *= self.accelerator.num_processes
+        return scored
+
+
+class InTheLoss(GRPOTrainer):
+    """Gathers rows of a micro-batch in the loss, and of its log-probabilities, and notes how many there were."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.counted: list[tuple[int, float]] = []
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        rows = self.accelerator.gather(inputs["advantages"])
+        share = self.accelerator.reduce(torch.tensor(1.0), reduction="mean").item()
+        self.counted.append((len(rows), share))
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.accelerator.gather(scores[0].sum(1))
+        return scores
+
+
+def hooked(trainer: Any) -> Any:
+    """The trainer of a model whose forward hook gathers, in the backward of gradient checkpointing too."""
+
+    def gather(module: Any, args: Any, output: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            trainer.accelerator.gather(output.detach().mean((1, 2)))
+
+    trainer.model.model.layers[0].mlp.register_forward_hook(gather)
+    return trainer
+
+
+def with_gmpo() -> Any:
+    from trl.experimental.gmpo import GMPOTrainer
+
+    return type("Gmpo", (GMPOTrainer, GRPOTrainer), {})
+
+
+# one process runs two micro-batches of 3 in a step, and the other one
+UNEVEN = {"num_generations": 7, "global_batch_size": 7, "rollout_chunk_size": 7}
+DYNAMIC = {"dynamic_sampling": True, "reward": half_teaches, "groups": 3, "train_dataset": prompts(12)}
+CHECKPOINTED = {"gradient_checkpointing": True}
+LEARNING: dict[str, Callable[[Path], Any]] = {
+    "rollout without prompts": lambda folder: trainer_of(folder, groups=1, cls=Reduces),
+    "rollout of several rounds": lambda folder: trainer_of(folder, cls=Reduces, **DYNAMIC),
+    "objects": lambda folder: trainer_of(folder, groups=2, train_dataset=prompts(8), cls=GathersObjects),
+    "loss": lambda folder: trainer_of(folder, cls=InTheLoss, beta=0.1, **UNEVEN),
+    "bitwise": lambda folder: trainer_of(folder, groups=3, cls=InTheLoss, bitwise_invariant=True),
+    "control": lambda folder: trainer_of(folder, groups=1, cls=CountsProcesses),
+    "hook": lambda folder: hooked(trainer_of(folder, groups=3, **CHECKPOINTED)),
+}
+if importlib.util.find_spec("trl.experimental.gmpo") is not None:  # since TRL 1.16
+    LEARNING["gmpo"] = lambda folder: trainer_of(folder, cls=with_gmpo(), num_iterations=2, **UNEVEN)
+
+
+def learned(folder: Path) -> dict[str, Any]:
+    """What each user's code learned, and what it counted."""
+    results = {}
+    for name, build in LEARNING.items():
+        trainer = build(folder / name)
+        results[name] = change(trainer), getattr(trainer, "counted", [])
+    return results
+
+
+# ---- Failures -------------------------------------------------------------------------------------------------------
+
+
+class Fails(GRPOTrainer):
+    """Fails on the second process, in a method and at a time; the first is in some exchange then."""
+
+    error: Exception
+    scored = False
+
+    def fail(self, place: str) -> None:
+        if RANK == 1 and self.place == place and self.state.global_step == self.at:
+            raise self.error
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.fail("loss" if self.model.training else "evaluation")
+        if self.place == "gathers" and RANK == 1:
+            self.accelerator.gather(torch.ones(2))
+        if self.place == "no super" and RANK == 1:
+            return 0.0 * sum(p.sum() for p in model.parameters())
+        if self.place == "objects of the loss":
+            gather_object([float(inputs["advantages"].sum())])
+        if self.place == "loss":
+            self.accelerator.gather(torch.ones(1))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self.fail("rollout")
+        if self.place == "rollout":
+            self.accelerator.reduce(torch.ones(1))
+        scored = super()._generate_and_score_completions(inputs)
+        self.scored = True  # the next forward compares a pack with padding
+        return scored
+
+
+def failing(folder: Path, place: str, at: int = 0, error: Exception | None = None) -> Any:
+    trainer = trainer_of(folder, groups=3, cls=Fails, eval_dataset=prompts(3, seed=1))
+    trainer.place, trainer.at, trainer.error = place, at, error or KeyError("a fault")
+
+    def compare(*args: Any) -> None:
+        if trainer.scored:
+            trainer.fail("comparison")
+
+    trainer.model.model.layers[0].mlp.register_forward_hook(compare)
+    trainer.train()
+    if "evaluation" in place:
+        trainer.evaluate()
+    return trainer
+
+
+MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+FAILING: dict[str, Callable[[Path], Any]] = {
+    "comparison": lambda folder: failing(folder, "comparison"),
+    "loss": lambda folder: failing(folder, "loss", at=1),
+    "rollout": lambda folder: failing(folder, "rollout", at=1),
+    "evaluation": lambda folder: failing(folder, "evaluation", at=2),
+    "evaluation, memory": lambda folder: failing(folder, "evaluation", at=2, error=MEMORY),
+    "gathers": lambda folder: failing(folder, "gathers"),
+    "no super": lambda folder: failing(folder, "no super"),
+    "objects of the loss": lambda folder: failing(folder, "objects of the loss"),
+    "objects": lambda folder: trainer_of(folder, cls=GathersObjects, **DYNAMIC).train(),
+}
+
+
+def failed(folder: Path) -> dict[str, Any]:
+    """The errors on this process, or what was logged where there was none."""
+    results = {}
+    for name, fail in FAILING.items():
+        try:
+            trainer = fail(folder / name)
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+        else:
+            results[name] = sorted(trainer.state.log_history[0])
+    return results
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    save(folder, (learned(folder / "learned"), failed(folder / "failed")))
+    leave(folder)

@@ -1,0 +1,92 @@
+"""Code of users that holds collectives runs equally often on two processes, on real rows; or it is refused by name.
+
+Also errors on one process, which every process hears of wherever it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import collectives, tasks
+from tests.support.launch import two_processes
+from tests.support.trainers import error
+from tests.tolerances import DIFFERENT, UPDATE
+
+FAULT = "KeyError: 'a fault'"
+BESIDE = f"ProcessError: process 1 failed: {FAULT}"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """What each of two processes learned, and its errors; one launch, since every process goes on after an error."""
+    folder = tmp_path_factory.mktemp("both")
+    status, output = two_processes(Path(collectives.__file__), str(folder))
+    assert status == 0, output[-3000:]
+    return tasks.results(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return collectives.learned(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("name", collectives.LEARNING)
+def test_code_of_users_that_holds_collectives_learns_the_same_on_two_processes(both, alone, name):
+    for learned, _ in both:
+        if name == "control":
+            assert error(alone[name][0], learned[name][0]) > DIFFERENT
+        elif name == "bitwise":
+            assert learned[name][0].equal(alone[name][0])
+        else:
+            assert error(alone[name][0], learned[name][0]) <= UPDATE
+
+
+def test_what_is_gathered_in_the_loss_are_the_rows_of_micro_batches_that_count(both):
+    (first, _), (second, _) = both
+    for name, rows in (("loss", 7), ("bitwise", 12)):
+        counted = first[name][1]
+        assert counted == second[name][1]
+        assert sum(count for count, _ in counted) == 2 * rows  # two steps; a filler adds none
+        assert {share for _, share in counted} == {1.0}
+    # or no process would have run more micro-batches than the other
+    assert len({count for count, _ in first["loss"][1]}) > 1
+
+
+@pytest.mark.parametrize(
+    ("place", "errors"),
+    [
+        ("loss", (BESIDE, FAULT)),
+        ("rollout", (BESIDE, FAULT)),
+        ("comparison", (BESIDE, FAULT)),
+        ("evaluation", (BESIDE, FAULT)),
+    ],
+)
+def test_an_error_of_one_process_is_raised_on_every_process(both, place, errors):
+    assert tuple(failed[place] for _, failed in both) == errors
+
+
+def test_an_evaluation_that_runs_out_of_memory_on_one_process_ends_on_both(both):
+    for _, failed in both:
+        assert failed["evaluation, memory"].startswith("MemoryShortageError: an evaluation ran out of memory")
+
+
+def test_collectives_that_processes_run_differently_often_are_named_and_are_not_out_of_memory(both):
+    for _, failed in both:
+        assert failed["gathers"].startswith("ProcessError: processes run different collectives: process 0 is at")
+        assert "memory" not in failed["gathers"]
+
+
+def test_a_loss_that_skips_super_on_one_process_logs_what_the_other_added(both):
+    assert both[0][1]["no super"] == both[1][1]["no super"]
+    assert "entropy" in both[0][1]["no super"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("objects", "leaves a process without prompts"), ("objects of the loss", "that do not count")]
+)
+def test_other_collectives_than_the_accelerators_are_refused_where_rows_may_not_count(both, name, why):
+    for _, failed in both:
+        assert failed[name].startswith("ConfigError: code of yours ran a collective of accelerate.utils")
+        assert why in failed[name]
