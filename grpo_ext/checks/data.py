@@ -57,6 +57,11 @@ def has_readable_prompts(dataset: Any) -> bool:
     return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and not transformed
 
 
+def sample_rows(dataset: Any) -> list[int]:
+    """A few rows of a data set whose rows are made when they are read."""
+    return sorted({n * (len(dataset) - 1) // 3 for n in range(4)})
+
+
 def iterate_prompts(dataset: Any) -> Iterator[Any]:
     """The prompts of a data set that has readable ones, read in blocks."""
     for block in dataset.select_columns("prompt").iter(batch_size=1000):
@@ -114,7 +119,7 @@ def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
 
 def check_images(dataset: Any, prepare: Any) -> None:
     """Raise a DataError for images beside a text prompt, or that change when a row is read again; checks a few rows."""
-    for number in sorted({n * (len(dataset) - 1) // 3 for n in range(4)}):
+    for number in sample_rows(dataset):
         reads = [dataset[number] for _ in range(2)]
         if isinstance(reads[0]["prompt"], str) and images_of(reads[0]):
             raise DataError(

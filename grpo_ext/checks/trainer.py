@@ -54,6 +54,7 @@ from .model import (
     refuse_prompt_learning,
     split_dependence,
 )
+from .prompts import check_tokens
 from .replay import check_replay
 
 logger = get_logger(__name__)
@@ -213,8 +214,14 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
             if module is not None:
                 disable_random_parts(module)
     _refuse_settings(trainer, config)
-    _refuse_images_and_tools(trainer)
+    if method := overridden(trainer, "_prepare_inputs"):
+        raise ConfigError(
+            f"{method} would be given a step's rows and return a RolloutBatch of all processes, not TRL's dictionary; "
+            "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
+        )
     refuse_overrides(trainer)
+    check_tokens(trainer)
+    _refuse_images_and_tools(trainer)
     refuse_unknown_head(base_model_of(policy))
     refuse_prompt_learning(policy)
     if method := overridden(trainer, *_UNUSED_HOOKS):

@@ -19,7 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch import nn
-from trl import apply_chat_template, is_conversational
+from trl import apply_chat_template
 
 from ..compat import parameters_of
 from ..errors import RewardError
@@ -61,7 +61,9 @@ class RewardRows:
     """The completions of one process.
 
     Attributes:
-        inputs: rows of the data set; all columns but the prompt and the completion become keywords.
+        inputs: rows of the data set; all columns but the prompt and the completion become keywords, None in a row
+            without.
+        names: of columns; those of `inputs` alone would depend on the split where rows have different keys.
         prompts, completions: texts, or lists of messages.
         completion_ids: token ids of each completion.
         environments: the environment of each completion; None without environments.
@@ -83,10 +85,12 @@ class RewardRows:
     chunk: int | None = None
     state: Any = None
     recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
+    names: Sequence[str] = ()
 
     def columns(self) -> dict[str, Any]:
         """The keywords with one value for each completion."""
-        columns: dict[str, Any] = {n: [row[n] for row in self.inputs] for n in self.inputs[0] if n not in _NO_COLUMNS}
+        names = dict.fromkeys([*self.names, *(name for row in self.inputs for name in row)])
+        columns: dict[str, Any] = {n: [row.get(n) for row in self.inputs] for n in names if n not in _NO_COLUMNS}
         if self.environments is not None:
             columns["environments"] = self.environments
         return columns
@@ -203,9 +207,10 @@ class RewardRunner:
         """The first logit of a reward model for each completion; all completions are in one forward."""
         processor = sources.processing_classes[number]
         texts = [prompt + completion for prompt, completion in zip(rows.prompts, rows.completions, strict=True)]
-        if is_conversational({"prompt": rows.prompts[0]}):
-            options = sources.chat_template_kwargs
-            texts = [apply_chat_template({"messages": text}, processor, **options)["text"] for text in texts]
+        for row, text in enumerate(texts):
+            if not isinstance(text, str):
+                messages = {"messages": text}
+                texts[row] = apply_chat_template(messages, processor, **sources.chat_template_kwargs)["text"]
         inputs = processor(
             text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         )

@@ -7,6 +7,7 @@ prompts (`tokenize`), after the first turn (`decode`) and between turns.
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,31 @@ from ..errors import DataError
 from ..forward.images import images_of
 from .transcript import Messages, Transcript
 
+# a message without content says something where it has one of these
+_CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
+
+
+def check_prompt(prompt: Any) -> None:
+    """Raise a DataError for a prompt that is neither a text nor a list of messages, each with a role and a content."""
+    wrong = None
+    if not isinstance(prompt, str | list):
+        wrong = f"a {type(prompt).__name__}"
+    for message in prompt if isinstance(prompt, list) else ():
+        if not isinstance(message, Mapping):
+            wrong = f"a list that holds a {type(message).__name__}"
+        elif message.get("role") is None or all(message.get(name) is None for name in _CONTENTS):
+            wrong = f"messages, one of which has values for {', '.join(k for k in message if message[k] is not None)}"
+    if wrong is not None:
+        raise DataError(
+            f"the prompt {reprlib.repr(prompt)} is {wrong}; a prompt is a text, or a list of messages that each have a "
+            "'role' and a 'content'. With dataset.map decode token ids, rename 'from' and 'value', and fill contents."
+        )
+
+
+def is_messages(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages; each prompt is judged by itself."""
+    return bool(prompt) and is_conversational({"prompt": prompt})
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -29,6 +55,7 @@ class Chat:
         tools: standalone ones and those of every environment; empty: no completion calls any.
         environment_tools: the tools shown in prompts of an environment, by its name; None without environments.
         chat_template: with `chat_template_kwargs`, its further arguments; None: the tokenizer's.
+        embedded: token ids below this one have a row in the model's embedding; None: not known.
     """
 
     processing_class: Any
@@ -36,6 +63,7 @@ class Chat:
     environment_tools: Mapping[str | None, Sequence[Callable[..., Any]]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    embedded: int | None = None
 
     def copy(self) -> Chat:
         """A copy with a tokenizer of its own, because threads may not share one."""
@@ -84,35 +112,67 @@ class Chat:
         return prompt
 
     def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
-        """Token ids of prompts, all texts or all messages.
+        """Token ids of prompts, texts or messages.
 
         Args:
             environment_names: one for each prompt; None where there is one environment, or none.
+
+        Raises:
+            DataError: a prompt is neither, or the chat template does not take it.
         """
-        if not prompts:
-            return []
-        if not is_conversational({"prompt": prompts[0]}):
-            return self.processing_class(text=list(prompts))["input_ids"]
-        if self.takes_images:
-            prompts = [prepare_multimodal_messages(prompt) for prompt in prompts]
-        if self.environment_tools is None:
-            return self._render(prompts, self.tools)
-        pairs = zip(prompts, environment_names, strict=True)
-        return [self._render([prompt], self.tools_of(name))[0] for prompt, name in pairs]
+        for prompt in prompts:
+            check_prompt(prompt)
+        ids: dict[int, list[int]] = {}
+        for name in dict.fromkeys(environment_names):
+            places = [i for i, other in enumerate(environment_names) if other == name]
+            texts = [i for i in places if isinstance(prompts[i], str)]
+            messages = [i for i in places if not isinstance(prompts[i], str)]
+            if texts:
+                ids |= zip(texts, self.processing_class(text=[prompts[i] for i in texts])["input_ids"], strict=True)
+            if messages:
+                conversations = [prompts[i] for i in messages]
+                if self.takes_images:
+                    conversations = list(map(prepare_multimodal_messages, conversations))
+                ids |= zip(messages, self._render(conversations, self.tools_of(name)), strict=True)
+        return [ids[i] for i in range(len(prompts))]
+
+    def check_ids(self, ids: Sequence[int], prompt: Any) -> None:
+        """Raise a DataError for a prompt without tokens, or with one that the model's embedding has no row for."""
+        if not ids:
+            raise DataError(f"the prompt {reprlib.repr(prompt)} has no tokens; filter such rows out.")
+        if self.embedded is not None and not 0 <= min(ids) <= max(ids) < self.embedded:
+            bad = min(ids) if min(ids) < 0 else max(ids)
+            raise DataError(
+                f"the prompt {reprlib.repr(prompt)} has the token id {bad}, and the model's embedding has "
+                f"{self.embedded} rows; use the model's own tokenizer, or resize_token_embeddings(len(tokenizer))."
+            )
 
     def _render(
         self, conversations: Sequence[Messages], tools: Sequence[Callable[..., Any]] = (), prompt: bool = True
     ) -> list[list[int]]:
-        """Token ids of conversations; with `prompt` the beginning of the model's next message is added."""
-        rendered = self.processing_class.apply_chat_template(
-            conversation=list(conversations),
-            tools=list(tools) or None,  # Llama's template has a paragraph for tools=[]
-            chat_template=self.chat_template,
-            add_generation_prompt=prompt,
-            tokenize=True,
-            return_dict=True,
-            **self.chat_template_kwargs,
-        )
+        """Token ids of conversations; with `prompt` the beginning of the model's next message is added.
+
+        Raises:
+            DataError: there is no chat template, or it does not take a conversation.
+        """
+        try:
+            rendered = self.processing_class.apply_chat_template(
+                conversation=list(conversations),
+                tools=list(tools) or None,  # Llama's template has a paragraph for tools=[]
+                chat_template=self.chat_template,
+                add_generation_prompt=prompt,
+                tokenize=True,
+                return_dict=True,
+                **self.chat_template_kwargs,
+            )
+        except Exception as error:  # a template raises what it likes
+            for conversation in conversations if len(conversations) > 1 else ():
+                self._render([conversation], tools, prompt)  # the one that is refused is named
+            raise DataError(
+                f"the chat template does not take {reprlib.repr(conversations[0])} ({type(error).__name__}: {error}); "
+                "set a chat_template that does, or change the prompts: texts need none, and where it refuses the role "
+                "'system', put that text before the user's."
+            ) from error
         return rendered["input_ids"]
 
     def suffix_ids(self, answers: Messages) -> list[int]:
@@ -146,17 +206,16 @@ class Chat:
     # ---- Ids to messages ------------------------------------------------------------------------------------------
 
     def decode(self, transcripts: Sequence[Transcript]) -> None:
-        """Set completion and calls of transcripts after their first turn; all prompts are texts, or all messages."""
+        """Set completion and calls of transcripts after their first turn."""
         if not transcripts:
-            return
-        if (messages := is_conversational({"prompt": transcripts[0].prompt})) and self._parses:
-            for t in transcripts:
-                t.completion = []
-                self.add_message(t, len(t.ids))
             return
         texts = self.processing_class.batch_decode([t.ids for t in transcripts], skip_special_tokens=True)
         for t, text in zip(transcripts, texts, strict=True):
-            t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
+            if (messages := is_messages(t.prompt)) and self._parses:
+                t.completion = []
+                self.add_message(t, len(t.ids))
+            else:
+                t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
 
     def add_message(self, transcript: Transcript, tokens: int) -> None:
         """Add the message that the model wrote with the last `tokens` tokens, and set the calls in it.

@@ -114,6 +114,8 @@ class RolloutWorker:
         ids = tokenize(prompts, [transcripts[i].environment_name for i in firsts])
         if len(ids) != len(prompts):
             raise RolloutError(f"_tokenize_prompts returned {len(ids)} lists of token ids for {len(prompts)} prompts.")
+        for prompt, prompt_ids in zip(prompts, ids, strict=True):
+            self.chat.check_ids(list(prompt_ids), prompt)
         for transcript, number in zip(transcripts, numbers):
             transcript.prompt_ids = list(ids[number])
 
@@ -247,6 +249,7 @@ class RolloutWorker:
             chunk=self.settings.groups_of(local.request.num_generations),
             state=terms.state,
             recorders=terms.recorders,
+            names=local.request.columns,
         )
         with self.rewards.profile("_calculate_rewards"):
             return self.rewards.compute(terms.rewards, reward_rows)
