@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -147,19 +148,21 @@ class RewardRunner:
         if not rows.completions:
             return rewards_BF, []
         records: list[RewardCall] = []
+        ended: Future[None] = Future()
         for asynchronous in (False, True):
             named = enumerate(zip(sources.functions, sources.names, strict=True))
             numbers = [number for number, (function, _) in named if is_async(function) is asynchronous]
             try:
-                begun = [self._begin(sources, number, rows) for number in numbers]
+                begun = [self._begin(sources, number, rows, ended) for number in numbers]
                 for number, chunks in zip(numbers, begun):
                     with self.profile(sources.names[number]):
                         results = [result() for result in chunks]
                     rewards = [torch.nan if reward is None else reward for part, _ in results for reward in part]
                     rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32)
                     records += [_handed_over(record, rows.recorders) for _, record in results]
-            except BaseException:
-                if self.workers is not None:  # the first chunk that fails for good ends the others
+            except BaseException:  # the first chunk that fails for good ends the others
+                ended.set_result(None)
+                if self.workers is not None:
                     self.workers.kill()
                 raise
         for row in torch.isnan(rewards_BF).all(dim=1).nonzero().flatten().tolist()[:1]:  # the first, if there is one
@@ -171,8 +174,13 @@ class RewardRunner:
             )
         return rewards_BF, records
 
-    def _begin(self, sources: RewardFunctions, number: int, rows: RewardRows) -> list[Callable[[], ChunkRewards]]:
+    def _begin(
+        self, sources: RewardFunctions, number: int, rows: RewardRows, ended: Future[None]
+    ) -> list[Callable[[], ChunkRewards]]:
         """A function for each chunk, which returns its rewards. Asynchronous chunks and those of `workers` run by now.
+
+        Args:
+            ended: done when asynchronous chunks are to be cancelled.
 
         Raises:
             RewardError: there is no loop for an asynchronous function.
@@ -195,7 +203,7 @@ class RewardRunner:
                 f"reward function '{name}' is asynchronous, and the trainer was built without an asynchronous function;"
                 " pass it as reward_funcs when the trainer is built."
             )
-        return [start(partial(call.run_on, self.async_loop)).result for call in calls]
+        return [start(partial(call.run_on, self.async_loop, ended)).result for call in calls]
 
     def join_remaining_forwards(self, sources: RewardFunctions, rows: RewardRows) -> None:
         """Run only the reward models, on completions that do not count, where their forward is a collective."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,8 +259,18 @@ def _prompt_name(transcript: Transcript) -> Hashable:
     # images are named by the row they are read from; those of an environment are not the row's
     number = transcript.number if transcript.environment is None else None
     images = (number, transcript.place if number is None else None) if transcript.images else ()
-    text = json.dumps(transcript.prompt, default=lambda value: type(value).__name__)
-    return transcript.environment_name, images, text
+    return transcript.environment_name, images, _frozen(transcript.prompt, transcript.images)
+
+
+def _frozen(value: Any, images: Sequence[Any]) -> Hashable:
+    """A key that equal values of the types of JSON share; any other object has its own, but for the images."""
+    if isinstance(value, Mapping):
+        return type(value), *((_frozen(name, ()), _frozen(part, images)) for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), *(_frozen(part, images) for part in value)
+    if value is None or isinstance(value, str | int | float):
+        return type(value), value
+    return type(value), None if any(value is image for image in images) else id(value)
 
 
 def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[Any], list[Any], list[list[int]]]:

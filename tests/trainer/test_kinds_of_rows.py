@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoModelForSequenceClassification
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.errors import ConfigError, DataError, RolloutError
 from tests.support.tiny import letter_reward, prompts, tiny_config, tiny_model, tiny_tokenizer
 from tests.support.trainers import make, on
 
@@ -155,6 +155,51 @@ def test_prompts_that_users_code_tokenises_are_its_own(tmp_path):
     data = Dataset.from_list([{"prompt": [5, 6, n]} for n in range(3, 15)])
     reward = lambda completions, **kwargs: [float(len(text)) for text in completions]  # noqa: E731
     make(tmp_path, cls=Own, train_dataset=data, reward=reward, max_steps=1).train()
+
+
+class Shown:
+    """A value that a user's tokenizer reads, and JSON has no type for."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+
+VALUES = {"objects": [Shown(5), Shown(9)], "keys": [{1: 5}, {"1": 9}], "sequences": [(5,), [5, 9]]}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_prompts_that_differ_in_values_json_does_not_have_are_tokenised_each(tmp_path, kind):
+    first, second = VALUES[kind]
+
+    class Own(GRPOTrainer):
+        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+            return [[5 if self.same(prompt["value"], first) else 9] for prompt in prompts], None, {}
+
+        def same(self, value: Any, other: Any) -> bool:
+            return repr(value) == repr(other) if kind != "objects" else value.token == other.token
+
+    seen = []
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    rows = stream([{"prompt": {"value": value}} for value in (first, second)] * 2)
+    trainer = make(tmp_path, cls=Own, reward=reward, train_dataset=rows, max_steps=1, shuffle_dataset=False)
+    tokenize = trainer._rollouts.worker.tokenize
+    trainer._rollouts.worker.tokenize = lambda rows, terms: (tokenize(rows, terms), seen.extend(rows))
+    trainer.train()
+    assert [row.prompt_ids for row in seen] == ([[5]] * 4 + [[9]] * 4) * 2
+
+
+def test_a_completion_without_tokens_is_named_with_its_prompt(tmp_path):
+    class Own(GRPOTrainer):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            ids, logps = super()._generate_single_turn(*args, **kwargs)
+            return [[], *ids[1:]], logps
+
+    trainer = make(tmp_path, cls=Own, shuffle_dataset=False, train_dataset=prompts(4))
+    with pytest.raises(RolloutError, match=f"prompt '{prompts(4)[0]['prompt']}' has no tokens.*the end token"):
+        trainer.train()
 
 
 # ---- Tokens without a row in the embedding ---------------------------------------------------------------------------
