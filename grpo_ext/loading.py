@@ -20,18 +20,14 @@ def load_file(path: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
     name = f"{FILE_MODULE_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     source, loaded = file.read_bytes(), sys.modules.get(name)
-    if loaded is not None and vars(loaded)["_grpo_ext_source"] == source:
+    if loaded is not None and getattr(loaded, "__grpo_ext_source__", None) == source:  # which half of a module lacks
         return loaded
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None  # a file with this suffix always has a loader
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    vars(module)["_grpo_ext_source"] = source
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:  # half of a module is none
-        del sys.modules[name]
-        raise
+    spec.loader.exec_module(module)
+    vars(module)["__grpo_ext_source__"] = source
     return module
 
 

@@ -177,10 +177,8 @@ class RewardRunner:
     def _begin(
         self, sources: RewardFunctions, number: int, rows: RewardRows, ended: Future[None]
     ) -> list[Callable[[], ChunkRewards]]:
-        """A function for each chunk, which returns its rewards. Asynchronous chunks and those of `workers` run by now.
-
-        Args:
-            ended: done when asynchronous chunks are to be cancelled.
+        """A function for each chunk, which returns its rewards. Asynchronous chunks and those of `workers` run by now,
+        the former until `ended` is done.
 
         Raises:
             RewardError: there is no loop for an asynchronous function.

@@ -112,29 +112,22 @@ class Chat:
         return prompt
 
     def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
-        """Token ids of prompts, texts or messages.
+        """Token ids of prompts; a DataError for one that is neither a text nor messages that the template takes.
 
         Args:
             environment_names: one for each prompt; None where there is one environment, or none.
-
-        Raises:
-            DataError: a prompt is neither, or the chat template does not take it.
         """
-        for prompt in prompts:
+        ids: list[list[int]] = []
+        for prompt, name in zip(prompts, environment_names, strict=True):
             check_prompt(prompt)
-        ids: dict[int, list[int]] = {}
-        for name in dict.fromkeys(environment_names):
-            places = [i for i, other in enumerate(environment_names) if other == name]
-            texts = [i for i in places if isinstance(prompts[i], str)]
-            messages = [i for i in places if not isinstance(prompts[i], str)]
-            if texts:
-                ids |= zip(texts, self.processing_class(text=[prompts[i] for i in texts])["input_ids"], strict=True)
-            if messages:
-                conversations = [prompts[i] for i in messages]
-                if self.takes_images:
-                    conversations = list(map(prepare_multimodal_messages, conversations))
-                ids |= zip(messages, self._render(conversations, self.tools_of(name)), strict=True)
-        return [ids[i] for i in range(len(prompts))]
+            if isinstance(prompt, str):
+                ids += self.processing_class(text=[prompt])["input_ids"]
+            else:
+                ids.append(self._render(self._as_shown(prompt), self.tools_of(name)))
+        return ids
+
+    def _as_shown(self, messages: Messages) -> Messages:
+        return prepare_multimodal_messages(messages) if self.takes_images else messages
 
     def check_ids(self, ids: Sequence[int], prompt: Any) -> None:
         """Raise a DataError for a prompt without tokens, or with one that the model's embedding has no row for."""
@@ -147,17 +140,15 @@ class Chat:
                 f"{self.embedded} rows; use the model's own tokenizer, or resize_token_embeddings(len(tokenizer))."
             )
 
-    def _render(
-        self, conversations: Sequence[Messages], tools: Sequence[Callable[..., Any]] = (), prompt: bool = True
-    ) -> list[list[int]]:
-        """Token ids of conversations; with `prompt` the beginning of the model's next message is added.
+    def _render(self, messages: Messages, tools: Sequence[Callable[..., Any]] = (), prompt: bool = True) -> list[int]:
+        """Token ids of a conversation; with `prompt` the beginning of the model's next message is added.
 
         Raises:
-            DataError: there is no chat template, or it does not take a conversation.
+            DataError: there is no chat template, or it does not take the conversation.
         """
         try:
             rendered = self.processing_class.apply_chat_template(
-                conversation=list(conversations),
+                conversation=[messages],
                 tools=list(tools) or None,  # Llama's template has a paragraph for tools=[]
                 chat_template=self.chat_template,
                 add_generation_prompt=prompt,
@@ -166,14 +157,12 @@ class Chat:
                 **self.chat_template_kwargs,
             )
         except Exception as error:  # a template raises what it likes
-            for conversation in conversations if len(conversations) > 1 else ():
-                self._render([conversation], tools, prompt)  # the one that is refused is named
             raise DataError(
-                f"the chat template does not take {reprlib.repr(conversations[0])} ({type(error).__name__}: {error}); "
+                f"the chat template does not take {reprlib.repr(messages)} ({type(error).__name__}: {error}); "
                 "set a chat_template that does, or change the prompts: texts need none, and where it refuses the role "
                 "'system', put that text before the user's."
             ) from error
-        return rendered["input_ids"]
+        return rendered["input_ids"][0]
 
     def suffix_ids(self, answers: Messages) -> list[int]:
         """The tokens between the model's tool calls and its next turn.
@@ -189,10 +178,8 @@ class Chat:
             {"role": "user", "content": "dummy"},
             {"role": "assistant", "content": "", "tool_calls": [call]},  # processors want a content
         ]
-        if self.takes_images:
-            before, answers = prepare_multimodal_messages(before), prepare_multimodal_messages(answers)
-        (prefix,) = self._render([before], prompt=False)
-        (ids,) = self._render([[*before, *answers]])
+        before, answers = self._as_shown(before), self._as_shown(answers)
+        prefix, ids = self._render(before, prompt=False), self._render([*before, *answers])
         # a completion ends with the end token, after which some templates break the line
         if (end := self.tokenizer.eos_token_id) in prefix:
             prefix = prefix[: len(prefix) - prefix[::-1].index(end)]

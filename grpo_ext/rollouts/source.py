@@ -336,8 +336,7 @@ class Rollouts:
 
         A collective, as processes may have rows with different keys.
         """
-        keys = gather_lists([list(dict.fromkeys(name for row in rows for name in row))])
-        columns = tuple(dict.fromkeys(itertools.chain.from_iterable(keys)))
+        columns = tuple(dict.fromkeys(name for keys in gather_lists([list(row) for row in rows]) for name in keys))
         if self._rewarded is not None:
             return dataclasses.replace(self._rewarded.request, columns=columns)
         if self._scored is not None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError, RolloutError
 from tests.support.tiny import letter_reward, prompts, tiny_config, tiny_model, tiny_tokenizer
-from tests.support.trainers import make, on
+from tests.support.trainers import make
 
 USER = {"role": "user", "content": "ab"}
 REFUSES_SYSTEM = (
@@ -233,4 +233,4 @@ def test_an_end_token_that_the_embedding_lacks_is_found(tmp_path):
         make(tmp_path, processing_class=tokenizer)
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer))
-    make(tmp_path, model, processing_class=tokenizer, reward=letter_reward, callbacks=[on("train_begin", id)])
+    make(tmp_path, model, processing_class=tokenizer, reward=letter_reward, max_steps=1).train()
