@@ -35,6 +35,7 @@ from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
 from .data import (
     check_images,
+    check_kinds,
     check_prompt_lengths,
     check_prompts,
     check_stream,
@@ -54,7 +55,6 @@ from .model import (
     refuse_prompt_learning,
     split_dependence,
 )
-from .prompts import check_tokens
 from .replay import check_replay
 
 logger = get_logger(__name__)
@@ -199,6 +199,18 @@ def _refuse_images_and_tools(trainer: Any) -> None:
             )
 
 
+def _check_tokens(trainer: Any) -> None:
+    """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
+    worker = trainer._rollouts.worker
+    for token in {*trainer.eos_token_ids, worker.settings.pad} - {None}:
+        shown = repr(worker.chat.tokenizer.convert_ids_to_tokens(token))
+        worker.chat.check_ids([token], f"the {'padding' if token == worker.settings.pad else 'end'} token {shown}")
+    own = overridden(trainer, "_generate_and_score_completions", "_generate", "_tokenize_prompts")
+    if not (own or trainer.rollout_func or trainer.environment_factories):  # which may take, or make, other prompts
+        for split, dataset in named_sets(trainer.train_dataset, trainer.eval_dataset).items():
+            check_kinds(dataset, split, worker.chat)
+
+
 def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     """Refuse a trainer that cannot be trained; returns what the promise does not cover, as sentences.
 
@@ -220,7 +232,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
             "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
         )
     refuse_overrides(trainer)
-    check_tokens(trainer)
+    _check_tokens(trainer)
     _refuse_images_and_tools(trainer)
     refuse_unknown_head(base_model_of(policy))
     refuse_prompt_learning(policy)

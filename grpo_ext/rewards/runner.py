@@ -62,9 +62,9 @@ class RewardRows:
     """The completions of one process.
 
     Attributes:
-        inputs: rows of the data set; all columns but the prompt and the completion become keywords, None in a row
-            without.
+        inputs: rows of the data set; all columns but the prompt and the completion become keywords.
         names: of columns; those of `inputs` alone would depend on the split where rows have different keys.
+        ended: done once a call failed for good, so that asynchronous ones do not go on.
         prompts, completions: texts, or lists of messages.
         completion_ids: token ids of each completion.
         environments: the environment of each completion; None without environments.
@@ -87,6 +87,7 @@ class RewardRows:
     state: Any = None
     recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
     names: Sequence[str] = ()
+    ended: Future[None] = field(default_factory=Future)
 
     def columns(self) -> dict[str, Any]:
         """The keywords with one value for each completion."""
@@ -148,12 +149,11 @@ class RewardRunner:
         if not rows.completions:
             return rewards_BF, []
         records: list[RewardCall] = []
-        ended: Future[None] = Future()
         for asynchronous in (False, True):
             named = enumerate(zip(sources.functions, sources.names, strict=True))
             numbers = [number for number, (function, _) in named if is_async(function) is asynchronous]
             try:
-                begun = [self._begin(sources, number, rows, ended) for number in numbers]
+                begun = [self._begin(sources, number, rows) for number in numbers]
                 for number, chunks in zip(numbers, begun):
                     with self.profile(sources.names[number]):
                         results = [result() for result in chunks]
@@ -161,7 +161,7 @@ class RewardRunner:
                     rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32)
                     records += [_handed_over(record, rows.recorders) for _, record in results]
             except BaseException:  # the first chunk that fails for good ends the others
-                ended.set_result(None)
+                rows.ended.set_result(None)
                 if self.workers is not None:
                     self.workers.kill()
                 raise
@@ -174,11 +174,8 @@ class RewardRunner:
             )
         return rewards_BF, records
 
-    def _begin(
-        self, sources: RewardFunctions, number: int, rows: RewardRows, ended: Future[None]
-    ) -> list[Callable[[], ChunkRewards]]:
-        """A function for each chunk, which returns its rewards. Asynchronous chunks and those of `workers` run by now,
-        the former until `ended` is done.
+    def _begin(self, sources: RewardFunctions, number: int, rows: RewardRows) -> list[Callable[[], ChunkRewards]]:
+        """A function for each chunk, which returns its rewards. Asynchronous chunks and those of `workers` run by now.
 
         Raises:
             RewardError: there is no loop for an asynchronous function.
@@ -201,7 +198,7 @@ class RewardRunner:
                 f"reward function '{name}' is asynchronous, and the trainer was built without an asynchronous function;"
                 " pass it as reward_funcs when the trainer is built."
             )
-        return [start(partial(call.run_on, self.async_loop, ended)).result for call in calls]
+        return [start(partial(call.run_on, self.async_loop, rows.ended)).result for call in calls]
 
     def join_remaining_forwards(self, sources: RewardFunctions, rows: RewardRows) -> None:
         """Run only the reward models, on completions that do not count, where their forward is a collective."""
@@ -215,7 +212,7 @@ class RewardRunner:
         texts = [prompt + completion for prompt, completion in zip(rows.prompts, rows.completions, strict=True)]
         for row, text in enumerate(texts):
             if not isinstance(text, str):
-                messages = {"messages": text}
+                messages: Any = {"messages": text}
                 texts[row] = apply_chat_template(messages, processor, **sources.chat_template_kwargs)["text"]
         inputs = processor(
             text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False

@@ -26,24 +26,14 @@ _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
 
 def check_prompt(prompt: Any) -> None:
     """Raise a DataError for a prompt that is neither a text nor a list of messages, each with a role and a content."""
-    wrong = None
-    if not isinstance(prompt, str | list):
-        wrong = f"a {type(prompt).__name__}"
-    for message in prompt if isinstance(prompt, list) else ():
-        if not isinstance(message, Mapping):
-            wrong = f"a list that holds a {type(message).__name__}"
-        elif message.get("role") is None or all(message.get(name) is None for name in _CONTENTS):
-            wrong = f"messages, one of which has values for {', '.join(k for k in message if message[k] is not None)}"
-    if wrong is not None:
-        raise DataError(
-            f"the prompt {reprlib.repr(prompt)} is {wrong}; a prompt is a text, or a list of messages that each have a "
-            "'role' and a 'content'. With dataset.map decode token ids, rename 'from' and 'value', and fill contents."
-        )
-
-
-def is_messages(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages; each prompt is judged by itself."""
-    return bool(prompt) and is_conversational({"prompt": prompt})
+    for message in () if isinstance(prompt, str) else prompt if isinstance(prompt, list) else [prompt]:
+        says = isinstance(message, Mapping) and any(message.get(name) is not None for name in _CONTENTS)
+        if not isinstance(prompt, list) or not says or message.get("role") is None:
+            raise DataError(
+                f"the prompt {reprlib.repr(prompt)} is neither a text nor a list of messages that each have a 'role' "
+                f"and a 'content' ({reprlib.repr(message)}); with dataset.map decode token ids, put a single message "
+                "into a list, rename 'from' and 'value', and fill contents."
+            )
 
 
 @dataclass(frozen=True)
@@ -129,15 +119,14 @@ class Chat:
     def _as_shown(self, messages: Messages) -> Messages:
         return prepare_multimodal_messages(messages) if self.takes_images else messages
 
-    def check_ids(self, ids: Sequence[int], prompt: Any) -> None:
-        """Raise a DataError for a prompt without tokens, or with one that the model's embedding has no row for."""
+    def check_ids(self, ids: Sequence[int], what: str) -> None:
+        """Raise a DataError where `what` has no tokens, or one that the model's embedding has no row for."""
         if not ids:
-            raise DataError(f"the prompt {reprlib.repr(prompt)} has no tokens; filter such rows out.")
-        if self.embedded is not None and not 0 <= min(ids) <= max(ids) < self.embedded:
-            bad = min(ids) if min(ids) < 0 else max(ids)
+            raise DataError(f"{what} has no tokens; filter such rows out.")
+        if self.embedded is not None and (bad := [token for token in ids if not 0 <= token < self.embedded]):
             raise DataError(
-                f"the prompt {reprlib.repr(prompt)} has the token id {bad}, and the model's embedding has "
-                f"{self.embedded} rows; use the model's own tokenizer, or resize_token_embeddings(len(tokenizer))."
+                f"{what} has the token id {bad[0]}, and the model's embedding has {self.embedded} rows; use the model's"
+                " own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
             )
 
     def _render(self, messages: Messages, tools: Sequence[Callable[..., Any]] = (), prompt: bool = True) -> list[int]:
@@ -198,7 +187,7 @@ class Chat:
             return
         texts = self.processing_class.batch_decode([t.ids for t in transcripts], skip_special_tokens=True)
         for t, text in zip(transcripts, texts, strict=True):
-            if (messages := is_messages(t.prompt)) and self._parses:
+            if (messages := bool(t.prompt) and is_conversational({"prompt": t.prompt})) and self._parses:
                 t.completion = []
                 self.add_message(t, len(t.ids))
             else:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ..errors import RolloutError, shortened
 from ..forward.routing import LIVE
 from .token_record import TokenRecord
 
@@ -94,12 +93,7 @@ class Transcript:
     tool_failures: int = 0
 
     def add_sampled(self, turn: Sampled) -> None:
-        """Append tokens that the model wrote; a RolloutError for a first turn without any."""
-        if not self.ids and not turn.ids:
-            raise RolloutError(
-                f"the completion of the prompt {shortened(repr(self.prompt), 80)} has no tokens; what samples "
-                "(_generate_single_turn, the model's generate, vLLM) has to return one or more, at least the end token."
-            )
+        """Append tokens that the model wrote."""
         if not self.ids:
             self.record = turn.record
         elif self.record is not None:

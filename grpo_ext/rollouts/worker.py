@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,11 @@ class RolloutWorker:
             if not rows.request.empty or terms.hooks.need_all_processes or self.shards_vision:
                 local.transcripts = self.begin(rows, terms, repeat)
             self.converse(local)
+            if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
+                raise RolloutError(
+                    f"the completion of the prompt {reprlib.repr(empty[0])} has no tokens; what samples (an override, "
+                    "the model's generate, vLLM) has to return at least the end token."
+                )
         except Exception:
             # in `add_logprobs` other processes may compare the form of a new model, a collective: join it
             if not self.settings.sharded:
@@ -114,7 +120,7 @@ class RolloutWorker:
         if len(ids) != len(prompts):
             raise RolloutError(f"_tokenize_prompts returned {len(ids)} lists of token ids for {len(prompts)} prompts.")
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
-            self.chat.check_ids(list(prompt_ids), prompt)
+            self.chat.check_ids(list(prompt_ids), f"the prompt {reprlib.repr(prompt)}")
         for transcript, number in zip(transcripts, numbers):
             transcript.prompt_ids = list(ids[number])
 
@@ -265,12 +271,11 @@ def _prompt_name(transcript: Transcript) -> Hashable:
 def _frozen(value: Any, images: Sequence[Any]) -> Hashable:
     """A key that equal values of the types of JSON share; any other object has its own, but for the images."""
     if isinstance(value, Mapping):
-        return type(value), *((_frozen(name, ()), _frozen(part, images)) for name, part in value.items())
+        value = [type(value), *value.items()]
     if isinstance(value, list | tuple):
         return type(value), *(_frozen(part, images) for part in value)
-    if value is None or isinstance(value, str | int | float):
-        return type(value), value
-    return type(value), None if any(value is image for image in images) else id(value)
+    plain = value is None or isinstance(value, str | int | float)
+    return type(value), value if plain else None if any(value is image for image in images) else id(value)
 
 
 def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[Any], list[Any], list[list[int]]]:

@@ -119,13 +119,13 @@ def begin(folder: Any, train: bool, **parts: Any) -> None:
 
 # the odd row, by what the error says of it
 ODD: dict[str, Any] = {
-    "a list that holds a int": [3, 4, 5],
-    "a dict": USER,
-    "values for from, value": [{"from": "human", "value": "ab"}],
-    "values for role;": [{"role": "user"}],
-    "values for role; .*fill contents": [USER, {"role": "assistant", "content": None}],
+    r"\[3, 4, 5\] is neither .*decode token ids": [3, 4, 5],
+    r"\{.*\} is neither .*into a list": USER,
+    r"\[\{'from': .* is neither .*rename 'from' and 'value'": [{"from": "human", "value": "ab"}],
+    r"is neither .* \(\{'role': 'user'\}\)": [{"role": "user"}],
+    r"is neither .* \(\{'content': None, .* fill contents": [USER, {"role": "assistant", "content": None}],
     "does not take .*System role not supported": [{"role": "system", "content": "be kind"}, USER],
-    "a NoneType": None,
+    "None is neither": None,
 }
 
 
@@ -229,7 +229,7 @@ def test_a_prompt_with_a_token_that_the_embedding_lacks_is_found(tmp_path, strea
 def test_an_end_token_that_the_embedding_lacks_is_found(tmp_path):
     tokenizer = larger("<end>")
     tokenizer.eos_token = "<end>"
-    with pytest.raises(ConfigError, match=r"the end token '<end>' has the id .*resize_token_embeddings"):
+    with pytest.raises(DataError, match=r"the end token '<end>' has the token id .*resize_token_embeddings"):
         make(tmp_path, processing_class=tokenizer)
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer))
