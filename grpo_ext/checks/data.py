@@ -79,8 +79,8 @@ def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
         DataError: names the split and the row.
     """
     some = () if not hasattr(dataset, "__len__") else ((n, dataset[n]["prompt"]) for n in sample_rows(dataset))
-    embedded, vocabulary = chat.embedded, len(chat.tokenizer)
-    unknown = [] if embedded is None else chat.tokenizer.convert_ids_to_tokens(list(range(embedded, vocabulary)))
+    beyond = [] if chat.embedded is None else list(range(chat.embedded, len(chat.tokenizer)))
+    unknown = [token for token in chat.tokenizer.convert_ids_to_tokens(beyond) if token]  # ids may have gaps
     kinds: set[Any] = set()
     for row, prompt in enumerate(iterate_prompts(dataset)) if has_readable_prompts(dataset) else some:
         try:

@@ -332,10 +332,7 @@ class Rollouts:
         return trl_dictionary(local, rounds[-1], self.images, self.worker.settings)
 
     def _request(self, rows: Sequence[Mapping[str, Any]], group: int) -> RolloutRequest:
-        """The request of a user's override that runs; outside of one, a new request. Its columns are those of `rows`.
-
-        A collective, as processes may have rows with different keys.
-        """
+        """The request of a user's override, or a new one, with the columns of all processes' rows; a collective."""
         columns = tuple(dict.fromkeys(name for keys in gather_lists([list(row) for row in rows]) for name in keys))
         if self._rewarded is not None:
             return dataclasses.replace(self._rewarded.request, columns=columns)
