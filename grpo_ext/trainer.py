@@ -44,9 +44,9 @@ from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
 from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
+from .run.completions import completions_logged
 from .run.keeper import RunKeeper
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
-from .run.log import completions_logged
 from .run.model_card import complete_card
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
