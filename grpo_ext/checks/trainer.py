@@ -42,6 +42,7 @@ from .data import (
     has_readable_prompts,
     iterate_prompts,
     named_sets,
+    sample_rows,
     with_length,
 )
 from .model import (
@@ -191,7 +192,7 @@ def _refuse_images_and_tools(trainer: Any) -> None:
     for data in with_length(trainer.train_dataset, trainer.eval_dataset):
         if prepare is not None and not may_be_shown:
             check_images(data, prepare)
-        if prepare is None and images_of(data[0]):
+        if prepare is None and any(images_of(data[row]) for row in sample_rows(data)):
             raise DataError(
                 "the data has images, and the processing class is a tokenizer, which ignores them: pass the processor "
                 "of a model that takes images as processing_class (default: the model's), or remove the columns image "
@@ -201,10 +202,10 @@ def _refuse_images_and_tools(trainer: Any) -> None:
 
 def _check_tokens(trainer: Any) -> None:
     """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
-    worker = trainer._rollouts.worker
-    for token in {*trainer.eos_token_ids, worker.settings.pad} - {None}:
+    worker, ends = trainer._rollouts.worker, trainer.eos_token_ids
+    for token in {*ends, None if trainer.use_vllm else worker.settings.pad} - {None}:  # vLLM pads nothing
         shown = repr(worker.chat.tokenizer.convert_ids_to_tokens(token))
-        worker.chat.check_ids([token], f"the {'padding' if token == worker.settings.pad else 'end'} token {shown}")
+        worker.chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
     own = overridden(trainer, "_generate_and_score_completions", "_generate", "_tokenize_prompts")
     if not (own or trainer.rollout_func or trainer.environment_factories):  # which may take, or make, other prompts
         for split, dataset in named_sets(trainer.train_dataset, trainer.eval_dataset).items():

@@ -147,6 +147,12 @@ def test_messages_without_a_template_are_found_in_every_set(tmp_path):
         make(tmp_path, eval_dataset={"a": prompts(2), "b": data})
 
 
+def test_images_that_the_first_row_does_not_have_are_found(tmp_path):
+    rows = [{"prompt": "ab>", **({"image": "a picture"} if number == 3 else {})} for number in range(4)]
+    with pytest.raises(DataError, match="the data has images, and the processing class is a tokenizer"):
+        make(tmp_path, train_dataset=transformed(rows))
+
+
 def test_prompts_that_users_code_tokenises_are_its_own(tmp_path):
     class Own(GRPOTrainer):
         def _tokenize_prompts(self, prompts: list[Any]) -> Any:
@@ -228,6 +234,9 @@ def test_a_prompt_with_a_token_that_the_embedding_lacks_is_found(tmp_path, strea
 
 def test_an_end_token_that_the_embedding_lacks_is_found(tmp_path):
     tokenizer = larger("<end>")
+    tokenizer.pad_token = "<end>"
+    with pytest.raises(DataError, match="the padding token '<end>' has the token id"):
+        make(tmp_path, processing_class=tokenizer)
     tokenizer.eos_token = "<end>"
     with pytest.raises(DataError, match=r"the end token '<end>' has the token id .*resize_token_embeddings"):
         make(tmp_path, processing_class=tokenizer)
