@@ -36,6 +36,7 @@ try:
     from trl.models import unwrap_model_for_generation
     from trl.trainer.utils import create_model_from_path as create_model_from_path
     from trl.trainer.utils import get_config_model_id, use_adapter
+    from trl.trainer.utils import strip_images_from_messages as strip_images_from_messages
 except (ImportError, RuntimeError) as error:  # the latter from TRL's lazy modules
     raise ContractError(
         f"grpo_ext does not fit the installed trl {trl.__version__}: {error}. TRL 1.15 and 1.16 are tested and work."

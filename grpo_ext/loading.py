@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -15,13 +16,18 @@ FILE_MODULE_PREFIX = "grpo_ext_file_"  # names of modules that are loaded from a
 
 
 def load_file(path: str) -> ModuleType:
-    """Import a Python file and register its module, so that its definitions can be pickled."""
-    name = f"{FILE_MODULE_PREFIX}{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, Path(path).expanduser())
+    """The one module of a Python file, registered so that its definitions can be pickled; made anew if it changed."""
+    file = Path(path).expanduser().resolve()
+    name = f"{FILE_MODULE_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    source, loaded = file.read_bytes(), sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__grpo_ext_source__", None) == source:  # which half of a module lacks
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None  # a file with this suffix always has a loader
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    vars(module)["__grpo_ext_source__"] = source
     return module
 
 

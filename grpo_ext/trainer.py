@@ -44,6 +44,7 @@ from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
 from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
+from .run.completions import completions_logged
 from .run.keeper import RunKeeper
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
@@ -309,8 +310,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
-        rows = StepRows.checked(generation_batch)
-        batch = self._rollouts.completions_of(rows, terms_of(self))
+        batch = self._rollouts.completions_of(StepRows.checked(generation_batch), terms_of(self))
         if (terms := self._rollouts.scored_by) is not None:
             self._pass_at_k.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
         return batch
@@ -467,7 +467,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             logs |= scaler.report()
         if self._losses and "train_loss" in logs:
             logs["train_loss"] = math.fsum(self._losses) / len(self._losses)
-        super().log(logs, start_time)
+        with completions_logged(self):
+            super().log(logs, start_time)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Like transformers' method, without its warning of another micro-batch size; says where a run resumes."""

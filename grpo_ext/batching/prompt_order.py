@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -32,6 +32,7 @@ class RolloutRequest:
         empty: the process has no prompts; its rows are a stand-in that must not reach any result.
         num_generations: completions per prompt; rows repeat each prompt this often.
         first_prompt: what the prompts of a further round (dynamic sampling) are numbered from, for their keys.
+        columns: of the rows of all processes: the keys that any of them has.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class RolloutRequest:
     empty: bool
     num_generations: int
     first_prompt: int = 0
+    columns: Sequence[str] = ()
 
     @property
     def name(self) -> tuple[int, int]:
@@ -112,20 +114,22 @@ class ProcessSlices:
         prompts = range(1) if empty else prompts
         return RolloutRequest(epoch, layout, prompts, empty, self.num_generations, first_prompt)
 
-    def rows(self, request: RolloutRequest, prompts: Any, number: Callable[[int], int] | None = None) -> StepRows:
+    def rows(self, request: RolloutRequest, prompts: Any, numbers: Sequence[int] | None = None) -> StepRows:
         """The rows of a request, a copy for each completion, since rewards and tools may write to it.
 
+        Where rows may have different keys, those of all processes are read, because the columns are the keys of all.
+
         Args:
-            prompts: the data set; or the prompts of the rollout batch, where they have no `number`.
-            number: from a position in the rollout batch to the row of the data set.
+            prompts: the data set; or the prompts of the rollout batch, where they have no `numbers`.
+            numbers: the row of the data set for each position in the rollout batch.
         """
-        rows, numbers = [], []
-        for position in request.prompts:
-            place = position if number is None else number(position)
-            row = prompts[place]
-            rows += [copy.deepcopy(row) for _ in range(self.num_generations)]
-            numbers += [place] * self.num_generations
-        return StepRows(rows, request, () if number is None else numbers)
+        places = range(len(request.layout.rollout_prompts)) if numbers is None else numbers
+        chosen = [places[position] for position in request.prompts for _ in range(self.num_generations)]
+        alike = getattr(prompts, "format", {"type": "custom"})["type"] != "custom"  # those of a transform may differ
+        read = {place: prompts[place] for place in (dict.fromkeys(chosen) if alike else places)}
+        columns = tuple(dict.fromkeys(name for row in read.values() for name in row))
+        rows = [copy.deepcopy(read[place]) for place in chosen]
+        return StepRows(rows, replace(request, columns=columns), () if numbers is None else chosen)
 
 
 class EpochSteps(Sampler[list[int]]):
@@ -146,8 +150,18 @@ class EpochSteps(Sampler[list[int]]):
         return ([self.epoch * self.num_steps + step] for step in range(self.num_steps))
 
 
+class _OverPrompts:
+    """A data set of steps that hands attributes it does not have to the user's set, as TRL's loader has that set."""
+
+    def __getattr__(self, name: str) -> Any:
+        users = vars(self).get("prompts", vars(self).get("stream"))
+        if users is None or name.startswith("_"):  # a copy in the making; `__getitems__` would be asked for rows
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(users, name)
+
+
 @dataclass(eq=False)
-class StepDataset(Dataset):
+class StepDataset(_OverPrompts, Dataset):
     """A map-style data set of optimizer steps over a map-style data set of prompts.
 
     Attributes:
@@ -178,7 +192,7 @@ class StepDataset(Dataset):
     def rows(self, request: RolloutRequest) -> StepRows:
         """The rows of a rollout batch; steps that go on with one come without."""
         order, start = self._order(request), request.layout.rollout_prompts.start
-        return self.rule.rows(request, self.prompts, lambda position: order[start + position])
+        return self.rule.rows(request, self.prompts, order[start : start + len(request.layout.rollout_prompts)])
 
     def further_rows(self, request: RolloutRequest, taken: int, count: int) -> StepRows | None:
         """This process's rows of up to `count` further prompts, after the `taken` first; None where none is left.
@@ -193,13 +207,13 @@ class StepDataset(Dataset):
         if not chosen:
             return None
         further = self.rule.request(request.epoch, layout, len(chosen), len(layout.rollout_prompts) + taken)
-        return self.rule.rows(further, self.prompts, chosen.__getitem__)
+        return self.rule.rows(further, self.prompts, chosen)
 
     def _order(self, request: RolloutRequest) -> Sequence[int]:
         return prompt_order(len(self.prompts), self.seed, request.epoch, self.shuffle)
 
 
-class StepStream(IterableDataset):
+class StepStream(_OverPrompts, IterableDataset):
     """Optimizer steps over a stream: every process reads the whole stream and keeps its part of each rollout batch.
 
     It repeats the stream, because the Trainer takes a loader without a length for one long epoch. So skipping as many

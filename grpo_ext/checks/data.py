@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from ..errors import ConfigError, DataError
 from ..forward.images import images_of
 from ..forward.rope import covered_length
+from ..rollouts.chat import Chat, check_prompt
 
 
 def named_sets(train: Any, evaluation: Any) -> dict[str, Any]:
@@ -57,10 +59,41 @@ def has_readable_prompts(dataset: Any) -> bool:
     return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and not transformed
 
 
+def sample_rows(dataset: Any) -> list[int]:
+    """A few rows of a data set whose rows are made when they are read."""
+    return sorted({n * (len(dataset) - 1) // 3 for n in range(4)})
+
+
 def iterate_prompts(dataset: Any) -> Iterator[Any]:
     """The prompts of a data set that has readable ones, read in blocks."""
     for block in dataset.select_columns("prompt").iter(batch_size=1000):
         yield from block["prompt"]
+
+
+def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
+    """Tokenise one prompt of every kind, as a rollout would; and those that show a token without an embedding.
+
+    A stream is left to its rollouts, and of prompts that are made row by row a few are read.
+
+    Raises:
+        DataError: names the split and the row.
+    """
+    some = () if not hasattr(dataset, "__len__") else ((n, dataset[n]["prompt"]) for n in sample_rows(dataset))
+    beyond = [] if chat.embedded is None else list(range(chat.embedded, len(chat.tokenizer)))
+    unknown = [token for token in chat.tokenizer.convert_ids_to_tokens(beyond) if token]  # ids may have gaps
+    kinds: set[Any] = set()
+    for row, prompt in enumerate(iterate_prompts(dataset)) if has_readable_prompts(dataset) else some:
+        try:
+            check_prompt(prompt)
+            # roles in their order, and what messages have, are all that a template can treat in another way
+            messages = () if isinstance(prompt, str) else prompt
+            kind = tuple((m["role"], *((name, type(m[name])) for name in m)) for m in messages)
+            if kind not in kinds or any(token in str(prompt) for token in unknown):
+                kinds.add(kind)
+                if not chat.takes_images:  # `check_images` prepares some
+                    chat.check_ids(chat.tokenize([prompt], [None])[0], f"the prompt {reprlib.repr(prompt)}")
+        except DataError as error:
+            raise DataError(f"row {row} of the {split} data set: {error}") from error
 
 
 def check_prompt_lengths(
@@ -114,7 +147,7 @@ def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
 
 def check_images(dataset: Any, prepare: Any) -> None:
     """Raise a DataError for images beside a text prompt, or that change when a row is read again; checks a few rows."""
-    for number in sorted({n * (len(dataset) - 1) // 3 for n in range(4)}):
+    for number in sample_rows(dataset):
         reads = [dataset[number] for _ in range(2)]
         if isinstance(reads[0]["prompt"], str) and images_of(reads[0]):
             raise DataError(

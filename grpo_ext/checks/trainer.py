@@ -36,12 +36,14 @@ from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
 from .data import (
     check_images,
+    check_kinds,
     check_prompt_lengths,
     check_prompts,
     check_stream,
     has_readable_prompts,
     iterate_prompts,
     named_sets,
+    sample_rows,
     with_length,
 )
 from .model import (
@@ -189,12 +191,24 @@ def _refuse_images_and_tools(trainer: Any) -> None:
     for data in with_length(trainer.train_dataset, trainer.eval_dataset):
         if prepare is not None and not may_be_shown:
             check_images(data, prepare)
-        if prepare is None and images_of(data[0]):
+        if prepare is None and any(images_of(data[row]) for row in sample_rows(data)):
             raise DataError(
                 "the data has images, and the processing class is a tokenizer, which ignores them: pass the processor "
                 "of a model that takes images as processing_class (default: the model's), or remove the columns image "
                 "and images."
             )
+
+
+def _check_tokens(trainer: Any) -> None:
+    """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
+    worker, ends = trainer._rollouts.worker, trainer.eos_token_ids
+    for token in {*ends, None if trainer.use_vllm else worker.settings.pad} - {None}:  # vLLM pads nothing
+        shown = repr(worker.chat.tokenizer.convert_ids_to_tokens(token))
+        worker.chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
+    own = overridden(trainer, "_generate_and_score_completions", "_generate", "_tokenize_prompts")
+    if not (own or trainer.rollout_func or trainer.environment_factories):  # which may take, or make, other prompts
+        for split, dataset in named_sets(trainer.train_dataset, trainer.eval_dataset).items():
+            check_kinds(dataset, split, worker.chat)
 
 
 def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
@@ -212,9 +226,15 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
             if module is not None:
                 disable_random_parts(module)
     _refuse_settings(trainer, config)
-    _refuse_images_and_tools(trainer)
+    if method := overridden(trainer, "_prepare_inputs"):
+        raise ConfigError(
+            f"{method} would be given a step's rows and return a RolloutBatch of all processes, not TRL's dictionary; "
+            "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
+        )
     refuse_overrides(trainer)
     check_generation(trainer)
+    _check_tokens(trainer)
+    _refuse_images_and_tools(trainer)
     refuse_unknown_head(base_model_of(policy))
     refuse_adapters(policy)
     if method := overridden(trainer, *_UNUSED_HOOKS):

@@ -49,8 +49,9 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def images_in(prompt: Any) -> list[Any]:
-    """The images in the content of messages, in order; none of a text."""
-    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    """The images in the content of messages, in order; none of a text, or of what a user's own code tokenises."""
+    messages = [message for message in prompt if isinstance(message, dict)] if isinstance(prompt, list) else []
+    contents = [message.get("content") for message in messages]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part["image"] for part in parts if isinstance(part, dict) and part.get("type") == "image"]
 

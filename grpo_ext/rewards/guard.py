@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,16 +58,20 @@ def start(function: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def result_in_time(future: Future[Any], seconds: float | None, setting: str) -> Any:
-    """The result of a future; without one after `seconds` it is cancelled.
+def result_in_time(future: Future[Any], seconds: float | None, setting: str, ended: Future[Any] | None = None) -> Any:
+    """The result of a future; without one after `seconds`, or once `ended` is done, it is cancelled.
 
     Raises:
         CallTimeout: there is none. A thread keeps running, because a thread cannot be stopped.
+        CallCancelled: `ended` is done.
     """
-    if not wait([future], seconds).done:
-        future.cancel()
-        raise CallTimeout(seconds, setting)
-    return future.result()
+    done, _ = wait([future] if ended is None else [future, ended], seconds, FIRST_COMPLETED)
+    if future in done:
+        return future.result()
+    future.cancel()
+    if done:
+        raise CallCancelled("another call failed")
+    raise CallTimeout(seconds, setting)
 
 
 def in_time(function: Callable[[], Any], seconds: float | None, setting: str) -> Any:
@@ -76,7 +80,7 @@ def in_time(function: Callable[[], Any], seconds: float | None, setting: str) ->
 
 
 class CallCancelled(CancelledError):
-    """A call whose process was ended with all others."""
+    """A call that was ended with all others."""
 
 
 _FINAL = (ConfigError, CallCancelled)  # no further attempt is made
@@ -118,17 +122,22 @@ class GuardedCall:
         attempt = partial(call_function, self.function, self.keywords, self.record)
         return self.run(lambda: in_time(attempt, self.faults.timeout, "reward_timeout"))
 
-    def run_on(self, loop: asyncio.AbstractEventLoop) -> ChunkRewards:
-        """Call an asynchronous function on a loop that another thread runs; see `run`."""
+    def run_on(self, loop: asyncio.AbstractEventLoop, ended: Future[Any]) -> ChunkRewards:
+        """Call an asynchronous function on a loop that another thread runs, until `ended` is done; see `run`."""
 
         async def attempt() -> Attempt:
             coroutine, record = call_function(self.function, self.keywords, self.record)
             return await coroutine, record
 
-        begin = partial(asyncio.run_coroutine_threadsafe, loop=loop)
-        return self.run(lambda: result_in_time(begin(attempt()), self.faults.timeout, "reward_timeout"))
+        def once() -> Attempt:
+            if ended.done():
+                raise CallCancelled("another call failed")
+            future = asyncio.run_coroutine_threadsafe(attempt(), loop)
+            return result_in_time(future, self.faults.timeout, "reward_timeout", ended)
 
-    def run(self, attempt: Callable[[], Attempt], sleep: Callable[[float], None] = time.sleep) -> ChunkRewards:
+        return self.run(once, lambda seconds: wait([ended], seconds))
+
+    def run(self, attempt: Callable[[], Attempt], sleep: Callable[[float], Any] = time.sleep) -> ChunkRewards:
         """The rewards, and what the function logged.
 
         Args:
@@ -136,7 +145,7 @@ class GuardedCall:
             sleep: waits between two attempts, for so many seconds.
 
         Raises:
-            CallCancelled: the processes of reward_workers were ended.
+            CallCancelled: the call was ended with all others.
             RewardError: the last attempt failed, or it returned something that is not a reward.
             ConfigError: the function cannot be loaded in the other process.
         """

@@ -67,10 +67,9 @@ def completion_text(completion: Any) -> str:
 
 
 def _gold(reward: str, columns: dict[str, Any], *names: str) -> list[Any]:
-    """The gold answers, in the first of these columns that is there."""
-    for name in names:
-        if columns.get(name) is not None:
-            return columns[name]
+    """The gold answer of each completion, from the first of these columns that has one; None where none has."""
+    if golds := [columns[name] for name in names if columns.get(name) is not None]:
+        return [next((gold for gold in row if gold is not None), None) for row in zip(*golds, strict=True)]
     raise DataError(
         f"The reward '{reward}' needs a gold answer, and the data has neither a column 'answer' nor 'solution'; "
         "name the one to use as answer_column."
@@ -109,7 +108,8 @@ def _adapted(function: RewardFunction, needs_gold: bool = False) -> RewardFuncti
     def reward(completions: list[Any], **columns: Any) -> Sequence[float | None]:
         messages = [[{"role": "assistant", "content": completion_text(c)}] for c in completions]
         if needs_gold:
-            columns["solution"] = [str(gold) for gold in _gold(function.__name__, columns, "solution", "answer")]
+            golds = _gold(function.__name__, columns, "solution", "answer")
+            columns["solution"] = ["" if gold is None else str(gold) for gold in golds]  # without one it gives None
         return function(completions=messages, **columns)
 
     return reward

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch import nn
-from trl import apply_chat_template, is_conversational
+from trl import apply_chat_template
 
 from ..compat import parameters_of
 from ..errors import RewardError
@@ -62,6 +63,8 @@ class RewardRows:
 
     Attributes:
         inputs: rows of the data set; all columns but the prompt and the completion become keywords.
+        names: of columns; those of `inputs` alone would depend on the split where rows have different keys.
+        ended: done once a call failed for good, so that asynchronous ones do not go on.
         prompts, completions: texts, or lists of messages.
         completion_ids: token ids of each completion.
         environments: the environment of each completion; None without environments.
@@ -83,10 +86,13 @@ class RewardRows:
     chunk: int | None = None
     state: Any = None
     recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
+    names: Sequence[str] = ()
+    ended: Future[None] = field(default_factory=Future)
 
     def columns(self) -> dict[str, Any]:
         """The keywords with one value for each completion."""
-        columns: dict[str, Any] = {n: [row[n] for row in self.inputs] for n in self.inputs[0] if n not in _NO_COLUMNS}
+        names = dict.fromkeys([*self.names, *(name for row in self.inputs for name in row)])
+        columns: dict[str, Any] = {n: [row.get(n) for row in self.inputs] for n in names if n not in _NO_COLUMNS}
         if self.environments is not None:
             columns["environments"] = self.environments
         return columns
@@ -154,8 +160,9 @@ class RewardRunner:
                     rewards = [torch.nan if reward is None else reward for part, _ in results for reward in part]
                     rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32)
                     records += [_handed_over(record, rows.recorders) for _, record in results]
-            except BaseException:
-                if self.workers is not None:  # the first chunk that fails for good ends the others
+            except BaseException:  # the first chunk that fails for good ends the others
+                rows.ended.set_result(None)
+                if self.workers is not None:
                     self.workers.kill()
                 raise
         for row in torch.isnan(rewards_BF).all(dim=1).nonzero().flatten().tolist()[:1]:  # the first, if there is one
@@ -191,7 +198,7 @@ class RewardRunner:
                 f"reward function '{name}' is asynchronous, and the trainer was built without an asynchronous function;"
                 " pass it as reward_funcs when the trainer is built."
             )
-        return [start(partial(call.run_on, self.async_loop)).result for call in calls]
+        return [start(partial(call.run_on, self.async_loop, rows.ended)).result for call in calls]
 
     def join_remaining_forwards(self, sources: RewardFunctions, rows: RewardRows) -> None:
         """Run only the reward models, on completions that do not count, where their forward is a collective."""
@@ -203,9 +210,10 @@ class RewardRunner:
         """The first logit of a reward model for each completion; all completions are in one forward."""
         processor = sources.processing_classes[number]
         texts = [prompt + completion for prompt, completion in zip(rows.prompts, rows.completions, strict=True)]
-        if is_conversational({"prompt": rows.prompts[0]}):
-            options = sources.chat_template_kwargs
-            texts = [apply_chat_template({"messages": text}, processor, **options)["text"] for text in texts]
+        for row, text in enumerate(texts):
+            if not isinstance(text, str):
+                messages: Any = {"messages": text}
+                texts[row] = apply_chat_template(messages, processor, **sources.chat_template_kwargs)["text"]
         inputs = processor(
             text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         )

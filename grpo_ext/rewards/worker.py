@@ -66,11 +66,11 @@ class RewardCall:
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number; the metric is the mean over all calls that logged it."""
-        self.metrics.append((name, float(value)))
+        self.metrics.append((str(name), float(value)))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Log a column of the completions table, one value for each completion of the call."""
-        self.columns.setdefault(column, []).extend(values)
+        self.columns.setdefault(str(column), []).extend(values)
 
 
 Attempt = tuple[Any, RewardCall]  # what a function returned, and what it logged

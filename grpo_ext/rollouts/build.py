@@ -84,12 +84,15 @@ def _worker(
 ) -> MainWorker:
     """The worker of the main thread, on the models that are trained."""
     args, factories = trainer.args, trainer.environment_factories
+    embedding = base_model_of(trainer.model).get_input_embeddings()
     chat = Chat(
         trainer.processing_class,
         trainer.tools or (),
         None if factories is None else trainer._env_tools,
         trainer.chat_template,
         trainer.chat_template_kwargs,
+        # an image's token may have none
+        embedded=None if images.prepare else getattr(embedding, "num_embeddings", None),
     )
     settings = _settings(trainer, chat.tokenizer)
     environments = Environments(factories, None if factories is None else trainer._environment_pool)

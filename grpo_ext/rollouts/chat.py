@@ -7,6 +7,7 @@ prompts (`tokenize`), after the first turn (`decode`) and between turns.
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,21 @@ from ..errors import DataError
 from ..forward.images import images_of
 from .transcript import Messages, Transcript
 
+# a message without content says something where it has one of these
+_CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
+
+
+def check_prompt(prompt: Any) -> None:
+    """Raise a DataError for a prompt that is neither a text nor a list of messages, each with a role and a content."""
+    for message in () if isinstance(prompt, str) else prompt if isinstance(prompt, list) else [prompt]:
+        says = isinstance(message, Mapping) and any(message.get(name) is not None for name in _CONTENTS)
+        if not isinstance(prompt, list) or not says or message.get("role") is None:
+            raise DataError(
+                f"the prompt {reprlib.repr(prompt)} is neither a text nor a list of messages that each have a 'role' "
+                f"and a 'content' ({reprlib.repr(message)}); with dataset.map decode token ids, put a single message "
+                "into a list, rename 'from' and 'value', and fill contents."
+            )
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -29,6 +45,7 @@ class Chat:
         tools: standalone ones and those of every environment; empty: no completion calls any.
         environment_tools: the tools shown in prompts of an environment, by its name; None without environments.
         chat_template: with `chat_template_kwargs`, its further arguments; None: the tokenizer's.
+        embedded: token ids below this one have a row in the model's embedding; None: not known.
     """
 
     processing_class: Any
@@ -36,6 +53,7 @@ class Chat:
     environment_tools: Mapping[str | None, Sequence[Callable[..., Any]]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    embedded: int | None = None
 
     def copy(self) -> Chat:
         """A copy with a tokenizer of its own, because threads may not share one."""
@@ -84,36 +102,56 @@ class Chat:
         return prompt
 
     def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
-        """Token ids of prompts, all texts or all messages.
+        """Token ids of prompts; a DataError for one that is neither a text nor messages that the template takes.
 
         Args:
             environment_names: one for each prompt; None where there is one environment, or none.
         """
-        if not prompts:
-            return []
-        if not is_conversational({"prompt": prompts[0]}):
-            return self.processing_class(text=list(prompts))["input_ids"]
-        if self.takes_images:
-            prompts = [prepare_multimodal_messages(prompt) for prompt in prompts]
-        if self.environment_tools is None:
-            return self._render(prompts, self.tools)
-        pairs = zip(prompts, environment_names, strict=True)
-        return [self._render([prompt], self.tools_of(name))[0] for prompt, name in pairs]
+        ids: list[list[int]] = []
+        for prompt, name in zip(prompts, environment_names, strict=True):
+            check_prompt(prompt)
+            if isinstance(prompt, str):
+                ids += self.processing_class(text=[prompt])["input_ids"]
+            else:
+                ids.append(self._render(self._as_shown(prompt), self.tools_of(name)))
+        return ids
 
-    def _render(
-        self, conversations: Sequence[Messages], tools: Sequence[Callable[..., Any]] = (), prompt: bool = True
-    ) -> list[list[int]]:
-        """Token ids of conversations; with `prompt` the beginning of the model's next message is added."""
-        rendered = self.processing_class.apply_chat_template(
-            conversation=list(conversations),
-            tools=list(tools) or None,  # Llama's template has a paragraph for tools=[]
-            chat_template=self.chat_template,
-            add_generation_prompt=prompt,
-            tokenize=True,
-            return_dict=True,
-            **self.chat_template_kwargs,
-        )
-        return rendered["input_ids"]
+    def _as_shown(self, messages: Messages) -> Messages:
+        return prepare_multimodal_messages(messages) if self.takes_images else messages
+
+    def check_ids(self, ids: Sequence[int], what: str) -> None:
+        """Raise a DataError where `what` has no tokens, or one that the model's embedding has no row for."""
+        if not ids:
+            raise DataError(f"{what} has no tokens; filter such rows out.")
+        if self.embedded is not None and (bad := [token for token in ids if not 0 <= token < self.embedded]):
+            raise DataError(
+                f"{what} has the token id {bad[0]}, and the model's embedding has {self.embedded} rows; use the model's"
+                " own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
+            )
+
+    def _render(self, messages: Messages, tools: Sequence[Callable[..., Any]] = (), prompt: bool = True) -> list[int]:
+        """Token ids of a conversation; with `prompt` the beginning of the model's next message is added.
+
+        Raises:
+            DataError: there is no chat template, or it does not take the conversation.
+        """
+        try:
+            rendered = self.processing_class.apply_chat_template(
+                conversation=[messages],
+                tools=list(tools) or None,  # Llama's template has a paragraph for tools=[]
+                chat_template=self.chat_template,
+                add_generation_prompt=prompt,
+                tokenize=True,
+                return_dict=True,
+                **self.chat_template_kwargs,
+            )
+        except Exception as error:  # a template raises what it likes
+            raise DataError(
+                f"the chat template does not take {reprlib.repr(messages)} ({type(error).__name__}: {error}); "
+                "set a chat_template that does, or change the prompts: texts need none, and where it refuses the role "
+                "'system', put that text before the user's."
+            ) from error
+        return rendered["input_ids"][0]
 
     def suffix_ids(self, answers: Messages) -> list[int]:
         """The tokens between the model's tool calls and its next turn.
@@ -129,10 +167,8 @@ class Chat:
             {"role": "user", "content": "dummy"},
             {"role": "assistant", "content": "", "tool_calls": [call]},  # processors want a content
         ]
-        if self.takes_images:
-            before, answers = prepare_multimodal_messages(before), prepare_multimodal_messages(answers)
-        (prefix,) = self._render([before], prompt=False)
-        (ids,) = self._render([[*before, *answers]])
+        before, answers = self._as_shown(before), self._as_shown(answers)
+        prefix, ids = self._render(before, prompt=False), self._render([*before, *answers])
         # a completion ends with the end token, after which some templates break the line
         if (end := self.tokenizer.eos_token_id) in prefix:
             prefix = prefix[: len(prefix) - prefix[::-1].index(end)]
@@ -146,17 +182,16 @@ class Chat:
     # ---- Ids to messages ------------------------------------------------------------------------------------------
 
     def decode(self, transcripts: Sequence[Transcript]) -> None:
-        """Set completion and calls of transcripts after their first turn; all prompts are texts, or all messages."""
+        """Set completion and calls of transcripts after their first turn."""
         if not transcripts:
-            return
-        if (messages := is_conversational({"prompt": transcripts[0].prompt})) and self._parses:
-            for t in transcripts:
-                t.completion = []
-                self.add_message(t, len(t.ids))
             return
         texts = self.processing_class.batch_decode([t.ids for t in transcripts], skip_special_tokens=True)
         for t, text in zip(transcripts, texts, strict=True):
-            t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
+            if (messages := bool(t.prompt) and is_conversational({"prompt": t.prompt})) and self._parses:
+                t.completion = []
+                self.add_message(t, len(t.ids))
+            else:
+                t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
 
     def add_message(self, transcript: Transcript, tokens: int) -> None:
         """Add the message that the model wrote with the last `tokens` tokens, and set the calls in it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -338,20 +338,23 @@ class Rollouts:
     def score(self, inputs: Sequence[dict[str, Any]], terms: Terms) -> dict[str, Any]:
         """TRL's `_generate_and_score_completions` of any rows; rollouts.overrides has their random numbers."""
         rows, rounds = list(inputs), [] if self._scored is None else self._scored[1]
-        request = self._request(len(rows), terms.num_generations)
+        request = self._request(rows, terms.num_generations)
         local = self._sampled(StepRows(rows, request), terms, repeat=len(rounds))
         rounds.append(self._joined(local, terms))
         if self._scored is None or not (self.args.dynamic_sampling and terms.training):
             self._log(rounds[-1:], terms)
         return trl_dictionary(local, rounds[-1], self.images, self.worker.settings)
 
-    def _request(self, rows: int, group: int) -> RolloutRequest:
-        """The request of a user's override that runs; outside of one, a new request for these rows."""
+    def _request(self, rows: Sequence[Mapping[str, Any]], group: int) -> RolloutRequest:
+        """The request of a user's override, or a new one, with the columns of all processes' rows; a collective."""
+        columns = tuple(dict.fromkeys(name for keys in gather_lists([list(row) for row in rows]) for name in keys))
+        if self._rewarded is not None:
+            return dataclasses.replace(self._rewarded.request, columns=columns)
         if self._scored is not None:
-            return self._scored[0]
-        prompts, rank = ceil_div(rows, group), self.accelerator.process_index
-        layout = StepLayout(BEYOND + next(self._free_requests), 0, 0, range(prompts), range(rows))
-        return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group)
+            return dataclasses.replace(self._scored[0], columns=columns)
+        prompts, rank = ceil_div(len(rows), group), self.accelerator.process_index
+        layout = StepLayout(BEYOND + next(self._free_requests), 0, 0, range(prompts), range(len(rows)))
+        return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group, columns=columns)
 
     def rewards(self, columns: tuple[Any, ...], terms: Terms) -> torch.Tensor:
         """TRL's `_calculate_rewards`: the rewards (B, F) of all processes, in global order.
@@ -359,7 +362,9 @@ class Rollouts:
         Args:
             columns: of this process: rows, prompts, completions, token ids.
         """
-        local = self._rewarded or LocalRollout(self._request(len(columns[1]), terms.num_generations), terms)
+        request = self._request(columns[0], terms.num_generations)
+        local = self._rewarded or LocalRollout(request, terms)
+        local.request = request
         if local.request.empty:
             columns = ([], [], [], [])
         rewards_BF, calls = self.worker.compute_rewards(local, *columns)

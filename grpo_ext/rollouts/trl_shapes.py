@@ -76,8 +76,6 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
     _fill(local, prompt_ids, ids, masks, logps, extra_fields)
     for place, row in enumerate(rows):
         row.completion = completions[place]
-        if not row.ids:
-            raise RolloutError(f"_generate returned no tokens for prompt {place}; return at least the end token.")
         if images is not None:
             row.images = list(images[place] or ())
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
-from collections.abc import Callable, Hashable, Sequence
+import reprlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,11 @@ class RolloutWorker:
         if not rows.request.empty or terms.hooks.need_all_processes or self.shards_vision:
             local.transcripts = self.begin(rows, terms, repeat)
         self.converse(local)
+        if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
+            raise RolloutError(
+                f"the completion of the prompt {reprlib.repr(empty[0])} has no tokens; what samples (an override, "
+                "the model's generate, vLLM) has to return at least the end token."
+            )
         share_prompt_experts(local.transcripts, local.request.num_generations)
         self.add_logprobs(local)
         self.add_rewards(local)
@@ -107,6 +112,8 @@ class RolloutWorker:
         ids = tokenize(prompts, [transcripts[i].environment_name for i in firsts])
         if len(ids) != len(prompts):
             raise RolloutError(f"_tokenize_prompts returned {len(ids)} lists of token ids for {len(prompts)} prompts.")
+        for prompt, prompt_ids in zip(prompts, ids, strict=True):
+            self.chat.check_ids(list(prompt_ids), f"the prompt {reprlib.repr(prompt)}")
         for transcript, number in zip(transcripts, numbers):
             transcript.prompt_ids = list(ids[number])
 
@@ -240,6 +247,7 @@ class RolloutWorker:
             chunk=self.settings.groups_of(local.request.num_generations),
             state=terms.state,
             recorders=terms.recorders,
+            names=local.request.columns,
         )
         with self.rewards.profile("_calculate_rewards"):
             return self.rewards.compute(terms.rewards, reward_rows)
@@ -250,8 +258,17 @@ def _prompt_name(transcript: Transcript) -> Hashable:
     # images are named by the row they are read from; those of an environment are not the row's
     number = transcript.number if transcript.environment is None else None
     images = (number, transcript.place if number is None else None) if transcript.images else ()
-    text = json.dumps(transcript.prompt, default=lambda value: type(value).__name__)
-    return transcript.environment_name, images, text
+    return transcript.environment_name, images, _frozen(transcript.prompt, transcript.images)
+
+
+def _frozen(value: Any, images: Sequence[Any]) -> Hashable:
+    """A key that equal values of the types of JSON share; any other object has its own, but for the images."""
+    if isinstance(value, Mapping):
+        value = [type(value), *value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), *(_frozen(part, images) for part in value)
+    plain = value is None or isinstance(value, str | int | float)
+    return type(value), value if plain else None if any(value is image for image in images) else id(value)
 
 
 def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[Any], list[Any], list[list[int]]]:

@@ -97,7 +97,7 @@ class RunLog:
                 text = json.dumps({"step": step, **line}, default=_plain)
                 strict = json.dumps(json.loads(text, parse_constant=lambda name: None))  # no NaN, no Infinity
                 file.write(before + strict.encode() + b"\n")
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:
             logger.warning(f"{self.path} cannot be written ({error}); the training continues without a run log.")
             self.path = None
 

@@ -5,6 +5,7 @@ A test that compares with one process calls a task itself.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from datasets import IterableDataset
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.forward import forms
@@ -164,10 +166,43 @@ def packs_on_one(folder: Path, what: str) -> list[float]:
     return log_of(trainer, "layout/padding_share")
 
 
-def gathered(folder: Path) -> list[float]:
-    """Of no rows on the first process, and three on the second."""
+def gathered(folder: Path) -> dict[str, Any]:
+    """Of no rows on the first process, and three on the second; and what rewards get of rows with keys of their own."""
     PartialState(cpu=True)
-    return ragged_gather(torch.arange(3.0 * RANK)).tolist()
+    columns = {base.__name__: row_columns(folder / base.__name__, base) for base in (GRPOTrainer, Rewards, Scores)}
+    return {"rows": ragged_gather(torch.arange(3.0 * RANK)).tolist(), "columns": columns}
+
+
+class Rewards(GRPOTrainer):
+    """Hands rows on to TRL's method, with a column for some."""
+
+    def _calculate_rewards(self, inputs: Any, *args: Any) -> torch.Tensor:
+        return super()._calculate_rewards([added(row) for row in inputs], *args)
+
+
+class Scores(GRPOTrainer):
+    """As `Rewards`, before the rows are sampled."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        return super()._generate_and_score_completions([added(row) for row in inputs])
+
+
+def added(row: dict[str, Any]) -> dict[str, Any]:
+    return row | ({"late": 1} if row["prompt"] == "c>" else {})
+
+
+def row_columns(folder: Path, base: Any) -> list[tuple[Any, ...]]:
+    """What this process's calls of a reward function got of a stream in which each row has a key of its own."""
+    calls: list[tuple[Any, ...]] = []
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        known = {name: values for name, values in columns.items() if name in (*"abcd", "late")}
+        calls.extend(zip(prompts, itertools.repeat(tuple(sorted(known))), *known.values()))
+        return [float(len(text)) for text in completions]
+
+    rows = IterableDataset.from_generator(lambda: ({"prompt": f"{name}>", name: 1} for name in "abcd"))
+    trainer_of(folder, cls=base, reward=reward, train_dataset=rows, max_steps=1).train()
+    return calls
 
 
 def failure(folder: Path, place: str, *ranks: int) -> None:

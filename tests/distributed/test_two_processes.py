@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from grpo_ext import GRPOTrainer
 from tests.distributed import tasks
 from tests.support import forks
 from tests.support.launch import ROOT, accelerate_launch, environment, launcher, two_processes
@@ -60,8 +61,24 @@ def test_the_reference_has_the_weights_of_the_first_process(four_groups):
     assert later[0] > 1e-6
 
 
-def test_a_process_without_rows_adds_none_to_what_is_gathered(tmp_path):
-    assert on_two(tmp_path, "gathered") == [[0.0, 1.0, 2.0]] * 2
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory):
+    return on_two(tmp_path_factory.mktemp("gathered"), "gathered")
+
+
+def test_a_process_without_rows_adds_none_to_what_is_gathered(gathered):
+    assert [process["rows"] for process in gathered] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_rows_with_keys_of_their_own_give_reward_functions_the_same_on_two_processes(gathered, tmp_path):
+    first, second = (process["columns"] for process in gathered)
+    for base in (GRPOTrainer, tasks.Rewards, tasks.Scores):
+        name = base.__name__
+        alone = tasks.row_columns(tmp_path / name, base)
+        assert first[name] + second[name] == alone
+        late = [] if base is GRPOTrainer else ["late"]
+        assert {call[1] for call in alone} == {("a", "b", "c", "d", *late)}
+        assert (len(alone), len(set(alone)), len(second[name])) == (16, 4, 8)
 
 
 def test_every_completion_is_scored_once(four_groups):

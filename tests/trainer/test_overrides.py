@@ -27,11 +27,11 @@ from tests.support.beside_trl import build, learns_as_in_trl
 from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
 from tests.support.trainers import make, passing_on
 
-# Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `_prepare_inputs`
-# returns the completions of all processes; `compute_loss` and `_compute_loss` are given more inputs; scoring comes
-# without keywords about images, which are None; `log` is given more values
+# Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `compute_loss` and
+# `_compute_loss` are given more inputs; scoring comes without keywords about images, which are None; `log` is given
+# more values
 OVERRIDDEN = (
-    *("training_step", "_prepare_inputs", "_generate", "_generate_single_turn", "_generate_and_score_completions"),
+    *("training_step", "_generate", "_generate_single_turn", "_generate_and_score_completions"),
     *("_calculate_rewards", "compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
     *("log", "_log_metric", "create_optimizer", "create_scheduler"),
 )
@@ -84,15 +84,12 @@ def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
             if name == "log":
                 assert args[1].keys() - our_args[1].keys() == set()
                 continue
-            if name in ("training_step", "_prepare_inputs") and our_args[-1] == NO_ROWS:
+            if name == "training_step" and our_args[-1] == NO_ROWS:
                 our_args = [*our_args[:-1], args[-1]]
             assert our_args == args, name
             if name == "_get_per_token_logps_and_entropies":
                 assert all(value is None for value in (kwargs.pop(n) for n in kwargs.keys() - our_kwargs.keys()))
             assert our_kwargs == kwargs, name
-            if name == "_prepare_inputs":
-                assert our_result == "RolloutBatch"
-                continue
             assert our_result == result, name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from types import SimpleNamespace
@@ -70,7 +71,8 @@ def described(steps, count: int | None = None) -> list:
     """Everything of the first `count` steps (a stream never ends), comparable."""
     pairs = [(step.request, list(step)) for step in itertools.islice(steps, count)]
     # where the rollout batch is at hand a data set brings no rows, and a stream has them anyway
-    return [(request, rows if request.layout.starts_rollout else []) for request, rows in pairs]
+    none = {"columns": ()}
+    return [(r, rows) if r.layout.starts_rollout else (dataclasses.replace(r, **none), []) for r, rows in pairs]
 
 
 # ---- The order ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from decimal import Decimal
 
 import pytest
@@ -98,6 +99,35 @@ def test_own_rewards_load_from_a_file_and_from_a_module(tmp_path, monkeypatch):
         assert reward(completions=["a", "b"]) == [0.5, 0.5]
         with pytest.raises(ConfigError, match=r"third.*it defines half"):
             resolve_rewards([f"{name}third"])
+
+
+def test_functions_of_a_file_share_its_globals_and_files_of_one_name_are_two_modules(tmp_path, monkeypatch):
+    source = "calls = []\ndef count(completions, **_):\n    calls.append({0})\n    return calls\n"
+    source += "def again(completions, **_):\n    calls.append({0})\n    return calls\n"
+    files = [tmp_path / folder / "mine.py" for folder in ("a", "b")]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(source.format(number))
+    monkeypatch.chdir(tmp_path)
+    names = ["a/mine.py:count", "./a/mine.py:again", "b/mine.py:count"]
+    count, again, other = resolve_rewards(names)
+    count(completions=[])
+    assert again(completions=[]) == [0, 0]
+    assert other(completions=[]) == [1]
+    assert pickle.loads(pickle.dumps(count)) is count  # by the name of its module
+    (same,) = resolve_rewards([str(files[0]) + ":again"])
+    assert same is again
+    files[0].write_text(source.format("'changed'"))  # as in a notebook
+    assert resolve_rewards(names[:1])[0](completions=[]) == ["changed"]
+    files[1].write_text("half = 1\nraise RuntimeError('no')\n")
+    for _ in range(2):  # half of a module is not taken for one
+        with pytest.raises(RuntimeError, match="no"):
+            resolve_rewards(names[2:])
+
+
+def test_a_gold_answer_is_found_row_by_row():
+    golds = {"answer": ["1", None, None], "solution": [None, 2, None]}
+    assert exact_number(completions=["1", "2", "3"], **golds) == [1.0, 1.0, None]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.guard import Faults
 from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
-from tests.support.rewards import functions_of, score
+from tests.support.rewards import functions_of, running_loop, score
 from tests.support.tiny import tiny_config, tiny_tokenizer
 
 INPUTS = [
@@ -134,6 +134,39 @@ def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_
     assert events == ["sync"] * 3 + ["async"] * 6
     assert threading.get_ident() not in threads
     assert len(threads) == 1
+
+
+def test_an_asynchronous_function_that_fails_for_good_ends_those_that_run_or_wait_for_another_try():
+    events: list[str] = []
+
+    async def waits(completions, **kwargs):
+        events.append("waits")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            events.append("cancelled")
+
+    async def tries(completions, **kwargs):
+        while events.count("fails") < 2:
+            await asyncio.sleep(0.001)
+        events.append("tries")
+        raise OSError("later")
+
+    async def fails(completions, **kwargs):
+        events.append("fails")
+        while events.count("fails") == 2 and not {"waits", "tries"} <= set(events):
+            await asyncio.sleep(0.001)
+        raise ValueError("no score today")
+
+    with running_loop() as loop:
+        before = set(threading.enumerate())
+        runner = RewardRunner(torch.device("cpu"), Faults(retries=1), async_loop=loop)
+        with pytest.raises(RewardError, match="'function_0' raised ValueError: no score today"):
+            runner.compute(functions_of([fails, waits, tries]), rows())
+        for thread in set(threading.enumerate()) - before:
+            thread.join(5)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # after the cancellation
+    assert sorted(events) == ["cancelled", "fails", "fails", "tries", "waits"]
 
 
 def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():

@@ -1,0 +1,245 @@
+"""Rows of different kinds in one data set: each is judged by itself, and what cannot be trained is found at once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import transformers
+from datasets import Dataset, IterableDataset
+from transformers import AutoModelForSequenceClassification
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import ConfigError, DataError, RolloutError
+from tests.support.tiny import letter_reward, prompts, tiny_config, tiny_model, tiny_tokenizer
+from tests.support.trainers import make
+
+USER = {"role": "user", "content": "ab"}
+REFUSES_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+)
+
+
+def mixed() -> list[dict[str, Any]]:
+    """Rows with other keys, texts and messages."""
+    return [
+        {"prompt": "abc>", "answer": "abc"},
+        {"prompt": [USER], "test": "x == 1"},
+        {"prompt": "de>"},
+        {"prompt": [{"role": "user", "content": "cd"}], "answer": "cd", "level": 3},
+        {"prompt": "gh>", "level": 4},
+    ]
+
+
+def stream(rows: list[dict[str, Any]]) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def transformed(rows: list[dict[str, Any]]) -> Dataset:
+    """A map-style set whose rows a transform makes, each with keys of its own."""
+
+    def read(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+        (number,) = batch["number"]
+        return {name: [value] for name, value in rows[number].items()}
+
+    return Dataset.from_dict({"number": range(len(rows))}).with_transform(read)
+
+
+@pytest.mark.parametrize("data", [stream, transformed])
+def test_reward_functions_get_the_columns_of_all_rows(tmp_path, data):
+    calls = []
+
+    def reward(prompts, completions, answer, test, level, **columns):
+        calls.extend(zip(prompts, answer, test, level, strict=True))
+        assert all(isinstance(prompt, str) is isinstance(text, str) for prompt, text in zip(prompts, completions))
+        return [float(len(str(completion))) for completion in completions]
+
+    chat = tiny_tokenizer(chat=True)
+    sizes = {"rollout_chunk_size": 4, "max_steps": 1, "global_batch_size": 20, "shuffle_dataset": False}
+    make(tmp_path, reward=reward, train_dataset=data(mixed()), processing_class=chat, **sizes).train()
+    rows = [(row["prompt"], row.get("answer"), row.get("test"), row.get("level")) for row in mixed()]
+    assert calls == [row for row in rows for _ in range(4)]
+
+
+def test_a_reward_model_reads_each_row_as_it_is(tmp_path):
+    model = AutoModelForSequenceClassification.from_config(tiny_config("llama", num_labels=1))
+    chat = tiny_tokenizer(chat=True)
+    parts = {"processing_class": chat, "reward_processing_classes": chat, "train_dataset": stream(mixed())}
+    trainer = make(tmp_path, reward=model, max_steps=1, global_batch_size=20, **parts)
+    trainer.train()
+    assert {type(completion) for completion in trainer._logs["completion"]} == {str, list}
+
+
+def test_columns_that_a_callback_gives_the_data_set_reach_the_reward(tmp_path):
+    """TRL's users set a transform on the loader's data set; ours is of steps over theirs."""
+    seen = []
+
+    def reward(completions, length=(), **kwargs):
+        seen.extend(length)
+        return [float(len(text)) for text in completions]
+
+    def begin(train_dataloader: Any, **kwargs: Any) -> None:
+        data = train_dataloader.dataset
+        assert data.column_names == ["prompt", "answer"]
+        data.set_transform(lambda rows: {**rows, "length": [len(prompt) for prompt in rows["prompt"]]})
+
+    callback = transformers.TrainerCallback()
+    callback.on_train_begin = lambda args, state, control, **kwargs: begin(**kwargs)
+    make(tmp_path, reward=reward, max_steps=1, callbacks=[callback]).train()
+    assert len(seen) == 16
+    assert min(seen) > 0
+
+
+def test_a_stream_of_steps_hands_on_what_it_does_not_have(tmp_path):
+    loader = make(tmp_path, train_dataset=prompts(8).to_iterable_dataset()).get_train_dataloader()
+    assert loader.dataset.column_names == ["prompt", "answer"]
+    assert not hasattr(loader.dataset, "no_such_thing")
+
+
+def test_an_override_of_prepare_inputs_is_refused(tmp_path):
+    class Own(GRPOTrainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return super()._prepare_inputs(inputs)
+
+    with pytest.raises(ConfigError, match=r"Own\._prepare_inputs .*override _generate_and_score_completions"):
+        make(tmp_path, cls=Own)
+
+
+KINDS = {True: stream, False: transformed}
+
+
+def begin(folder: Any, train: bool, **parts: Any) -> None:
+    """Build a trainer, and train it where the data can be read there alone."""
+    trainer = make(folder, **parts)
+    if train:
+        trainer.train()
+
+
+# the odd row, by what the error says of it
+ODD: dict[str, Any] = {
+    r"\[3, 4, 5\] is neither .*decode token ids": [3, 4, 5],
+    r"\{.*\} is neither .*into a list": USER,
+    r"\[\{'from': .* is neither .*rename 'from' and 'value'": [{"from": "human", "value": "ab"}],
+    r"is neither .* \(\{'role': 'user'\}\)": [{"role": "user"}],
+    r"is neither .* \(\{'content': None, .* fill contents": [USER, {"role": "assistant", "content": None}],
+    "does not take .*System role not supported": [{"role": "system", "content": "be kind"}, USER],
+    "None is neither": None,
+}
+
+
+@pytest.mark.parametrize("words", ODD)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_prompt_of_a_kind_that_cannot_be_trained_is_found(tmp_path, words, streamed):
+    """At construction; in a stream by the first rollout, with the same words."""
+    chat = tiny_tokenizer()
+    chat.chat_template = REFUSES_SYSTEM
+    rows = [{"prompt": [USER]}, {"prompt": "ab>"}, {"prompt": [USER, USER]}, {"prompt": ODD[words]}]
+    place = "the " if streamed else "row 3 of the training data set: the "
+    with pytest.raises(DataError, match=f"^{place}.*{words}"):
+        begin(tmp_path, streamed, train_dataset=KINDS[streamed](rows), processing_class=chat)
+
+
+def test_messages_without_a_template_are_found_in_every_set(tmp_path):
+    data = Dataset.from_list([{"prompt": [USER]}] * 4)
+    with pytest.raises(DataError, match=r"row 0 of the evaluation 'b' data set: .*chat_template.*texts need none"):
+        make(tmp_path, eval_dataset={"a": prompts(2), "b": data})
+
+
+def test_images_that_the_first_row_does_not_have_are_found(tmp_path):
+    rows = [{"prompt": "ab>", **({"image": "a picture"} if number == 3 else {})} for number in range(4)]
+    with pytest.raises(DataError, match="the data has images, and the processing class is a tokenizer"):
+        make(tmp_path, train_dataset=transformed(rows))
+
+
+def test_prompts_that_users_code_tokenises_are_its_own(tmp_path):
+    class Own(GRPOTrainer):
+        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+            return [list(ids) for ids in prompts], None, {}
+
+    data = Dataset.from_list([{"prompt": [5, 6, n]} for n in range(3, 15)])
+    reward = lambda completions, **kwargs: [float(len(text)) for text in completions]  # noqa: E731
+    make(tmp_path, cls=Own, train_dataset=data, reward=reward, max_steps=1).train()
+
+
+class Shown:
+    """A value that a user's tokenizer reads, and JSON has no type for."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+
+VALUES = {"objects": [Shown(5), Shown(9)], "keys": [{1: 5}, {"1": 9}], "sequences": [(5,), [5, 9]]}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_prompts_that_differ_in_values_json_does_not_have_are_tokenised_each(tmp_path, kind):
+    first, second = VALUES[kind]
+
+    class Own(GRPOTrainer):
+        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+            return [[5 if self.same(prompt["value"], first) else 9] for prompt in prompts], None, {}
+
+        def same(self, value: Any, other: Any) -> bool:
+            return repr(value) == repr(other) if kind != "objects" else value.token == other.token
+
+    seen = []
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    rows = stream([{"prompt": {"value": value}} for value in (first, second)] * 2)
+    trainer = make(tmp_path, cls=Own, reward=reward, train_dataset=rows, max_steps=1, shuffle_dataset=False)
+    tokenize = trainer._rollouts.worker.tokenize
+    trainer._rollouts.worker.tokenize = lambda rows, terms: (tokenize(rows, terms), seen.extend(rows))
+    trainer.train()
+    assert [row.prompt_ids for row in seen] == ([[5]] * 4 + [[9]] * 4) * 2
+
+
+def test_a_completion_without_tokens_is_named_with_its_prompt(tmp_path):
+    class Own(GRPOTrainer):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            ids, logps = super()._generate_single_turn(*args, **kwargs)
+            return [[], *ids[1:]], logps
+
+    trainer = make(tmp_path, cls=Own, shuffle_dataset=False, train_dataset=prompts(4))
+    with pytest.raises(RolloutError, match=f"prompt '{prompts(4)[0]['prompt']}' has no tokens.*the end token"):
+        trainer.train()
+
+
+# ---- Tokens without a row in the embedding ---------------------------------------------------------------------------
+
+
+def larger(*tokens: str) -> Any:
+    """A tokenizer whose last tokens the tiny model has no row for."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(list(tokens))
+    return tokenizer
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_legal(tmp_path):
+    make(tmp_path, processing_class=larger("<image>"), max_steps=1).train()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_prompt_with_a_token_that_the_embedding_lacks_is_found(tmp_path, streamed):
+    data = Dataset.from_dict({"prompt": ["ab>", "cd>", "e<image>f>", "gh>"]})
+    rows = len(tiny_tokenizer())
+    given = {"train_dataset": data.to_iterable_dataset() if streamed else data, "processing_class": larger("<image>")}
+    place = "" if streamed else "row 2 of the training data set: "
+    with pytest.raises(DataError, match=re.escape(f"{place}the prompt 'e<image>f>' has the token id {rows}")):
+        begin(tmp_path, streamed, **given)
+
+
+def test_an_end_token_that_the_embedding_lacks_is_found(tmp_path):
+    tokenizer = larger("<end>")
+    tokenizer.pad_token = "<end>"
+    with pytest.raises(DataError, match="the padding token '<end>' has the token id"):
+        make(tmp_path, processing_class=tokenizer)
+    tokenizer.eos_token = "<end>"
+    with pytest.raises(DataError, match=r"the end token '<end>' has the token id .*resize_token_embeddings"):
+        make(tmp_path, processing_class=tokenizer)
+    model = tiny_model()
+    model.resize_token_embeddings(len(tokenizer))
+    make(tmp_path, model, processing_class=tokenizer, reward=letter_reward, max_steps=1).train()
