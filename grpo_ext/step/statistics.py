@@ -16,6 +16,7 @@ import torch
 
 from ..algorithms.losses import StepCounts, entropy_threshold
 from ..batching.micro_batches import MicroBatch
+from ..errors import PrecisionError
 from ..forward.rows import TokenRows, Unchanged
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import ragged_gather, sum_over_processes
@@ -151,6 +152,12 @@ def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics
     if top_entropy_quantile < 1.0:
         local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
+        if unknown := int(everyone.isnan().sum()):
+            raise PrecisionError(
+                f"top_entropy_quantile={top_entropy_quantile:g} compares the entropies of a step, and {unknown} of "
+                f"{everyone.numel()} are NaN, so they have no threshold; look for logits that are NaN or inf, or set "
+                "top_entropy_quantile=1."
+            )
         threshold = entropy_threshold(everyone, top_entropy_quantile)
         keep = ((m.part.rows, (m.entropies_BT >= threshold) & m.mask_BT.bool()) for m in measured)
         context.entropy_keep = {rows: keep_BT.float() for rows, keep_BT in keep}
