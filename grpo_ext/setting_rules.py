@@ -13,6 +13,7 @@ from typing import Any
 
 from .algorithms.advantages import check_estimator
 from .algorithms.losses import LossConfig
+from .algorithms.pass_at_k import why_not_logged
 from .batching.sizes import require_whole
 from .errors import ConfigError, refuse_combination
 
@@ -46,6 +47,14 @@ def check_values(settings: Mapping[str, Any]) -> None:
             f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
             " use another optimizer, for example adamw_torch."
         )
+
+
+def check_best_metric(settings: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a `metric_for_best_model` that an evaluation may not log: the run would end there."""
+    name, group = settings["metric_for_best_model"], settings["num_generations_eval"] or settings["num_generations"]
+    why = why_not_logged(name or "", group, settings["eval_pass_threshold"])
+    if why is not None:
+        raise ConfigError(f"metric_for_best_model={name!r}: {why}.")
 
 
 def check_algorithm(settings: Mapping[str, Any]) -> None:

@@ -275,13 +275,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names():
+        with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names(), self._clock.apart():
             completions = self._prepare_inputs(inputs)
             evaluation = self._step_planner.evaluation(self.model, completions, step_settings_of(self))
             evaluation.measure(self.model)
             for micro_batch in self._with_events(map(evaluation.micro_batch, evaluation.plan)):
                 self._loss_of(self.model, micro_batch)
-            self._clock.take()  # only phases of training are logged
             loss = self._log_step(evaluation.context.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
@@ -310,7 +309,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
         rows = StepRows.checked(generation_batch)
         batch = self._rollouts.completions_of(rows, terms_of(self))
-        if (terms := self._rollouts.scored_by) is not None:
+        if (terms := self._rollouts.scored_by) is not None and not terms.training:
             self._pass_at_k.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
         return batch
 
