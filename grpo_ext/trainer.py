@@ -9,6 +9,7 @@ through them. compat.py lists the overrides, and compares them with the installe
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import tempfile
 import time
@@ -37,7 +38,6 @@ from .forward.quantised import keep_4bit_weights, train_in_float32, trained_valu
 from .forward.reference import base_model_of, reference_loader, use_reference
 from .forward.routing import install_routers
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
-from .precision.non_finite import explaining
 from .rollouts.batch import RolloutBatch
 from .rollouts.build import build_rollouts, terms_of
 from .rollouts.build_ahead import sample_ahead
@@ -54,7 +54,7 @@ from .runtime.determinism import align_memory, computing_with, pinned
 from .step.evaluation import PassAtK
 from .step.gradients import accumulating, replicate
 from .step.loss import assemble_loss
-from .step.optimizer_step import Attempt, StepPlanner
+from .step.optimizer_step import StepPlanner
 from .step.settings import loss_config_of, step_settings_of
 from .step.statistics import CONTEXT_KEY, MicroBatchContext
 
@@ -245,22 +245,13 @@ class GRPOTrainer(trl.GRPOTrainer):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
-        self._refuse_not_finite(loss, model, attempt)
+        attempt.refuse_not_finite(loss, self.state.global_step + 1, functools.partial(self._loss_of, model))
         self._losses.append(loss)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
-
-    def _refuse_not_finite(self, loss: float, model: Any, attempt: Attempt) -> None:
-        """End the run where the loss of a step is not finite; its forwards run again to find out where that began."""
-        if not math.isfinite(loss):
-            what = f"the loss of step {self.state.global_step + 1} is {loss}"
-            policy = self.accelerator.unwrap_model(model)
-            with explaining(what, policy, self.args.fp16, self._forwards.sharded), self._forwards.in_form_of(model):
-                for micro_batch in map(attempt.micro_batch, attempt.plan):
-                    self._loss_of(model, micro_batch)
 
     def _completions_of(self, inputs: Any) -> RolloutBatch:
         """The completions of a step; with a lag, further rollout batches are sampled while it trains."""
@@ -277,11 +268,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Loss of the whole evaluation set, on every process."""
         with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names(), self._clock.apart():
             completions = self._prepare_inputs(inputs)
-            evaluation = self._step_planner.evaluation(self.model, completions, step_settings_of(self))
-            evaluation.measure(self.model)
-            for micro_batch in self._with_events(map(evaluation.micro_batch, evaluation.plan)):
-                self._loss_of(self.model, micro_batch)
-            loss = self._log_step(evaluation.context.metrics.reduce())
+            for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self)):
+                with attempt.running():
+                    attempt.measure(self.model)
+                    with attempt.failing_together():
+                        for micro_batch in self._with_events(map(attempt.micro_batch, attempt.plan)):
+                            self._loss_of(self.model, micro_batch)
+            loss = self._log_step(attempt.context.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def evaluation_loop(
@@ -298,6 +291,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         pass_metrics = self._pass_at_k.metrics(self.num_generations_eval) if len(dataloader) else {}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pass_metrics.items()})
         return output
+
+    def _evaluate(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        """Like transformers' method; where it fails, the checkpoint that is due after it is written first."""
+        with self._keeper.saving_on_failure(trial):
+            return super()._evaluate(trial, *args, **kwargs)
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """Like transformers' method. Its metrics are not logged, so they are cleared before the next evaluation."""
@@ -453,8 +451,9 @@ class GRPOTrainer(trl.GRPOTrainer):
                 contextlib.closing(self._rollouts),
             ):
                 result = super().train(checkpoint, trial, ignore_keys_for_eval)
-            if (limits := self._step_planner.limits).failures:
-                self._keeper.say(limits.what_fits())
+            for limits in (self._step_planner.limits, self._step_planner.eval_limits):
+                if limits.failures:
+                    self._keeper.say(limits.what_fits())
             if self._keeper.watch.stopping:
                 raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
             return result

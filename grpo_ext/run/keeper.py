@@ -28,7 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..batching.plan_text import describe_plan
 from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MemoryShortageError
 from ..rollouts.build import truncating_filters
 from ..rollouts.build_ahead import described
 from ..rollouts.keyed import most_kept
@@ -283,6 +283,21 @@ class RunKeeper(TrainerCallback):
         return TrainingInterrupted(str(path))
 
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def saving_on_failure(self, trial: Any) -> Iterator[None]:
+        """Write the checkpoint that is due before an evaluation's error goes on; a resumed run evaluates first.
+
+        On several processes only for want of memory, which ends all of them together.
+        """
+        try:
+            yield
+        except Exception as error:
+            alone = self.accelerator.num_processes == 1
+            if self.trainer.control.should_save and (alone or isinstance(error, MemoryShortageError)):
+                self.watch.evaluation_due = True
+                self.trainer._save_checkpoint(self.trainer.model, trial)
+            raise
 
     @contextlib.contextmanager
     def writing(self, final: Path, state: TrainerState) -> Iterator[None]:

@@ -8,8 +8,9 @@ forward, and the number of micro-batches may differ between processes. `StepPlan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +26,12 @@ from ..config import GRPOConfig
 from ..errors import MemoryShortageError
 from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..forward.runner import ForwardRunner
+from ..precision.non_finite import explaining
 from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes
-from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
+from ..runtime.out_of_memory import EvaluationLimits, MicroBatchLimits, StepOutOfMemory
 from ..runtime.transfer import to_device
 from .gradients import FixedPointGradients, NativeGradients, out_of_memory_on_all
 from .loss import loss_mask
@@ -86,6 +88,11 @@ class Attempt:
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
 
+    def failing_together(self) -> AbstractContextManager[None]:
+        """Inside, memory that runs out ends the attempt on all processes, unless a forward is itself a collective."""
+        discard = (lambda: None) if self.gradients is None else self.gradients.discard
+        return out_of_memory_on_all(self.planner.accelerator, None if self.planner.forwards.sharded else discard)
+
     def measure(self, model: Any) -> None:
         """Count the step, and measure its statistics with `model` where a term needs one; before any gradient."""
         planner, settings, accelerator = self.planner, self.settings, self.planner.accelerator
@@ -94,9 +101,7 @@ class Attempt:
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
             return
         measured: list[MicroBatchStatistics] = []
-        discard = None if self.gradients is None else self.gradients.discard
-        without_gradients = planner.forwards.without_gradients(accelerator.unwrap_model(self.model))
-        with out_of_memory_on_all(accelerator, discard), without_gradients:
+        with self.failing_together(), planner.forwards.without_gradients(accelerator.unwrap_model(self.model)):
             for part in self.plan:
                 batch, rows = planner.collate(self.rollout, part.rows, settings.training)
                 _, entropies_BT, router, _ = planner.forwards.micro_batch_log_probs(model, batch, rows, settings.router)
@@ -119,6 +124,20 @@ class Attempt:
         inputs[CONTEXT_KEY] = MicroBatchContext(self.context, part, groups, rows, padded, sampler_logps)
         return inputs
 
+    def refuse_not_finite(self, loss: float, step: int, run: Callable[[Inputs], Any]) -> None:
+        """End the run where the loss of a step is not finite.
+
+        Args:
+            run: a micro-batch's loss; the forwards run again to find out where that began.
+        """
+        if not math.isfinite(loss):
+            planner = self.planner
+            policy, forwards = planner.accelerator.unwrap_model(self.model), planner.forwards
+            context = explaining(f"the loss of step {step} is {loss}", policy, planner.args.fp16, forwards.sharded)
+            with context, forwards.in_form_of(self.model):
+                for micro_batch in map(self.micro_batch, self.plan):
+                    run(micro_batch)
+
     def log_values(self) -> dict[str, float]:
         """The logged values of the step. Counts and sums are the same on every process; seconds and rates are not."""
         seconds, metrics = self.planner.clock.take(), self.context.metrics
@@ -136,9 +155,10 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class StepPlanner:
-    """Plans optimizer steps.
+    """Plans optimizer steps and evaluations.
 
     Attributes:
+        limits, eval_limits: sizes of micro-batches that fit into memory, with gradients and without.
         clock: takes the seconds of the phase "train".
         images: from the columns of completions to their images.
         cost: of a token, by which groups are assigned to processes.
@@ -152,49 +172,45 @@ class StepPlanner:
     pad_token_id: int
     cost: TokenCost
     limits: MicroBatchLimits = field(init=False)
+    eval_limits: MicroBatchLimits = field(init=False)
 
     def __post_init__(self) -> None:
         self.limits = MicroBatchLimits(self.args.per_device_train_batch_size, self.args.micro_batch_tokens)
+        self.eval_limits = EvaluationLimits(self.args.per_device_eval_batch_size, self.args.micro_batch_tokens)
 
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
-        """Yield attempts at a step, each with smaller micro-batches, until one fits into memory.
+        """Yield attempts at a step or an evaluation, each with smaller micro-batches, until one fits into memory.
 
         Raises:
             MemoryShortageError: the smallest micro-batch does not fit.
         """
         gradients = None
-        if not self.forwards.sharded:  # else the engine adds them up
+        if settings.training and not self.forwards.sharded:  # else the engine adds them up
             kind = FixedPointGradients if self.args.bitwise_invariant else NativeGradients
             gradients = kind(self.accelerator.unwrap_model(model), self.accelerator)
         for number in itertools.count():
-            attempt = self._planned(model, rollout, settings, self.limits.rows, gradients)
+            attempt = self._planned(model, rollout, settings, gradients)
             yield attempt
             if attempt.shortage is None:
                 return
             clear_device_cache(garbage_collection=True)
             self._shrink(attempt, number)
 
-    def evaluation(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Attempt:
-        """An attempt without gradients, in micro-batches of the evaluation's size."""
-        return self._planned(model, rollout, settings, self.args.per_device_eval_batch_size, None)
+    def _limits_of(self, settings: StepSettings) -> MicroBatchLimits:
+        return self.limits if settings.training else self.eval_limits
 
     def _planned(
-        self,
-        model: Any,
-        rollout: RolloutBatch,
-        settings: StepSettings,
-        max_rows: int,
-        gradients: NativeGradients | None,
+        self, model: Any, rollout: RolloutBatch, settings: StepSettings, gradients: NativeGradients | None
     ) -> Attempt:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
-        forwards, policy = self.forwards, self.accelerator.unwrap_model(model)
+        forwards, policy, limits = self.forwards, self.accelerator.unwrap_model(model), self._limits_of(settings)
         if not forwards.choice.settled(policy):
             with forwards.without_gradients(policy):
                 forwards.choice.check(policy, self._token_rows(rollout, settings.training))
         form = "padded" if any(rollout.gaps) else forwards.choice.form(policy)
         layout = MicroBatchLayout(
-            max_rows=max_rows,
-            max_tokens=self.limits.tokens,
+            max_rows=limits.rows,
+            max_tokens=limits.tokens,
             form=form,
             cost=self.cost,
             unit_rows=self.args.unit_rows,
@@ -266,20 +282,21 @@ class StepPlanner:
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` did not fit; a MemoryShortageError where nothing smaller is left."""
         unit_rows, device, reason = self.args.unit_rows, self.accelerator.device, attempt.shortage
+        limits, what = self._limits_of(attempt.settings), "step" if attempt.settings.training else "evaluation"
         if unit_rows is not None and number:
             raise MemoryShortageError(
-                f"the step ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), which "
-                "bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what the "
-                "run means), gradient_checkpointing=True, a smaller max_completion_length."
+                f"the {what} ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), "
+                "which bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what "
+                "the run means), gradient_checkpointing=True, a smaller max_completion_length."
             )
         if unit_rows is not None:
-            self.limits.failures += 1
-            logger.warning(f"Out of memory in the step ({reason}); its units run again after freeing memory.")
+            limits.failures += 1
+            logger.warning(f"Out of memory in the {what} ({reason}); its units run again after freeing memory.")
             return
         rows = max_over_processes(max(len(part.rows) for part in attempt.plan), device)
         tokens = max(attempt.sizes.tokens(part.rows, attempt.form) for part in attempt.plan)
-        allowed = self.limits.shrink(rows, max_over_processes(tokens, device))
+        allowed = limits.shrink(rows, max_over_processes(tokens, device))
         logger.warning(
-            f"Out of memory in the step ({reason}); it runs again with {allowed}, and so do all that follow. The "
-            "update is the same."
+            f"Out of memory in the {what} ({reason}); it runs again with {allowed}, and so do all that follow. What it "
+            "computes is the same."
         )
