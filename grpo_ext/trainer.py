@@ -56,7 +56,7 @@ from .step.gradients import accumulating, replicate
 from .step.loss import assemble_loss
 from .step.optimizer_step import StepPlanner
 from .step.settings import loss_config_of, step_settings_of
-from .step.statistics import CONTEXT_KEY, MicroBatchContext
+from .step.statistics import CONTEXT_KEY, MicroBatchContext, args_in_loss
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
@@ -266,7 +266,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names(), self._clock.apart():
+        apart = assigned(self._clock, seconds=PhaseClock().seconds)  # only phases of training are logged
+        with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names(), apart:
             completions = self._prepare_inputs(inputs)
             for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self)):
                 with attempt.running():
@@ -287,15 +288,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """Like transformers' method, with pass@k and mean@k of the whole set, under its prefix; for `predict` too."""
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        output: Any = super().evaluation_loop(dataloader, *options)
+        with self._keeper.saving_on_failure():
+            output: Any = super().evaluation_loop(dataloader, *options)
         pass_metrics = self._pass_at_k.metrics(self.num_generations_eval) if len(dataloader) else {}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pass_metrics.items()})
         return output
-
-    def _evaluate(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        """Like transformers' method; where it fails, the checkpoint that is due after it is written first."""
-        with self._keeper.saving_on_failure(trial):
-            return super()._evaluate(trial, *args, **kwargs)
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """Like transformers' method. Its metrics are not logged, so they are cleared before the next evaluation."""
@@ -320,24 +317,24 @@ class GRPOTrainer(trl.GRPOTrainer):
             yield inputs
 
     def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it.
-
-        Overrides divide by `current_gradient_accumulation_steps`: see `MicroBatchContext.accumulation_steps`.
-        """
+        """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it."""
         context: MicroBatchContext = inputs[CONTEXT_KEY]
         options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
-        steps = context.accumulation_steps
-        with assigned(self, current_gradient_accumulation_steps=steps), self.compute_loss_context_manager():
+        steps, args = context.accumulation_steps, args_in_loss(self.args, context, self.model.training)
+        with assigned(self, current_gradient_accumulation_steps=steps, args=args), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, **options)
         return context.add_loss(loss)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
 
-        `inputs[CONTEXT_KEY]` carries the step-wide counts; without it the batch is taken as the whole step.
+        The step-wide counts come with the dictionary or, while `compute_loss` runs, the arguments; without them the
+        batch is taken as the whole step.
         """
-        if CONTEXT_KEY not in inputs:
+        if (context := inputs.get(CONTEXT_KEY, getattr(self.args, "micro_batch", None))) is None:
             inputs = self._step_planner.as_step(self.model, inputs, self._group_size, step_settings_of(self))
+        else:
+            inputs = {**inputs, CONTEXT_KEY: context}
         rows = self._step_planner.tokens_of(inputs, self.model.training)
         scores = self._forwards.micro_batch_log_probs(model, inputs, rows, self.aux_loss_enabled)
         return assemble_loss(loss_config_of(self), inputs, scores)
@@ -451,9 +448,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 contextlib.closing(self._rollouts),
             ):
                 result = super().train(checkpoint, trial, ignore_keys_for_eval)
-            for limits in (self._step_planner.limits, self._step_planner.eval_limits):
-                if limits.failures:
-                    self._keeper.say(limits.what_fits())
+            if (limits := self._step_planner.limits).failures:
+                self._keeper.say(limits.what_fits())
             if self._keeper.watch.stopping:
                 raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
             return result

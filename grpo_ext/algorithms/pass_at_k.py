@@ -41,19 +41,6 @@ def are_pass_or_fail(rewards: Iterable[float]) -> bool:
     return all(math.isnan(r) or r == 0.0 or math.isclose(r, 1.0, rel_tol=1e-6) for r in rewards)
 
 
-def why_not_logged(name: str, num_generations: int, threshold: float | None) -> str | None:
-    """Why evaluations may not log the metric of this name, with the remedy; None for those that they do log."""
-    named = re.fullmatch(r"(?:.+_)?(pass|mean)@(\d+)", name)
-    if named is None:
-        return None
-    sizes = logged_k(num_generations) if named[1] == "pass" else [num_generations]
-    if int(named[2]) not in sizes:
-        return f"of {named[1]}@k evaluations log k = {', '.join(map(str, sizes))} (num_generations_eval)"
-    if named[1] == "mean" or threshold is not None:
-        return None
-    return "it is not logged where a reward is neither 0 nor 1; set eval_pass_threshold to the least that has passed"
-
-
 def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None) -> dict[str, float]:
     """`pass@k` for every k of `logged_k`, and `mean@G`, the mean reward; each a mean over prompts.
 

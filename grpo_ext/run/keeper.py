@@ -285,18 +285,15 @@ class RunKeeper(TrainerCallback):
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def saving_on_failure(self, trial: Any) -> Iterator[None]:
-        """Write the checkpoint that is due before an evaluation's error goes on; a resumed run evaluates first.
-
-        On several processes only for want of memory, which ends all of them together.
-        """
+    def saving_on_failure(self) -> Iterator[None]:
+        """Write the checkpoint that is due where an evaluation fails on all processes; a resume evaluates first."""
         try:
             yield
         except Exception as error:
-            alone = self.accelerator.num_processes == 1
-            if self.trainer.control.should_save and (alone or isinstance(error, MemoryShortageError)):
+            together = self.accelerator.num_processes == 1 or isinstance(error, MemoryShortageError)
+            if together and self.trainer.control.should_save:
                 self.watch.evaluation_due = True
-                self.trainer._save_checkpoint(self.trainer.model, trial)
+                self.trainer._save_checkpoint(self.trainer.model, None)
             raise
 
     @contextlib.contextmanager

@@ -10,8 +10,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .attributes import assigned
-
 
 class PhaseClock(TrainerCallback):
     """Adds up a process's seconds by phase: rollout, logps, rewards, train, optimizer; with a lag also of waits."""
@@ -32,12 +30,6 @@ class PhaseClock(TrainerCallback):
         """Count what another clock has counted."""
         for name, more in seconds.items():
             self.seconds[name] += more
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Leave out what runs inside: an evaluation, between the optimizer of a step and the log of the next."""
-        with assigned(self, seconds=defaultdict(float)):
-            yield
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """The gradient is clipped and the optimizer starts."""

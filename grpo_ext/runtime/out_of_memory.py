@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate.logging import get_logger
@@ -102,7 +102,6 @@ class MicroBatchLimits:
     rows: int  # completions
     tokens: int | None = None
     failures: int = 0  # how often memory ran out
-    setting: ClassVar[str] = "per_device_train_batch_size"
 
     def shrink(self, largest_rows: int, largest_tokens: int) -> str:
         """Halve after a step that failed; returns the new limit as text.
@@ -125,21 +124,17 @@ class MicroBatchLimits:
             self.rows = min(self.rows, largest_rows)
             return f"micro_batch_tokens={self.tokens}"
         self.rows = ceil_div(min(self.rows, largest_rows), 2)
-        return f"{self.setting}={self.rows}"
+        return f"{self.rows} completion(s) at a time"
 
     def what_fits(self) -> str:
         """A message for the end of a run in which memory ran out."""
         tokens = "" if self.tokens is None else f", micro_batch_tokens={self.tokens}"
-        return f"Memory ran out {self.failures} time(s). What fits here: {self.setting}={self.rows}{tokens}"
+        return (
+            f"Memory ran out {self.failures} time(s). What fits here: per_device_train_batch_size={self.rows}{tokens}"
+        )
 
     def restore(self, rows: int, tokens: int | None, failures: int) -> None:
         """Adopt a checkpoint's sizes where they are smaller, because memory ran out with larger ones."""
         if failures:
             self.rows, self.failures = min(self.rows, rows), failures
             self.tokens = min((size for size in (self.tokens, tokens) if size is not None), default=None)
-
-
-class EvaluationLimits(MicroBatchLimits):
-    """The same of an evaluation."""
-
-    setting = "per_device_eval_batch_size"

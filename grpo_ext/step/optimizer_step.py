@@ -31,7 +31,7 @@ from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes
-from ..runtime.out_of_memory import EvaluationLimits, MicroBatchLimits, StepOutOfMemory
+from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
 from ..runtime.transfer import to_device
 from .gradients import FixedPointGradients, NativeGradients, out_of_memory_on_all
 from .loss import loss_mask
@@ -62,7 +62,7 @@ class Attempt:
         rollout: the completions of the step, those of all processes.
         sizes, form: the tokens of the completions, and how a forward holds them.
         rows: the completions that are run, on all processes; the others add nothing to the step.
-        gradients: how gradients are added up; None where an engine (FSDP, DeepSpeed) does it, or nothing is trained.
+        gradients: how gradients are added up; None where an engine (FSDP, DeepSpeed) does it.
         context: the step-wide counts and statistics; set by `measure`.
         shortage: why memory ran out, on this process or another; None where it did not.
     """
@@ -90,8 +90,8 @@ class Attempt:
 
     def failing_together(self) -> AbstractContextManager[None]:
         """Inside, memory that runs out ends the attempt on all processes, unless a forward is itself a collective."""
-        discard = (lambda: None) if self.gradients is None else self.gradients.discard
-        return out_of_memory_on_all(self.planner.accelerator, None if self.planner.forwards.sharded else discard)
+        discard = None if self.gradients is None else self.gradients.discard
+        return out_of_memory_on_all(self.planner.accelerator, discard)
 
     def measure(self, model: Any) -> None:
         """Count the step, and measure its statistics with `model` where a term needs one; before any gradient."""
@@ -112,29 +112,26 @@ class Attempt:
     def micro_batch(self, part: MicroBatch) -> Inputs:
         """A micro-batch as TRL's loss takes it, with its `MicroBatchContext`, once the step is measured."""
         training, planner = self.settings.training, self.planner
-        steps = planner.args.geometry.steps_per_rollout if training else None
-        items = self.context.items_in_batch(len(part.rows), planner.accelerator.num_processes, steps)
-        constants = {"num_items_in_batch": torch.tensor(items)}
+        # TRL's loss divides it by the processes, and in training by the steps of a rollout batch
+        repeats = planner.accelerator.num_processes * (planner.args.geometry.steps_per_rollout if training else 1)
+        items = self.context.counts.items or self.context.counts.tokens
+        constants = {"num_items_in_batch": torch.tensor(float(items * repeats))}
         inputs, rows = planner.collate(self.rollout, part.rows, training, constants)
         if self.settings.custom_loss and rows.images is not None:
             ids, _ = padded_ids_and_mask(inputs)
             inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
         groups, sampler_logps = [self.rollout.groups[row] for row in part.rows], inputs.pop(SAMPLER_LOGPS, None)
         padded = Unchanged(*token_tensors(inputs))
-        inputs[CONTEXT_KEY] = MicroBatchContext(self.context, part, groups, rows, padded, sampler_logps)
+        ids = inputs["completion_ids"]
+        inputs[CONTEXT_KEY] = MicroBatchContext(self.context, part, groups, rows, padded, ids, sampler_logps)
         return inputs
 
     def refuse_not_finite(self, loss: float, step: int, run: Callable[[Inputs], Any]) -> None:
-        """End the run where the loss of a step is not finite.
-
-        Args:
-            run: a micro-batch's loss; the forwards run again to find out where that began.
-        """
+        """End the run where the loss of a step is not finite; its forwards `run` again to find out where that began."""
         if not math.isfinite(loss):
-            planner = self.planner
-            policy, forwards = planner.accelerator.unwrap_model(self.model), planner.forwards
-            context = explaining(f"the loss of step {step} is {loss}", policy, planner.args.fp16, forwards.sharded)
-            with context, forwards.in_form_of(self.model):
+            forwards, policy = self.planner.forwards, self.planner.accelerator.unwrap_model(self.model)
+            what, fp16 = f"the loss of step {step} is {loss}", self.planner.args.fp16
+            with explaining(what, policy, fp16, forwards.sharded), forwards.in_form_of(self.model):
                 for micro_batch in map(self.micro_batch, self.plan):
                     run(micro_batch)
 
@@ -158,7 +155,6 @@ class StepPlanner:
     """Plans optimizer steps and evaluations.
 
     Attributes:
-        limits, eval_limits: sizes of micro-batches that fit into memory, with gradients and without.
         clock: takes the seconds of the phase "train".
         images: from the columns of completions to their images.
         cost: of a token, by which groups are assigned to processes.
@@ -176,7 +172,7 @@ class StepPlanner:
 
     def __post_init__(self) -> None:
         self.limits = MicroBatchLimits(self.args.per_device_train_batch_size, self.args.micro_batch_tokens)
-        self.eval_limits = EvaluationLimits(self.args.per_device_eval_batch_size, self.args.micro_batch_tokens)
+        self.eval_limits = MicroBatchLimits(self.args.per_device_eval_batch_size, self.args.micro_batch_tokens)
 
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
         """Yield attempts at a step or an evaluation, each with smaller micro-batches, until one fits into memory.
@@ -185,7 +181,7 @@ class StepPlanner:
             MemoryShortageError: the smallest micro-batch does not fit.
         """
         gradients = None
-        if settings.training and not self.forwards.sharded:  # else the engine adds them up
+        if not self.forwards.sharded:  # else the engine adds them up
             kind = FixedPointGradients if self.args.bitwise_invariant else NativeGradients
             gradients = kind(self.accelerator.unwrap_model(model), self.accelerator)
         for number in itertools.count():
@@ -196,14 +192,12 @@ class StepPlanner:
             clear_device_cache(garbage_collection=True)
             self._shrink(attempt, number)
 
-    def _limits_of(self, settings: StepSettings) -> MicroBatchLimits:
-        return self.limits if settings.training else self.eval_limits
-
     def _planned(
         self, model: Any, rollout: RolloutBatch, settings: StepSettings, gradients: NativeGradients | None
     ) -> Attempt:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
-        forwards, policy, limits = self.forwards, self.accelerator.unwrap_model(model), self._limits_of(settings)
+        forwards, policy = self.forwards, self.accelerator.unwrap_model(model)
+        limits = self.limits if settings.training else self.eval_limits
         if not forwards.choice.settled(policy):
             with forwards.without_gradients(policy):
                 forwards.choice.check(policy, self._token_rows(rollout, settings.training))
@@ -275,14 +269,14 @@ class StepPlanner:
                 scores = self.forwards.micro_batch_log_probs(model, inputs, rows, settings.router)
             set_statistics(step, [MicroBatchStatistics(whole, scores.entropies, mask)], settings.top_entropy_quantile)
         padded = Unchanged(*token_tensors(inputs))
-        return {**inputs, CONTEXT_KEY: MicroBatchContext(step, whole, groups, rows, padded)}
+        return {**inputs, CONTEXT_KEY: MicroBatchContext(step, whole, groups, rows, padded, inputs["completion_ids"])}
 
     # ---- Memory ---------------------------------------------------------------------------------------------------
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` did not fit; a MemoryShortageError where nothing smaller is left."""
         unit_rows, device, reason = self.args.unit_rows, self.accelerator.device, attempt.shortage
-        limits, what = self._limits_of(attempt.settings), "step" if attempt.settings.training else "evaluation"
+        limits, what = (self.limits, "step") if attempt.settings.training else (self.eval_limits, "evaluation")
         if unit_rows is not None and number:
             raise MemoryShortageError(
                 f"the {what} ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), "
