@@ -83,10 +83,7 @@ class MicroBatchContext:
         return self.rows if self.padded.are(*token_tensors(inputs)) else None
 
     def of(self, inputs: Mapping[str, Any], mask_BT: torch.Tensor, active_BT: torch.Tensor) -> MicroBatchContext:
-        """The context of a dictionary's rows: this one, or that of other rows, which an override has chosen.
-
-        Means over those are their own, divided by `accumulation_steps` as TRL's; its token mean stays over the step.
-        """
+        """This context, or that of an override's other rows: their means, over `accumulation_steps`, as TRL's are."""
         own, ids = self.completion_ids, inputs["completion_ids"]
         columns = min(own.size(1), ids.size(1))
         if ids is own or (len(ids) == len(own) and torch.equal(ids[:, :columns], own[:, :columns])):
@@ -142,17 +139,12 @@ def step_counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
 
 @dataclass(frozen=True)
 class MicroBatchStatistics:
-    """The statistics of a micro-batch, from a pass without gradients.
-
-    Attributes:
-        entropies_BT, mask_BT: of the completion tokens, and which of them carry loss.
-        experts: of `router_statistics`; None without a router.
-    """
+    """The statistics of a micro-batch, from a pass without gradients."""
 
     part: MicroBatch
     entropies_BT: torch.Tensor
-    mask_BT: torch.Tensor
-    experts: tuple[torch.Tensor, torch.Tensor, int] | None = None
+    mask_BT: torch.Tensor  # 1 on tokens that carry loss
+    experts: tuple[torch.Tensor, torch.Tensor, int] | None = None  # of `router_statistics`
 
 
 def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
