@@ -52,7 +52,7 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .step.evaluation import PassAtK
-from .step.gradients import accumulating, replicate
+from .step.gradients import accumulating, out_of_memory_on_all, replicate
 from .step.loss import assemble_loss
 from .step.optimizer_step import StepPlanner
 from .step.settings import loss_config_of, step_settings_of
@@ -272,7 +272,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self)):
                 with attempt.running():
                     attempt.measure(self.model)
-                    with attempt.failing_together():
+                    with out_of_memory_on_all(self.accelerator, attempt.gradients):
                         for micro_batch in self._with_events(map(attempt.micro_batch, attempt.plan)):
                             self._loss_of(self.model, micro_batch)
             loss = self._log_step(attempt.context.metrics.reduce())
@@ -328,8 +328,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
 
-        The step-wide counts come with the dictionary or, while `compute_loss` runs, the arguments; without them the
-        batch is taken as the whole step.
+        The step-wide counts come with `inputs` or, in `compute_loss`, `args`; without them the batch is the whole step.
         """
         if (context := inputs.get(CONTEXT_KEY, getattr(self.args, "micro_batch", None))) is None:
             inputs = self._step_planner.as_step(self.model, inputs, self._group_size, step_settings_of(self))

@@ -141,17 +141,17 @@ class FixedPointGradients(NativeGradients):
 
 
 @contextmanager
-def out_of_memory_on_all(accelerator: Accelerator, discard: Callable[[], None] | None) -> Iterator[None]:
+def out_of_memory_on_all(accelerator: Accelerator, gradients: NativeGradients | None) -> Iterator[None]:
     """Make an out-of-memory error inside known to all processes. No collective may run inside.
 
     Args:
-        discard: throws the gradients away, on every process; None where a forward is itself a collective: processes
-            that wait in one cannot learn of the failure, so the error is raised as it is.
+        gradients: thrown away, on every process; None where a forward is itself a collective: processes that wait in
+            one cannot learn of the failure, so the error is raised as it is.
 
     Raises:
         StepOutOfMemory: on every process, where one of them failed.
     """
-    if discard is None:
+    if gradients is None:
         yield
         return
     reason = None
@@ -162,7 +162,7 @@ def out_of_memory_on_all(accelerator: Accelerator, discard: Callable[[], None] |
             raise
         reason = str(error).partition("\n")[0]  # the error itself would keep the tensors of its frames
     if max_over_processes(int(reason is not None), accelerator.device):
-        discard()
+        gradients.discard()
         raise StepOutOfMemory(reason or "another process ran out of memory")
 
 
@@ -187,7 +187,7 @@ def accumulating(
         StepOutOfMemory: on every process, with the gradients thrown away.
         PrecisionError: in bitwise mode, gradients that are not finite or out of range.
     """
-    discard, collecting = (None, nullcontext()) if gradients is None else (gradients.discard, gradients.collecting())
+    collecting = nullcontext() if gradients is None else gradients.collecting()
     deepspeed = gradients is None and accelerator.distributed_type == DistributedType.DEEPSPEED
     options = {"scale_wrt_gas": False} if deepspeed else {}
     if gradients is None:
@@ -199,7 +199,7 @@ def accumulating(
         steps = scale = 1 << count.bit_length()
     accelerator.step = 0
     accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
-    with out_of_memory_on_all(accelerator, discard), accumulation, collecting:
+    with out_of_memory_on_all(accelerator, gradients), accumulation, collecting:
         yield lambda loss: accelerator.backward(loss * scale, **options)
     if gradients is not None:
         gradients.finish(count)

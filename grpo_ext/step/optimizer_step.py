@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,11 +88,6 @@ class Attempt:
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
 
-    def failing_together(self) -> AbstractContextManager[None]:
-        """Inside, memory that runs out ends the attempt on all processes, unless a forward is itself a collective."""
-        discard = None if self.gradients is None else self.gradients.discard
-        return out_of_memory_on_all(self.planner.accelerator, discard)
-
     def measure(self, model: Any) -> None:
         """Count the step, and measure its statistics with `model` where a term needs one; before any gradient."""
         planner, settings, accelerator = self.planner, self.settings, self.planner.accelerator
@@ -101,7 +96,8 @@ class Attempt:
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
             return
         measured: list[MicroBatchStatistics] = []
-        with self.failing_together(), planner.forwards.without_gradients(accelerator.unwrap_model(self.model)):
+        without_gradients = planner.forwards.without_gradients(accelerator.unwrap_model(self.model))
+        with out_of_memory_on_all(accelerator, self.gradients), without_gradients:
             for part in self.plan:
                 batch, rows = planner.collate(self.rollout, part.rows, settings.training)
                 _, entropies_BT, router, _ = planner.forwards.micro_batch_log_probs(model, batch, rows, settings.router)

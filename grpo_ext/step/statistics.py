@@ -107,25 +107,30 @@ class MicroBatchContext:
         return whole + rest / len(self.groups) if rest else whole
 
 
-def args_in_loss(args: Any, context: MicroBatchContext, training: bool) -> Any:
-    """`args`, in which sizes mean for a micro-batch what they mean in TRL; all else is read and written in `args`."""
-    steps, rows, per_rollout = context.accumulation_steps, len(context.groups), args.geometry.steps_per_rollout
-
-    def accumulation(view: Any) -> float:
-        if training and steps % 1:
+@functools.cache
+def _kind_in_loss(kind: type) -> type:
+    def accumulation(view: Any) -> Any:
+        steps, rows = view.micro_batch.accumulation_steps, view.per_device_train_batch_size
+        if view.training and steps % 1:
             raise ConfigError(
                 f"args.gradient_accumulation_steps is {steps:g} for this micro-batch of {rows} completions, no whole "
                 "number; divide by self.current_gradient_accumulation_steps, or let micro-batches divide the step."
             )
         return steps
 
-    sizes = {
-        "gradient_accumulation_steps": property(accumulation),
-        "steps_per_generation": property(lambda view: steps * per_rollout),
-        "per_device_train_batch_size": property(lambda view: rows),
-    }
-    view: Any = object.__new__(type(type(args).__name__, (type(args),), {**sizes, "micro_batch": context}))
-    view.__dict__ = args.__dict__
+    def phases(view: Any) -> Any:  # no error: TRL's own loss divides by it
+        return view.micro_batch.accumulation_steps * view.geometry.steps_per_rollout
+
+    rows = property(lambda view: len(view.micro_batch.groups))
+    sizes = {"gradient_accumulation_steps": property(accumulation), "steps_per_generation": property(phases)}
+    sizes["per_device_train_batch_size"] = rows
+    return type(kind.__name__, (kind,), {**sizes, "__slots__": ("micro_batch", "training")})
+
+
+def args_in_loss(args: Any, context: MicroBatchContext, training: bool) -> Any:
+    """`args`, in which sizes mean for a micro-batch what they mean in TRL; all else is read and written in `args`."""
+    view: Any = object.__new__(_kind_in_loss(args.__class__))
+    view.__dict__, view.micro_batch, view.training = args.__dict__, context, training
     return view
 
 
