@@ -24,7 +24,7 @@ from .errors import ConfigError
 from .replay import Replay
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
-from .setting_rules import asks_for, check_ahead, check_algorithm, check_bitwise, check_values
+from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_metric, check_bitwise, check_values
 
 # settings that earlier versions had, and what to write now
 REMOVED_SETTINGS = {
@@ -262,6 +262,7 @@ class GRPOConfig(trl.GRPOConfig):
                 "would train alone. On the CPU set use_cpu=True (or ACCELERATE_USE_CPU=true)."
             )
         self.geometry: BatchGeometry = geometry_of(vars(self), self.world_size)
+        check_best_metric(vars(self))
 
     def _check_settings(self) -> None:
         """Refuse unknown choices, and what setting_rules refuses."""

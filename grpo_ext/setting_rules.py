@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from threading import TIMEOUT_MAX
 from typing import Any
 
 from .algorithms.advantages import check_estimator
 from .algorithms.losses import LossConfig
+from .algorithms.pass_at_k import logged_k
 from .batching.sizes import require_whole
 from .errors import ConfigError, refuse_combination
 
@@ -53,6 +55,19 @@ def check_values(settings: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
             " use another optimizer, for example adamw_torch."
+        )
+
+
+def check_best_metric(settings: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a `metric_for_best_model` that an evaluation may not log: the run would end there."""
+    name, group = settings["metric_for_best_model"], settings["num_generations_eval"] or settings["num_generations"]
+    metric, unsure = re.fullmatch(r"(?:.+_)?(pass|mean)@(\d+)", name or ""), settings["eval_pass_threshold"] is None
+    sizes = logged_k(group) if metric and metric[1] == "pass" else [group]
+    if metric and (int(metric[2]) not in sizes or (metric[1] == "pass" and unsure)):
+        raise ConfigError(
+            f"metric_for_best_model={name!r} may be missing in an evaluation: {metric[1]}@k is logged for k in {sizes} "
+            "(num_generations_eval), and pass@k of any rewards only with eval_pass_threshold, the least that has "
+            "passed; set it, and one of these k."
         )
 
 

@@ -9,6 +9,7 @@ through them. compat.py lists the overrides, and compares them with the installe
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import tempfile
 import time
@@ -37,7 +38,6 @@ from .forward.quantised import keep_4bit_weights, train_in_float32, trained_valu
 from .forward.reference import base_model_of, reference_loader, use_reference
 from .forward.routing import install_routers
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
-from .precision.non_finite import explaining
 from .rollouts.batch import RolloutBatch
 from .rollouts.build import build_rollouts, terms_of
 from .rollouts.build_ahead import sample_ahead
@@ -55,9 +55,9 @@ from .runtime.determinism import align_memory, computing_with, pinned
 from .step.evaluation import PassAtK
 from .step.gradients import accumulating, replicate
 from .step.loss import assemble_loss
-from .step.optimizer_step import Attempt, StepPlanner
+from .step.optimizer_step import StepPlanner
 from .step.settings import loss_config_of, step_settings_of
-from .step.statistics import CONTEXT_KEY, MicroBatchContext
+from .step.statistics import CONTEXT_KEY, MicroBatchContext, args_in_loss
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
@@ -246,22 +246,13 @@ class GRPOTrainer(trl.GRPOTrainer):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
-        self._refuse_not_finite(loss, model, attempt)
+        attempt.refuse_not_finite(loss, self.state.global_step + 1, functools.partial(self._loss_of, model))
         self._losses.append(loss)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
-
-    def _refuse_not_finite(self, loss: float, model: Any, attempt: Attempt) -> None:
-        """End the run where the loss of a step is not finite; its forwards run again to find out where that began."""
-        if not math.isfinite(loss):
-            what = f"the loss of step {self.state.global_step + 1} is {loss}"
-            policy = self.accelerator.unwrap_model(model)
-            with explaining(what, policy, self.args.fp16, self._forwards.sharded), attempt.running():
-                for micro_batch in map(attempt.micro_batch, attempt.plan):
-                    self._loss_of(model, micro_batch)
 
     def _completions_of(self, inputs: Any) -> RolloutBatch:
         """The completions of a step; with a lag, further rollout batches are sampled while it trains."""
@@ -276,15 +267,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names():
+        apart = assigned(self._clock, seconds=PhaseClock().seconds)  # only phases of training are logged
+        with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names(), apart:
             completions = self._prepare_inputs(inputs)
-            evaluation = self._step_planner.evaluation(self.model, completions, step_settings_of(self))
-            with evaluation.running():
-                evaluation.measure(self.model)
-                for micro_batch in self._with_events(map(evaluation.micro_batch, evaluation.plan)):
-                    self._loss_of(self.model, micro_batch)
-            self._clock.take()  # only phases of training are logged
-            loss = self._log_step(evaluation.context.metrics.reduce())
+            for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self)):
+                with attempt.running():
+                    attempt.measure(self.model)
+                    for micro_batch in self._with_events(map(attempt.micro_batch, attempt.plan)):
+                        self._loss_of(self.model, micro_batch)
+            loss = self._log_step(attempt.context.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def evaluation_loop(
@@ -297,7 +288,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """Like transformers' method, with pass@k and mean@k of the whole set, under its prefix; for `predict` too."""
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        output: Any = super().evaluation_loop(dataloader, *options)
+        with self._keeper.saving_on_failure():
+            output: Any = super().evaluation_loop(dataloader, *options)
         pass_metrics = self._pass_at_k.metrics(self.num_generations_eval) if len(dataloader) else {}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pass_metrics.items()})
         return output
@@ -311,7 +303,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
         batch = self._rollouts.completions_of(StepRows.checked(generation_batch), terms_of(self))
-        if (terms := self._rollouts.scored_by) is not None:
+        if (terms := self._rollouts.scored_by) is not None and not terms.training:
             self._pass_at_k.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
         return batch
 
@@ -324,24 +316,23 @@ class GRPOTrainer(trl.GRPOTrainer):
             yield inputs
 
     def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it.
-
-        Overrides divide by `current_gradient_accumulation_steps`: see `MicroBatchContext.accumulation_steps`.
-        """
+        """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it."""
         context: MicroBatchContext = inputs[CONTEXT_KEY]
         options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
-        steps = context.accumulation_steps
-        with assigned(self, current_gradient_accumulation_steps=steps), self.compute_loss_context_manager():
+        steps, args = context.accumulation_steps, args_in_loss(self.args, context, self.model.training)
+        with assigned(self, current_gradient_accumulation_steps=steps, args=args), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, **options)
         return context.add_loss(loss)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
 
-        `inputs[CONTEXT_KEY]` carries the step-wide counts; without it the batch is taken as the whole step.
+        The step-wide counts come with `inputs` or, in `compute_loss`, `args`; without them the batch is the whole step.
         """
-        if CONTEXT_KEY not in inputs:
+        if (context := inputs.get(CONTEXT_KEY, getattr(self.args, "micro_batch", None))) is None:
             inputs = self._step_planner.as_step(self.model, inputs, self._group_size, step_settings_of(self))
+        else:
+            inputs = {**inputs, CONTEXT_KEY: context}
         rows = self._step_planner.tokens_of(inputs, self.model.training)
         scores = self._forwards.micro_batch_log_probs(model, inputs, rows, self.aux_loss_enabled)
         return assemble_loss(loss_config_of(self), inputs, scores)

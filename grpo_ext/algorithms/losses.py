@@ -93,9 +93,9 @@ class StepCounts:
             number than the tokens; None: the tokens.
     """
 
-    completions: int
-    tokens: int
-    entropy_tokens: int
+    completions: float
+    tokens: float
+    entropy_tokens: float
     group_tokens: Mapping[int, int] = field(default_factory=dict)
     items: float | None = None
 
@@ -279,7 +279,7 @@ def token_weights(
         return mask / completions
     if kind == "prompt_mean":
         if groups_B is None or not counts.group_tokens:
-            raise ConfigError("loss_aggregation='prompt_mean' needs to know the groups of the batch.")
+            raise ConfigError("loss_aggregation='prompt_mean' needs whole groups; pass on every row of inputs.")
         tokens_B = torch.tensor([max(counts.group_tokens[group], 1) for group in groups_B], device=mask.device)
         return mask / tokens_B[:, None] / len(counts.group_tokens)
     follows_trl = cfg.aggregation is None and cfg.loss_type != "bnpo"  # TRL's bnpo counts tokens itself
@@ -327,7 +327,7 @@ def adapted_entropy_coefficient(
 
 
 def load_balancing_loss(
-    router_probs_E: torch.Tensor, expert_share_E: torch.Tensor, num_experts: int, rows: int
+    router_probs_E: torch.Tensor, expert_share_E: torch.Tensor, num_experts: int, rows: float
 ) -> torch.Tensor:
     """A micro-batch's part of the load-balancing loss of the step (Switch Transformers, arXiv 2101.03961, eq. 4-6).
 

@@ -81,6 +81,8 @@ def log_probs(
     plain = whole and masks is None and hidden_SH.dtype != torch.float64  # what TRL's kernel computes
     # in bitwise mode torch refuses kernels that change bits from run to run, but it cannot see into those of Triton
     open_to_triton = hidden_SH.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+    # of banned tokens, whose logit is -inf, the kernel makes an entropy that is NaN
+    plain = plain and not (bias_V is not None and bool(bias_V.isneginf().any()))
     if open_to_triton and plain and (kernel := triton_head()) is not None:
         settings = (transform.temperature, _KERNEL_COLUMNS, transform.cap, transform.scale)
         return kernel(hidden_SH, weight_VH, bias_V, targets_S, *settings, ("entropy",) if with_entropy else ())[:2]

@@ -24,7 +24,7 @@ CPU_TILE, TILE = (1024, 1024), (1024, 32768)
 
 Whole = Callable[..., AbstractContextManager[Any]]
 
-_REMOVED = -1e30  # a logit that sampling removed: its probability is 0, and 0 times it is no NaN
+_REMOVED = -1e30  # a logit that sampling removed, or -inf: its probability is 0, and 0 times it is not NaN
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class _TiledLogProbs(torch.autograd.Function):
             rescale = lower.exp()
             if with_entropy:  # of exp(z - top) * (z - top), which loses no digits where the logits are large
                 e_RC = torch.exp(z_RC, out=tiles.spare(0, z_RC))
-                here = z_RC.mul_(e_RC).sum(1)
+                here = z_RC.mul_(e_RC).nansum(1)  # 0 times -inf is 0 here; any other NaN is in `total` too
                 weighted[rows] = (weighted[rows] + lower * total[rows]) * rescale + here
             else:
                 e_RC = z_RC.exp_()
@@ -193,7 +193,7 @@ def _backward(
         if entropy_up is None:
             z_RC.exp_().mul_(-constant[rows, None])
         else:  # -p * (up + entropy_up * (log p + entropy))
-            p_RC = torch.exp(z_RC, out=tiles.spare(0, z_RC))
+            p_RC = torch.exp(z_RC.clamp_(min=_REMOVED), out=tiles.spare(0, z_RC))
             torch.addcmul(-constant[rows, None], z_RC, -entropy_up[rows, None], out=z_RC).mul_(p_RC)
         inside, local = _place(targets_S, rows, columns)
         each = torch.arange(z_RC.size(0), device=z_RC.device)

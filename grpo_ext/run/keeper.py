@@ -28,7 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..batching.plan_text import describe_plan
 from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MemoryShortageError
 from ..rollouts.build import truncating_filters
 from ..rollouts.build_ahead import described
 from ..rollouts.keyed import most_kept
@@ -301,6 +301,18 @@ class RunKeeper(TrainerCallback):
         return TrainingInterrupted(str(path))
 
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def saving_on_failure(self) -> Iterator[None]:
+        """Write the checkpoint that is due where an evaluation fails on all processes; a resume evaluates first."""
+        try:
+            yield
+        except Exception as error:
+            together = self.accelerator.num_processes == 1 or isinstance(error, MemoryShortageError)
+            if together and self.trainer.control.should_save:
+                self.watch.evaluation_due = True
+                self.trainer._save_checkpoint(self.trainer.model, None)
+            raise
 
     @contextlib.contextmanager
     def writing(self, final: Path, state: TrainerState) -> Iterator[None]:

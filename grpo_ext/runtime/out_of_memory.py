@@ -134,7 +134,7 @@ class MicroBatchLimits:
             self.rows = min(self.rows, largest_rows)
             return f"micro_batch_tokens={self.tokens}"
         self.rows = ceil_div(min(self.rows, largest_rows), 2)
-        return f"per_device_train_batch_size={self.rows}"
+        return f"{self.rows} completion(s) at a time"
 
     def what_fits(self) -> str:
         """A message for the end of a run in which memory ran out."""

@@ -48,7 +48,10 @@ def assemble_loss(cfg: LossConfig, inputs: dict[str, Any], scores: MicroBatchSco
         )
     logps, entropies, router, routing = scores
     context: MicroBatchContext = inputs[CONTEXT_KEY]
-    metrics, weight, keep, mask = context.step.metrics, context.weight, context.entropy_keep_BT, loss_mask(inputs)
+    mask, threshold = loss_mask(inputs), context.step.entropy_threshold
+    keep = None if threshold is None else ((entropies >= threshold) & mask.bool()).float()
+    context = context.of(inputs, mask, mask if keep is None else keep)
+    metrics, weight = context.step.metrics, context.weight
     batch = TokenBatch(
         logps_BT=logps,
         mask_BT=mask,

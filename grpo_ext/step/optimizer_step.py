@@ -8,7 +8,8 @@ forward, and the number of micro-batches may differ between processes. `StepPlan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from ..config import GRPOConfig
 from ..errors import MemoryShortageError
 from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..forward.runner import ForwardRunner
+from ..precision.non_finite import explaining
 from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
@@ -61,7 +63,7 @@ class Attempt:
         rollout: the completions of the step, those of all processes.
         sizes, form: the tokens of the completions, and how a forward holds them.
         rows: the completions that are run, on all processes; the others add nothing to the step.
-        gradients: how gradients are added up; None where an engine (FSDP, DeepSpeed) does it, or nothing is trained.
+        gradients: how gradients are added up; None where an engine (FSDP, DeepSpeed) does it.
         context: the step-wide counts and statistics; set by `measure`.
         shortage: why memory ran out, on this process or another; None where it did not.
     """
@@ -92,10 +94,6 @@ class Attempt:
             self.shortage = str(shortage)
             if self.gradients is not None:
                 self.gradients.discard()
-            if not self.settings.training:
-                raise MemoryShortageError(
-                    f"an evaluation ran out of memory ({shortage}); lower per_device_eval_batch_size."
-                ) from None
 
     def measure(self, model: Any) -> None:
         """Count the step, and measure its statistics with `model` where a term needs one; before any gradient."""
@@ -117,17 +115,28 @@ class Attempt:
     def micro_batch(self, part: MicroBatch) -> Inputs:
         """A micro-batch as TRL's loss takes it, with its `MicroBatchContext`, once the step is measured."""
         training, planner, self._current = self.settings.training, self.planner, part
-        steps = planner.args.geometry.steps_per_rollout if training else None
-        items = self.context.items_in_batch(len(part.rows), planner.accelerator.num_processes, steps)
-        constants = {"num_items_in_batch": torch.tensor(items)}
+        # TRL's loss divides it by the processes, and in training by the steps of a rollout batch
+        repeats = planner.accelerator.num_processes * (planner.args.geometry.steps_per_rollout if training else 1)
+        items = self.context.counts.items or self.context.counts.tokens
+        constants = {"num_items_in_batch": torch.tensor(float(items * repeats))}
         inputs, rows = planner.collate(self.rollout, part.rows, training, constants)
         if self.settings.custom_loss and rows.images is not None:
             ids, _ = padded_ids_and_mask(inputs)
             inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
         groups, sampler_logps = [self.rollout.groups[row] for row in part.rows], inputs.pop(SAMPLER_LOGPS, None)
         padded = Unchanged(*token_tensors(inputs))
-        inputs[CONTEXT_KEY] = MicroBatchContext(self.context, part, groups, rows, padded, sampler_logps)
+        ids = inputs["completion_ids"]
+        inputs[CONTEXT_KEY] = MicroBatchContext(self.context, part, groups, rows, padded, ids, sampler_logps)
         return inputs
+
+    def refuse_not_finite(self, loss: float, step: int, run: Callable[[Inputs], Any]) -> None:
+        """End the run where the loss of a step is not finite; its forwards `run` again to find out where that began."""
+        if not math.isfinite(loss):
+            planner, policy = self.planner, self.planner.accelerator.unwrap_model(self.model)
+            what = f"the loss of step {step} is {loss}"
+            with explaining(what, policy, planner.args.fp16, planner.forwards.sharded), self.running():
+                for micro_batch in map(self.micro_batch, self.plan):
+                    run(micro_batch)
 
     def log_values(self) -> dict[str, float]:
         """The logged values of the step. Counts and sums are the same on every process; seconds and rates are not."""
@@ -146,7 +155,7 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class StepPlanner:
-    """Plans optimizer steps.
+    """Plans optimizer steps and evaluations.
 
     Attributes:
         clock: takes the seconds of the phase "train".
@@ -162,12 +171,14 @@ class StepPlanner:
     pad_token_id: int
     cost: TokenCost
     limits: MicroBatchLimits = field(init=False)
+    eval_limits: MicroBatchLimits = field(init=False)
 
     def __post_init__(self) -> None:
         self.limits = MicroBatchLimits(self.args.per_device_train_batch_size, self.args.micro_batch_tokens)
+        self.eval_limits = MicroBatchLimits(self.args.per_device_eval_batch_size, self.args.micro_batch_tokens)
 
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
-        """Yield attempts at a step, each with smaller micro-batches, until one fits into memory.
+        """Yield attempts at a step or an evaluation, each with smaller micro-batches, until one fits into memory.
 
         Raises:
             MemoryShortageError: the smallest micro-batch does not fit.
@@ -177,34 +188,26 @@ class StepPlanner:
             kind = FixedPointGradients if self.args.bitwise_invariant else NativeGradients
             gradients = kind(self.accelerator.unwrap_model(model), self.accelerator)
         for number in itertools.count():
-            attempt = self._planned(model, rollout, settings, self.limits.rows, gradients)
+            attempt = self._planned(model, rollout, settings, gradients)
             yield attempt
             if attempt.shortage is None:
                 return
             clear_device_cache(garbage_collection=True)
             self._shrink(attempt, number)
 
-    def evaluation(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Attempt:
-        """An attempt without gradients, in micro-batches of the evaluation's size."""
-        return self._planned(model, rollout, settings, self.args.per_device_eval_batch_size, None)
-
     def _planned(
-        self,
-        model: Any,
-        rollout: RolloutBatch,
-        settings: StepSettings,
-        max_rows: int,
-        gradients: NativeGradients | None,
+        self, model: Any, rollout: RolloutBatch, settings: StepSettings, gradients: NativeGradients | None
     ) -> Attempt:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
         forwards, policy = self.forwards, self.accelerator.unwrap_model(model)
+        limits = self.limits if settings.training else self.eval_limits
         if not forwards.choice.settled(policy):
             with forwards.without_gradients(policy), uneven_collectives(self.accelerator):
                 forwards.choice.check(policy, self._token_rows(rollout, settings.training))
         form = "padded" if any(rollout.gaps) else forwards.choice.form(policy)
         layout = MicroBatchLayout(
-            max_rows=max_rows,
-            max_tokens=self.limits.tokens,
+            max_rows=limits.rows,
+            max_tokens=limits.tokens,
             form=form,
             cost=self.cost,
             unit_rows=self.args.unit_rows,
@@ -269,27 +272,28 @@ class StepPlanner:
                 scores = self.forwards.micro_batch_log_probs(model, inputs, rows, settings.router)
             set_statistics(step, [MicroBatchStatistics(whole, scores.entropies, mask)], settings.top_entropy_quantile)
         padded = Unchanged(*token_tensors(inputs))
-        return {**inputs, CONTEXT_KEY: MicroBatchContext(step, whole, groups, rows, padded)}
+        return {**inputs, CONTEXT_KEY: MicroBatchContext(step, whole, groups, rows, padded, inputs["completion_ids"])}
 
     # ---- Memory ---------------------------------------------------------------------------------------------------
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` did not fit; a MemoryShortageError where nothing smaller is left."""
         unit_rows, device, reason = self.args.unit_rows, self.accelerator.device, attempt.shortage
+        limits, what = (self.limits, "step") if attempt.settings.training else (self.eval_limits, "evaluation")
         if unit_rows is not None and number:
             raise MemoryShortageError(
-                f"the step ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), which "
-                "bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what the "
-                "run means), gradient_checkpointing=True, a smaller max_completion_length."
+                f"the {what} ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), "
+                "which bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what "
+                "the run means), gradient_checkpointing=True, a smaller max_completion_length."
             )
         if unit_rows is not None:
-            self.limits.failures += 1
-            logger.warning(f"Out of memory in the step ({reason}); its units run again after freeing memory.")
+            limits.failures += 1
+            logger.warning(f"Out of memory in the {what} ({reason}); its units run again after freeing memory.")
             return
         rows = max_over_processes(max(len(part.rows) for part in attempt.plan), device)
         tokens = max(attempt.sizes.tokens(part.rows, attempt.form) for part in attempt.plan)
-        allowed = self.limits.shrink(rows, max_over_processes(tokens, device))
+        allowed = limits.shrink(rows, max_over_processes(tokens, device))
         logger.warning(
-            f"Out of memory in the step ({reason}); it runs again with {allowed}, and so do all that follow. The "
-            "update is the same."
+            f"Out of memory in the {what} ({reason}); it runs again with {allowed}, and so do all that follow. What it "
+            "computes is the same."
         )

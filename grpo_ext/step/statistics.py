@@ -7,7 +7,6 @@ shares measured first (one pass without gradients), they are. Both are measured 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from ..algorithms.losses import StepCounts, entropy_threshold
 from ..batching.micro_batches import MicroBatch
+from ..errors import ConfigError, PrecisionError
 from ..forward.rows import TokenRows, Unchanged
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import ragged_gather, sum_over_processes
@@ -27,8 +27,7 @@ class StepContext:
     """Counts and statistics of a step, which its micro-batches share.
 
     Attributes:
-        entropy_keep: by rows of a micro-batch, 1 on the tokens above the step's entropy quantile; None without a
-            quantile.
+        entropy_threshold: entropy of the tokens at the step's quantile, in nats; None without one.
         expert_share: how often each expert is chosen per row (a token in a layer), (E,); None without a router.
         router_rows: rows of the step: tokens times layers, over all processes.
         top_k: experts per token.
@@ -36,23 +35,10 @@ class StepContext:
 
     counts: StepCounts
     metrics: StepMetrics
-    entropy_keep: Mapping[tuple[int, ...], torch.Tensor] | None = None
+    entropy_threshold: float | None = None
     expert_share: torch.Tensor | None = None
-    router_rows: int = 0
+    router_rows: float = 0
     top_k: int = 1
-
-    def items_in_batch(self, rows: int, processes: int, steps_per_rollout: int | None) -> float:
-        """The `num_items_in_batch` that TRL's loss rescales (in training alone) to the loss tokens of the step.
-
-        Args:
-            rows: completions of the micro-batch.
-            steps_per_rollout: optimizer steps of a rollout batch; None in an evaluation.
-        """
-        counts = self.counts
-        items = float((counts.tokens if counts.items is None else counts.items) * processes)
-        if steps_per_rollout is None:
-            return items
-        return items * (steps_per_rollout * rows / counts.completions)
 
 
 CONTEXT_KEY = "grpo_ext_step"  # of TRL's dictionary, for the `MicroBatchContext`
@@ -75,6 +61,7 @@ class MicroBatchContext:
         groups: the group of each completion.
         rows: the tokens, without padding.
         padded: `token_tensors` of the dictionary, to notice when an override changes these.
+        completion_ids: of the dictionary.
         sampler_logps_BT: what the sampler itself took the log-probabilities to be; None where another one has sampled.
     """
 
@@ -83,6 +70,7 @@ class MicroBatchContext:
     groups: Sequence[int]
     rows: TokenRows
     padded: Unchanged
+    completion_ids: torch.Tensor
     sampler_logps_BT: torch.Tensor | None = None
 
     @property
@@ -90,14 +78,21 @@ class MicroBatchContext:
         """0 where a process runs the micro-batch only to keep the collectives aligned."""
         return self.part.weight
 
-    @property
-    def entropy_keep_BT(self) -> torch.Tensor | None:
-        """1 on the tokens above the step's entropy quantile; None without a quantile."""
-        return None if self.step.entropy_keep is None else self.step.entropy_keep[self.part.rows]
-
     def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:
         """The tokens of a dictionary without padding; None where a user's override has changed them."""
         return self.rows if self.padded.are(*token_tensors(inputs)) else None
+
+    def of(self, inputs: Mapping[str, Any], mask_BT: torch.Tensor, active_BT: torch.Tensor) -> MicroBatchContext:
+        """This context, or that of an override's other rows: their means, over `accumulation_steps`, as TRL's are."""
+        own, ids = self.completion_ids, inputs["completion_ids"]
+        columns = min(own.size(1), ids.size(1))
+        if ids is own or (len(ids) == len(own) and torch.equal(ids[:, :columns], own[:, :columns])):
+            return self
+        step, steps = self.step, self.accumulation_steps
+        tokens, active = (float(part_BT.sum()) * steps for part_BT in (mask_BT, active_BT))
+        counts = StepCounts(len(ids) * steps, tokens, active, items=step.counts.items or step.counts.tokens)
+        step = replace(step, counts=counts, router_rows=step.router_rows * len(ids) / len(own))
+        return replace(self, step=step, groups=(), sampler_logps_BT=None)
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Add the micro-batch's loss to the logged one; returns it, or zero at weight zero."""
@@ -107,12 +102,36 @@ class MicroBatchContext:
 
     @property
     def accumulation_steps(self) -> float:
-        """The step's completions over those of the micro-batch.
+        """The step's completions over the micro-batch's, whose mean divided by it is a part of the mean of the step."""
+        whole, rest = divmod(self.step.counts.completions, len(self.groups))
+        return whole + rest / len(self.groups) if rest else whole
 
-        Losses of micro-batches are added up, so a mean over completions that is divided by this, as TRL wants of a
-        loss, becomes the mean over the step.
-        """
-        return self.step.counts.completions / len(self.groups)
+
+@functools.cache
+def _kind_in_loss(kind: type) -> type:
+    def accumulation(view: Any) -> Any:
+        steps, rows = view.micro_batch.accumulation_steps, view.per_device_train_batch_size
+        if view.training and steps % 1:
+            raise ConfigError(
+                f"args.gradient_accumulation_steps is {steps:g} for this micro-batch of {rows} completions, no whole "
+                "number; divide by self.current_gradient_accumulation_steps, or let micro-batches divide the step."
+            )
+        return steps
+
+    def phases(view: Any) -> Any:  # no error: TRL's own loss divides by it
+        return view.micro_batch.accumulation_steps * view.geometry.steps_per_rollout
+
+    rows = property(lambda view: len(view.micro_batch.groups))
+    sizes = {"gradient_accumulation_steps": property(accumulation), "steps_per_generation": property(phases)}
+    sizes["per_device_train_batch_size"] = rows
+    return type(kind.__name__, (kind,), {**sizes, "__slots__": ("micro_batch", "training")})
+
+
+def args_in_loss(args: Any, context: MicroBatchContext, training: bool) -> Any:
+    """`args`, in which sizes mean for a micro-batch what they mean in TRL; all else is read and written in `args`."""
+    view: Any = object.__new__(_kind_in_loss(args.__class__))
+    view.__dict__, view.micro_batch, view.training = args.__dict__, context, training
+    return view
 
 
 def step_counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
@@ -125,17 +144,12 @@ def step_counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
 
 @dataclass(frozen=True)
 class MicroBatchStatistics:
-    """The statistics of a micro-batch, from a pass without gradients.
-
-    Attributes:
-        entropies_BT, mask_BT: of the completion tokens, and which of them carry loss.
-        experts: of `router_statistics`; None without a router.
-    """
+    """The statistics of a micro-batch, from a pass without gradients."""
 
     part: MicroBatch
     entropies_BT: torch.Tensor
-    mask_BT: torch.Tensor
-    experts: tuple[torch.Tensor, torch.Tensor, int] | None = None
+    mask_BT: torch.Tensor  # 1 on tokens that carry loss
+    experts: tuple[torch.Tensor, torch.Tensor, int] | None = None  # of `router_statistics`
 
 
 def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
@@ -151,10 +165,13 @@ def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics
     if top_entropy_quantile < 1.0:
         local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
-        threshold = entropy_threshold(everyone, top_entropy_quantile)
-        keep = ((m.part.rows, (m.entropies_BT >= threshold) & m.mask_BT.bool()) for m in measured)
-        context.entropy_keep = {rows: keep_BT.float() for rows, keep_BT in keep}
-        tokens = int((everyone >= threshold).sum()) if math.isfinite(threshold) else 0
+        if unknown := int(everyone.isnan().sum()):
+            raise PrecisionError(
+                f"top_entropy_quantile={top_entropy_quantile:g} compares the entropies of a step, and {unknown} of "
+                f"{everyone.numel()} are NaN; look for logits that are NaN or inf, or set top_entropy_quantile=1."
+            )
+        context.entropy_threshold = threshold = entropy_threshold(everyone, top_entropy_quantile)
+        tokens = int((everyone >= threshold).sum())
         context.counts = replace(context.counts, entropy_tokens=tokens)
     experts = [(m.part.weight, m.experts) for m in measured if m.experts is not None]
     if experts:

@@ -10,8 +10,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import PartialState
@@ -60,6 +63,21 @@ async def logging_reward(prompts, completions, log_metric, log_extra, **kwargs):
     return [0.01 * n for n in counts]
 
 
+@contextmanager
+def memory_short_on_second_process() -> Iterator[None]:
+    """Inside, its first micro-batch does not fit."""
+    inner, attempts = GRPOTrainer._compute_loss, iter([1])
+
+    def fails_once(*args: Any) -> torch.Tensor:
+        loss = inner(*args)
+        if RANK == 1 and next(attempts, None):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return loss
+
+    with mock.patch.object(GRPOTrainer, "_compute_loss", fails_once):
+        yield
+
+
 def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: bool = False) -> dict[str, Any]:
     """What this process scored, logged and learned."""
     scored: list[tuple[str, str]] = []
@@ -76,8 +94,12 @@ def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: boo
     trainer = trainer_of(folder, groups, chunk, model=model, beta=0.1, eval_pass_threshold=0.0, **parts)
     trainer.train()
     training_scored = list(scored)
-    metrics = trainer.evaluate()
+    with memory_short_on_second_process():
+        metrics = trainer.evaluate()
     return {
+        "eval_loss": metrics["eval_loss"],
+        "eval_kl": metrics["eval_kl"],
+        "eval_failures": trainer._step_planner.eval_limits.failures,
         "processes": trainer.accelerator.num_processes,
         "wrapper": type(trainer.model_wrapped).__name__,
         "scored": training_scored,

@@ -12,7 +12,7 @@ from tests.distributed import tasks
 from tests.support import forks
 from tests.support.launch import ROOT, accelerate_launch, environment, launcher, two_processes
 from tests.support.trainers import error
-from tests.tolerances import UPDATE
+from tests.tolerances import METRIC, UPDATE
 
 
 def on_two(folder: Path, task: str, *arguments: Any) -> list[Any]:
@@ -94,6 +94,13 @@ def test_every_completion_is_scored_once(four_groups):
 def test_evaluation_prompts_are_dealt_whole_and_once(four_groups):
     assert sum(process["evaluated"] for process in four_groups) == 3 * 4
     assert four_groups[0]["eval_reward"] == four_groups[1]["eval_reward"]
+
+
+def test_an_evaluation_for_which_one_process_has_no_memory_runs_again_on_both(four_groups, alone):
+    assert [process["eval_failures"] for process in [alone, *four_groups]] == [0, 1, 1]
+    for process in four_groups:
+        assert process["eval_kl"] == pytest.approx(alone["eval_kl"], rel=METRIC)
+        assert process["eval_loss"] == pytest.approx(alone["eval_loss"], rel=METRIC)
 
 
 def test_what_reward_functions_log_and_see_is_that_of_one_process(four_groups, alone, tmp_path):

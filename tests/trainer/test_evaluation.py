@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
+from grpo_ext.errors import ConfigError
 from tests.support.tiny import prompts
-from tests.support.trainers import make
+from tests.support.trainers import make, on
 
 FOUR = {"num_generations_eval": 4}
 
@@ -111,3 +113,50 @@ def test_evaluation_is_of_the_model_as_it_is(tmp_path, settings):
     assert logged[-1] == passes(trainer.evaluate())
     assert len(logged) == 3
     assert logged[0] != logged[1] != logged[2]  # of other weights
+
+
+EACH_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, **FOUR}
+
+
+def test_rewards_of_training_do_not_take_pass_at_k_from_an_evaluation(tmp_path):
+    data = prompts(4, seed=1)
+
+    def partly(prompts, completions, **kwargs):
+        held_out = set(prompts) <= set(data["prompt"])
+        return [reward * (1.0 if held_out else 0.5) for reward in solved(prompts, completions)]
+
+    trainer = make(tmp_path, reward=partly, eval_dataset=data, max_steps=2, **EACH_STEP)
+    trainer.train()
+    assert sum("eval_pass@4" in line for line in trainer.state.log_history) == 2
+    assert list(passes(trainer.evaluate(prompts(5, seed=2)))) == ["eval_mean@4"]  # the control
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"metric_for_best_model": "eval_pass@1"}, "only with eval_pass_threshold"),
+        ({"metric_for_best_model": "one_pass@2"}, "only with eval_pass_threshold"),
+        ({"metric_for_best_model": "eval_pass@8", "eval_pass_threshold": 1.0}, r"is logged for k in \[1, 2, 3, 4\] "),
+        ({"metric_for_best_model": "mean@8"}, r"mean@k is logged for k in \[4\] "),
+    ],
+    ids=str,
+)
+def test_a_best_metric_that_may_not_be_logged_is_refused_before_training(tmp_path, settings, why):
+    with pytest.raises(ConfigError, match=f"metric_for_best_model='.*' may be missing .*{why}"):
+        make(tmp_path, **settings, **FOUR)
+
+
+def test_the_best_of_pass_at_k_is_kept(tmp_path):
+    best = {"metric_for_best_model": "eval_pass@1", "eval_pass_threshold": 0.5, "save_strategy": "best"}
+    trainer = make(tmp_path, reward=graded, eval_dataset=prompts(4), max_steps=2, **EACH_STEP, **best)
+    trainer.train()
+    assert trainer.state.best_metric == max(line.get("eval_pass@1", 0) for line in trainer.state.log_history)
+
+
+def test_the_seconds_of_the_optimizer_are_logged_after_an_evaluation_too(tmp_path):
+    trainer = make(tmp_path, eval_dataset=prompts(4), max_steps=3, eval_strategy="steps", eval_steps=1)
+    trainer.add_callback(on("on_step_begin", lambda state: trainer.predict(prompts(2)), at=1))
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "time/train" in line]
+    assert [line.get("time/optimizer", 0) > 0 for line in lines] == [False, True, True]
+    assert not any(name.startswith("eval_time/") for line in trainer.state.log_history for name in line)

@@ -165,19 +165,21 @@ def test_an_evaluation_that_was_due_is_not_made_without_its_data(tmp_path):
 
 
 def pass_or_fail_later(prompts: list[str], completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
-    """0 or 1, but for the first step."""
-    return [(0.5 if trainer_state.global_step == 0 else 1.0) * (len(text) % 2) for text in completions]
+    """0 or 1, but for the evaluation of the first step."""
+    return [(0.5 if trainer_state.global_step == 1 else 1.0) * (len(text) % 2) for text in completions]
 
 
 def test_a_resumed_run_knows_that_a_reward_was_neither_0_nor_1(tmp_path):
     settings = {"max_steps": 2, "eval_dataset": prompts(4, seed=1), "reward": pass_or_fail_later, **STEPS}
+    settings["eval_steps"] = 1
     stopped = make(tmp_path, callbacks=[signals(1, signal.SIGTERM)], **settings)
     with pytest.raises(TrainingInterrupted):
         stopped.train()
     again = make(tmp_path, **settings)
     again.train(resume_from_checkpoint="latest")
-    evaluated = next(line for line in again.state.log_history if "eval_reward" in line)
-    assert not [name for name in evaluated if "pass@" in name]
+    evaluated = [line for line in again.state.log_history if "eval_reward" in line]
+    assert len(evaluated) == 2
+    assert not [name for line in evaluated for name in line if "pass@" in name]
 
 
 class StopEarly(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Out of memory in the step: smaller micro-batches, the same update."""
+"""Out of memory in a step or an evaluation: smaller micro-batches, the same update and metrics."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import MemoryShortageError
+from grpo_ext.errors import MemoryShortageError, RewardError
 from grpo_ext.forward import prefix_cache, runner
 from grpo_ext.rollouts import engine as sampling
+from grpo_ext.run.state import RunState
 from grpo_ext.step import optimizer_step
+from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import change, error, make, parameters, update
-from tests.tolerances import UPDATE
+from tests.tolerances import METRIC, UPDATE
 
 
 class Limited(GRPOTrainer):
@@ -146,3 +148,73 @@ def test_a_resume_keeps_what_fits_on_devices_of_the_same_kind_alone(tmp_path, ca
     assert f"micro-batch             up to {limits.rows} completions" in said
     for line in ("generation: up to 4 at a time", "computing log-probabilities: up to 5 at a time"):
         assert (line in said) is not moved
+
+
+# ---- Evaluations ----------------------------------------------------------------------------------------------------
+
+EACH_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+
+
+class LimitedEvaluation(GRPOTrainer):
+    """Pretends that forwards of an evaluation over more than `most` completions do not fit."""
+
+    most = 10**6
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        loss = super()._compute_loss(model, inputs)
+        if not self.model.training and inputs["completion_ids"].size(0) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return loss
+
+
+def evaluating(folder: Any, most: int = 10**6, **settings: Any) -> GRPOTrainer:
+    trainer = make(folder, cls=LimitedEvaluation, eval_dataset=prompts(5, seed=1), **{**EACH_STEP, **settings})
+    trainer.most = most
+    return trainer
+
+
+def evaluations(trainer: GRPOTrainer) -> list[dict[str, float]]:
+    timed = ("runtime", "per_second")
+    lines = [line for line in trainer.state.log_history if "eval_reward" in line]
+    return [{name: v for name, v in line.items() if not name.endswith(timed)} for line in lines]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_entropy_quantile": 0.5, "micro_batch_tokens": 400}], ids=str)
+def test_an_evaluation_that_does_not_fit_runs_again_in_smaller_micro_batches(tmp_path, settings):
+    settings = {"max_steps": 2, "save_strategy": "no", **settings}
+    reference, trainer = evaluating(tmp_path / "a", **settings), evaluating(tmp_path / "b", most=3, **settings)
+    expected = change(reference)
+    assert error(expected, change(trainer)) <= UPDATE
+    assert len(evaluations(trainer)) == 2
+    for ours, theirs in zip(evaluations(trainer), evaluations(reference), strict=True):
+        assert ours == pytest.approx(theirs, rel=METRIC, abs=METRIC, nan_ok=True)
+    planner = trainer._step_planner
+    assert (planner.limits.failures, planner.limits.rows) == (0, 8)
+    assert planner.eval_limits.failures > 0
+
+
+def test_an_evaluation_that_can_not_fit_does_not_lose_the_checkpoint_of_its_step(tmp_path):
+    stopped = evaluating(tmp_path / "a", most=0, max_steps=2)
+    with pytest.raises(MemoryShortageError, match="with one completion of"):
+        stopped.train()
+    assert stopped.state.global_step == 1
+    resumed, undisturbed = evaluating(tmp_path / "a", max_steps=2), evaluating(tmp_path / "b", max_steps=2)
+    resumed.train(resume_from_checkpoint="latest")
+    undisturbed.train()
+    assert torch.equal(parameters(resumed), parameters(undisturbed))
+    assert evaluations(resumed) == evaluations(undisturbed)  # that of the first step too
+
+
+def test_an_evaluation_whose_reward_function_fails_does_not_either(tmp_path):
+    held_out = prompts(5, seed=1)["prompt"]
+
+    def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        if set(prompts) <= set(held_out):
+            raise OSError("the judge cannot be reached")
+        return letter_reward(prompts, completions)
+
+    with pytest.raises(RewardError, match="judge"):
+        evaluating(tmp_path, reward=reward).train()
+    state = RunState.load(tmp_path / "checkpoint-1", 4)
+    assert state is not None
+    assert state.evaluation_due

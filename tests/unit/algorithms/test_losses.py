@@ -271,7 +271,7 @@ def test_the_prompt_mean_by_hand():
 
 
 def test_what_is_not_known_is_refused_with_what_is():
-    with pytest.raises(ConfigError, match="needs to know the groups"):
+    with pytest.raises(ConfigError, match="needs whole groups"):
         token_weights(LossConfig(aggregation="prompt_mean"), MASK, StepCounts(4, 7, 7))
     with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown; use one of token_mean, .*"):
         LossConfig(aggregation="mean")

@@ -89,4 +89,4 @@ def test_a_resumed_run_keeps_the_smaller_sizes():
 
 def test_a_smaller_step_halves_what_it_ran_and_not_what_is_set():
     limits = MicroBatchLimits(16)
-    assert limits.shrink(largest_rows=5, largest_tokens=100) == "per_device_train_batch_size=3"
+    assert limits.shrink(largest_rows=5, largest_tokens=100) == "3 completion(s) at a time"

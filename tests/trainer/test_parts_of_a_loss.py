@@ -1,0 +1,191 @@
+"""A user's `compute_loss` that reads sizes from `args`, or calls `super()` for some rows: as in stock TRL.
+
+For every micro-batch size where the user's arithmetic allows it; beside each a run that must differ, or a refusal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import ConfigError
+from grpo_ext.step.statistics import CONTEXT_KEY
+from tests.support.beside_trl import build, sampling_model
+from tests.support.tiny import prompts, stock_scores
+from tests.support.trainers import change, error
+from tests.tolerances import DIFFERENT, UPDATE
+
+SIZES = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "per_device_train_batch_size")
+
+
+class Loss:
+    """A user's loss, of which subclasses override `own`."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        def inner(part: Any) -> Any:
+            return super(Loss, self).compute_loss(model, part, return_outputs, num_items_in_batch)
+
+        return self.own(model, inputs, inner)
+
+
+# ---- Sizes in `args` ------------------------------------------------------------------------------------------------
+
+
+class BySizes(Loss):
+    """Adds a mean over completions, divided by the accumulation as `args` has it."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        logps, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].size(1))
+        self.read = {name: getattr(self.args, name) for name in SIZES}
+        self.args.noted = self.args.learning_rate
+        mean = (logps * inputs["completion_mask"]).sum(1).mean()
+        return inner(inputs) + 0.01 * mean / self.args.gradient_accumulation_steps
+
+
+TWO_STEPS = {"loss_type": "grpo", "max_steps": 2}
+
+
+@stock_scores
+def test_sizes_of_args_are_those_of_the_micro_batch(tmp_path):
+    stock = build(tmp_path / "stock", trl.GRPOTrainer, BySizes, 4, gradient_accumulation_steps=4, **TWO_STEPS)
+    expected = change(stock)
+    for size in (4, 8):
+        ours = build(tmp_path / str(size), GRPOTrainer, BySizes, size, **TWO_STEPS)
+        assert error(expected, change(ours)) < UPDATE
+        assert ours.read == (stock.read if size == 4 else dict(zip(SIZES, (2, 2, 16, 8))))
+        assert (ours.args.gradient_accumulation_steps, ours.args.noted) == (1, 1e-2)  # a write reaches the arguments
+    ours.evaluate(prompts(5))  # micro-batches of 6 and 7: nothing is trained, and a fraction is no error
+    assert ours.read["gradient_accumulation_steps"] == pytest.approx(20 / ours.read["per_device_train_batch_size"])
+    assert error(expected, change(build(tmp_path / "plain", GRPOTrainer, size=4, **TWO_STEPS))) > DIFFERENT
+
+
+@stock_scores
+def test_sizes_of_a_rollout_batch_of_several_steps(tmp_path):
+    settings = {"gradient_accumulation_steps": 4, "generation_batch_size": 32, "max_steps": 1}
+    stock = build(tmp_path / "stock", trl.GRPOTrainer, BySizes, 4, **settings)
+    ours = build(tmp_path / "ours", GRPOTrainer, BySizes, 4, rollout_batch_size=32, max_steps=1)
+    stock.train()
+    ours.train()
+    assert ours.read == stock.read == dict(zip(SIZES, (4, 8, 32, 4)))
+    assert all(isinstance(value, int) for value in ours.read.values())
+
+
+def test_a_size_that_is_no_whole_number_is_refused_by_name_and_none_can_be_set(tmp_path):
+    with pytest.raises(ConfigError, match=r"args.gradient_accumulation_steps is 2.66667 .* self.current_gradient_acc"):
+        build(tmp_path, GRPOTrainer, BySizes, 6).train()
+
+    class Sets(Loss):
+        def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+            self.args.per_device_train_batch_size = 2
+
+    with pytest.raises(AttributeError, match="per_device_train_batch_size"):
+        build(tmp_path, GRPOTrainer, Sets, 4).train()
+
+
+class TrlsLoss:
+    """A copy of TRL's loss, which divides by `steps_per_generation`, a fraction where micro-batches do not divide."""
+
+    def _compute_loss(self: Any, model: Any, inputs: Any) -> torch.Tensor:
+        return trl.GRPOTrainer._compute_loss(self, model, inputs)
+
+
+@stock_scores
+def test_trls_token_mean_reads_steps_of_any_size(tmp_path):
+    expected = change(build(tmp_path / "whole", GRPOTrainer, rollout_batch_size=32, loss_type="dapo"))
+    for size in (5, 6):  # micro-batches of 4, and of 5 and 6
+        ours = build(tmp_path / str(size), GRPOTrainer, TrlsLoss, size, rollout_batch_size=32, loss_type="dapo")
+        assert error(expected, change(ours)) < UPDATE
+
+
+# ---- Some rows ------------------------------------------------------------------------------------------------------
+
+
+def rows_of(inputs: Any, rows: list[int], bare: bool = False) -> dict[str, Any]:
+    """These rows of the inputs; `bare`: of the tensors alone, as one who knows TRL's names."""
+    size = len(inputs["completion_ids"])
+    part = {k: v[rows] if torch.is_tensor(v) and v.dim() and len(v) == size else v for k, v in inputs.items()}
+    return {k: v for k, v in part.items() if not (bare and k == CONTEXT_KEY)}
+
+
+class Halves(Loss):
+    """Two parts of other sizes, each as much as it has rows."""
+
+    bare = False
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        size = len(inputs["completion_ids"])
+        parts = [part for part in (list(range(0, size, 3)), [row for row in range(size) if row % 3]) if part]
+        return sum(inner(rows_of(inputs, part, self.bare)) * (len(part) / size) for part in parts)
+
+
+class BareHalves(Halves):
+    bare = True
+
+
+class Turned(Loss):
+    """The rows in another order, each twice."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        rows = list(range(len(inputs["completion_ids"])))[::-1]
+        return inner(rows_of(inputs, rows)) * 0.5 + inner(rows_of(inputs, rows * 2)) * 0.5
+
+
+class Summed(Loss):
+    """Parts that are added up, as TRL's token mean allows."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        size = len(inputs["completion_ids"])
+        return sum(inner(rows_of(inputs, [row])) for row in range(size))
+
+
+MEANS: list[Any] = [
+    (Halves, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}),
+    pytest.param(Halves, {"loss_type": "luspo"}, marks=pytest.mark.full),
+    pytest.param(Halves, {"loss_type": "dr_grpo"}, marks=pytest.mark.full),
+    (BareHalves, {"loss_type": "sapo"}),
+    (Halves, {"loss_type": "grpo", "top_entropy_quantile": 0.4}),
+    (Halves, {"loss_type": "grpo", "model": "moe", "router_aux_loss_coef": 1.0}),
+    (Turned, {"loss_type": "grpo", "top_entropy_quantile": 0.4}),
+    pytest.param(Turned, {"loss_type": "bnpo", "entropy_coef": 0.1}, marks=pytest.mark.full),
+    (Summed, {"loss_type": "dapo"}),
+]
+
+
+@pytest.mark.parametrize(("override", "settings"), MEANS, ids=str)
+def test_parts_add_up_to_the_whole(tmp_path, override, settings):
+    kind = settings.pop("model", "qwen2") if "model" in (settings := dict(settings)) else "qwen2"
+    whole = change(build(tmp_path / "whole", GRPOTrainer, parts=lambda: {"model": sampling_model(kind)}, **settings))
+    size = 16 if override is Turned and settings["loss_type"] == "bnpo" else 6  # TRL's bnpo is a mean of micro-batches
+    parts = build(tmp_path / "parts", GRPOTrainer, override, size, lambda: {"model": sampling_model(kind)}, **settings)
+    assert error(whole, change(parts)) < UPDATE
+
+
+class OneThird(Loss):
+    """Weights of tasks: parts of other sizes with factors of their own."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        task = inputs["completion_ids"].sum(1) % 3 == 0  # TRL shuffles the rows
+        first, second = task.nonzero()[:, 0].tolist(), (~task).nonzero()[:, 0].tolist()
+        return 0.3 * inner(rows_of(inputs, first)) + 0.9 * inner(rows_of(inputs, second))
+
+
+@stock_scores
+@pytest.mark.parametrize("loss", ["bnpo", "dapo", pytest.param("luspo", marks=pytest.mark.full)])
+def test_parts_with_weights_are_scaled_as_in_trl(tmp_path, loss):
+    settings = {"loss_type": loss, "entropy_coef": 0.1, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0}
+    expected = change(build(tmp_path / "stock", trl.GRPOTrainer, OneThird, **settings))
+    assert error(expected, change(build(tmp_path / "ours", GRPOTrainer, OneThird, **settings))) < UPDATE
+    assert error(expected, change(build(tmp_path / "plain", GRPOTrainer, **settings))) > DIFFERENT
+
+
+def test_parts_of_a_mean_over_prompts_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="prompt_mean' needs whole groups"):
+        build(tmp_path, GRPOTrainer, OneThird, loss_aggregation="prompt_mean").train()
