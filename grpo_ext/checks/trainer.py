@@ -43,6 +43,7 @@ from .data import (
     named_sets,
     with_length,
 )
+from .ends import check_end_token, check_ends
 from .model import (
     check_causal_lm,
     check_half_weights,
@@ -95,6 +96,7 @@ def check_arguments(
     check_names([data for data in with_length(*data_sets) if hasattr(data, "select_columns")], factories)
     if processing_class is None:
         processing_class = compat.processing_class_of(model, config)
+    check_end_token(processing_class)
     answers = bool(tools or factories)
     if answers:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
@@ -214,6 +216,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
                 disable_random_parts(module)
     _refuse_settings(trainer, config)
     _refuse_images_and_tools(trainer)
+    check_ends(trainer)
     refuse_overrides(trainer)
     refuse_unknown_head(base_model_of(policy))
     refuse_prompt_learning(policy)

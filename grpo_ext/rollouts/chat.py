@@ -115,11 +115,14 @@ class Chat:
         )
         return rendered["input_ids"]
 
-    def suffix_ids(self, answers: Messages) -> list[int]:
+    def suffix_ids(self, answers: Messages, after_end: bool = True) -> list[int]:
         """The tokens between the model's tool calls and its next turn.
 
         They are rendered after a short conversation that calls the first of these tools, because some templates repeat
         its name.
+
+        Args:
+            after_end: the calls end with an end token, after which some templates break the line.
 
         Raises:
             DataError: the template renders a call in another way once an answer follows.
@@ -133,9 +136,8 @@ class Chat:
             before, answers = prepare_multimodal_messages(before), prepare_multimodal_messages(answers)
         (prefix,) = self._render([before], prompt=False)
         (ids,) = self._render([[*before, *answers]])
-        # a completion ends with the end token, after which some templates break the line
         if (end := self.tokenizer.eos_token_id) in prefix:
-            prefix = prefix[: len(prefix) - prefix[::-1].index(end)]
+            prefix = prefix[: len(prefix) - prefix[::-1].index(end) - (not after_end)]
         if ids[: len(prefix)] != prefix:
             raise DataError(
                 f"the chat template renders a call of the tool {answers[0]['name']!r} in another way where its answer "

@@ -162,7 +162,7 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
             images=(transcript.images or None) if terms.logs_images else None,
             prompt_tokens=len(transcript.prompt_ids),
             tokens=sum(transcript.mask),
-            truncated=transcript.ids[-1] not in terms.ends,
+            truncated=not transcript.ended,
             tool_calls=transcript.tool_calls,
             tool_failures=transcript.tool_failures,
             kept_mass=_kept_mass(transcript),
