@@ -13,6 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
+from tests.support.colocated import stand_in
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import change, error, make, passing_on
 from tests.tolerances import DIFFERENT, UPDATE
@@ -102,6 +103,13 @@ def test_a_model_with_its_own_generate_ends_rows_before_their_padding(tmp_path):
     assert log["completions/clipped_ratio"] == 1 - sum(ended) / len(rows)
 
 
+@pytest.mark.parametrize("stops", [{"stop_token_ids": sorted(STOPS)}, {"stop": LETTERS}], ids=str)
+def test_vllm_says_how_a_row_ended(tmp_path, monkeypatch, stops):
+    stand_in(monkeypatch.setattr)
+    _, rows, log = run(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs=stops, top_k=0)
+    check(rows, log)
+
+
 def test_a_time_limit_cuts_rows_off(tmp_path):
     for compact in (True, False):
         _, rows, log = run(tmp_path, compact_rollouts=compact, generation_kwargs={"max_time": 1e-9})
@@ -153,12 +161,13 @@ def test_ids_of_a_users_own_end_at_every_end_token(tmp_path):
 # ---- Rows ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{"generation_kwargs": {"num_return_sequences": 2}}, {"model": None}], ids=str)
-def test_several_rows_of_a_prompt_are_refused(tmp_path, settings):
-    if "model" in settings:
-        settings = {"model": own_config(num_return_sequences=2)}
-    with pytest.raises(ConfigError, match="num_return_sequences=2"):
-        make(tmp_path, **settings)
+def test_several_rows_of_a_prompt_are_refused(tmp_path, monkeypatch):
+    for settings in ({"generation_kwargs": {"num_return_sequences": 2}}, {"model": own_config(num_return_sequences=2)}):
+        with pytest.raises(ConfigError, match="num_return_sequences=2"):
+            make(tmp_path, **settings)
+    stand_in(monkeypatch.setattr)
+    with pytest.raises(ConfigError, match=r"n=2 in generation_kwargs"):
+        make(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs={"n": 2})
 
 
 def test_rows_that_become_more_later_are_refused(tmp_path):
