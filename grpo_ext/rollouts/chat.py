@@ -115,14 +115,14 @@ class Chat:
         )
         return rendered["input_ids"]
 
-    def suffix_ids(self, answers: Messages, after_end: bool = True) -> list[int]:
+    def suffix_ids(self, answers: Messages, with_end: bool = False) -> list[int]:
         """The tokens between the model's tool calls and its next turn.
 
         They are rendered after a short conversation that calls the first of these tools, because some templates repeat
         its name.
 
         Args:
-            after_end: the calls end with an end token, after which some templates break the line.
+            with_end: the end token of the calls too, after which some templates break the line.
 
         Raises:
             DataError: the template renders a call in another way once an answer follows.
@@ -137,7 +137,7 @@ class Chat:
         (prefix,) = self._render([before], prompt=False)
         (ids,) = self._render([[*before, *answers]])
         if (end := self.tokenizer.eos_token_id) in prefix:
-            prefix = prefix[: len(prefix) - prefix[::-1].index(end) - (not after_end)]
+            prefix = prefix[: len(prefix) - prefix[::-1].index(end) - with_end]
         if ids[: len(prefix)] != prefix:
             raise DataError(
                 f"the chat template renders a call of the tool {answers[0]['name']!r} in another way where its answer "

@@ -26,6 +26,9 @@ from ..runtime.attributes import assigned
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
 _LOOK_EVERY = {"cuda": 16}  # tokens between two looks at which rows have ended; on other devices 1
 _HEADROOM = 64  # tokens of room a growing layer keeps at least
+_LIMITS = (MaxLengthCriteria, MaxTimeCriteria)  # which cut a row off; every other criterion ends it
+
+EndedRows = list[tuple[list[int], bool]]  # the new tokens of rows; whether something ended them before a limit did
 
 
 def remaining_rows(done: Sequence[bool], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,32 +173,32 @@ class Ends(StoppingCriteriaList):
 
     def __init__(self, criteria: Sequence[Any], ids: torch.Tensor) -> None:
         super().__init__(criteria)
-        self._causes = StoppingCriteriaList(c for c in self if not isinstance(c, (MaxLengthCriteria, MaxTimeCriteria)))
+        self._limits = StoppingCriteriaList(c for c in self if isinstance(c, _LIMITS))
+        self._causes = StoppingCriteriaList(c for c in self if not isinstance(c, _LIMITS))
         self.rows_B, self.lengths_B = torch.arange(len(ids), device=ids.device), ids.new_zeros(len(ids))
         self.done_B, self.ended_B = self.lengths_B.bool(), self.lengths_B.bool()
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         self.lengths_B[self.rows_B] += ~self.done_B
-        self.ended_B[self.rows_B] |= self._causes(input_ids, scores, **kwargs) & ~self.done_B
-        self.done_B = self.done_B | super().__call__(input_ids, scores, **kwargs)
+        ended_B = self._causes(input_ids, scores, **kwargs)
+        self.ended_B[self.rows_B] |= ended_B & ~self.done_B
+        self.done_B = self.done_B | ended_B | self._limits(input_ids, scores, **kwargs)
         return self.done_B
 
-
-def ended_rows(output: Any, width: int, config: GenerationConfig) -> list[tuple[list[int], bool]]:
-    """New tokens of each row up to its end, and whether something ended it before a limit cut it off.
-
-    Of a loop that returns nothing but ids (a model's own, a search), a row goes up to its first end token, or else
-    ends before the padding, and what is shorter than the limit has ended: neither depends on the other rows.
-
-    Args:
-        output: of `generate`: ids with prompts of that width; from the loops here `Ends` too.
-    """
-    if isinstance(output, tuple):
-        ends = output[1]
-        columns = zip(output[0][:, width:].tolist(), ends.lengths_B.tolist(), ends.ended_B.tolist(), strict=True)
+    def rows(self, ids_BT: torch.Tensor) -> EndedRows:
+        """The rows of the call among its new tokens."""
+        columns = zip(ids_BT.tolist(), self.lengths_B.tolist(), self.ended_B.tolist(), strict=True)
         return [(ids[:length], ended) for ids, length, ended in columns]
+
+
+def rows_by_ids(ids_BT: torch.Tensor, config: GenerationConfig) -> EndedRows:
+    """The rows among new tokens of a loop that returns nothing else (a model's own, a search).
+
+    A row goes up to its first end token, or else ends before the padding, and what is shorter than the limit has
+    ended: neither depends on the other rows.
+    """
     rows, known, limit = [], set(end_tokens(config)), config.max_new_tokens or 0
-    for ids in output[:, width:].tolist():
+    for ids in ids_BT.tolist():
         end = next((place for place, token in enumerate(ids, 1) if token in known), 0)
         length = end or next((n for n in range(len(ids), 1, -1) if ids[n - 1] != config.pad_token_id), 1)
         rows.append((ids[:length], end > 0 or length < limit))
@@ -209,12 +212,10 @@ def steps_by_token(model: Any, config: GenerationConfig) -> bool:
     return merged.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 
 
-def plain_decode(
-    model: Any, input_ids: torch.Tensor, *, stopping_criteria: Any, **others: Any
-) -> tuple[torch.Tensor, Ends]:
+def plain_decode(model: Any, input_ids: torch.Tensor, *, stopping_criteria: Any, **others: Any) -> EndedRows:
     """Run transformers' own loop, for `generate(custom_generate=...)`; see `compact_decode`."""
     ends = Ends(stopping_criteria, input_ids)
-    return model._sample(input_ids, stopping_criteria=ends, **others), ends
+    return ends.rows(model._sample(input_ids, stopping_criteria=ends, **others)[:, input_ids.size(1) :])
 
 
 class _Rows:
@@ -250,13 +251,13 @@ class _Rows:
         self._left.append((ends.rows_B, self.ids))
         self.ids, ends.rows_B, ends.done_B = (t[index] for t in (self.ids, ends.rows_B, ends.done_B))
 
-    def output(self) -> tuple[torch.Tensor, Ends]:
-        """All rows, padded after the end of each."""
+    def output(self) -> EndedRows:
+        """All rows."""
         parts = [*self._left, (self.ends.rows_B, self.ids)]
         output = self.ids.new_full((len(parts[0][0]), self.ids.size(1)), self._pad)
         for numbers, ids in parts:
             output[numbers, : ids.size(1)] = ids
-        return output, self.ends
+        return self.ends.rows(output[:, self._prompts :])
 
 
 def compact_decode(
@@ -272,16 +273,13 @@ def compact_decode(
     choice: Any,
     of_prompts: Sequence[str] = (),
     **model_kwargs: Any,
-) -> tuple[torch.Tensor, Ends]:
+) -> EndedRows:
     """Decode by key, for `generate(custom_generate=...)`.
 
     Args:
         input_ids: (P, width), each prompt once.
         rows_B: for every row the number of its prompt.
         of_prompts: arguments that only the forward of the prompts takes (images).
-
-    Returns:
-        (B, width + T): prompts and new tokens, padded after the end of a row; how each row ended.
     """
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}

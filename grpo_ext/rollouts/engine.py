@@ -232,13 +232,13 @@ def sample_chunk(
         output = model.generate(**inputs, generation_config=config)
     if choice is not None and choice.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")
-    rows_B = decoding.ended_rows(output, width, config)
+    rows_B = output if isinstance(output, list) else decoding.rows_by_ids(output[:, width:], config)
     if len(rows_B) != len(rows):
         raise RolloutError(f"generate returned {len(rows_B)} rows for {len(rows)} prompts; each prompt needs its own.")
     if recorder is None:
         return [Sampled(ids, ended=ended) for ids, ended in rows_B]
     lengths = [len(ids) for ids, _ in rows_B]
-    experts_B = recorder.experts(contexts, numbers, lengths) if recorder.routing else [None] * len(rows)
+    experts_B = recorder.experts(contexts, numbers, lengths) if recorder.routing is not None else [None] * len(rows)
     columns = zip(rows_B, recorder.records(lengths), experts_B, strict=True)
     return [Sampled(ids, None, record, experts, ended) for (ids, ended), record, experts in columns]
 

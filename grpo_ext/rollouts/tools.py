@@ -87,7 +87,8 @@ class Toolbox:
             if not t.calls or t.turns >= limits.max_turns:
                 continue
             answers = self._answers(t, limits.seconds)
-            ids = chat.suffix_ids(answers, any(end in limits.message_ends for end in t.ids[-1:]))
+            by_string = t.ended and bool(t.ids) and t.ids[-1] not in limits.message_ends
+            ids = chat.suffix_ids(answers, by_string)
             t.calls = []
             if limits.has_room(t, len(ids)):
                 t.turns += 1
