@@ -90,7 +90,8 @@ def test_a_row_ends_where_generation_ended_it(tmp_path, cause, compact):
     again, others, _ = run(tmp_path, compact_rollouts=compact, rollout_chunk_size=8, **CAUSES[cause]())
     assert others == rows
     assert error(update, again) < UPDATE
-    assert error(update, run(tmp_path)[0]) > DIFFERENT
+    if cause == "end tokens":
+        assert error(update, run(tmp_path)[0]) > DIFFERENT
 
 
 def test_a_model_with_its_own_generate_ends_rows_before_their_padding(tmp_path):
