@@ -39,7 +39,7 @@ from .forward.reference import base_model_of, reference_loader, use_reference
 from .forward.routing import install_routers
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.batch import RolloutBatch
-from .rollouts.build import build_rollouts, terms_of
+from .rollouts.build import build_rollouts, sampling_config, terms_of
 from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
 from .rollouts.vllm_weights import engine_options
@@ -393,7 +393,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """TRL's; called by a user's `_generate_single_turn`, this trainer's engine."""
         worker = self._rollouts.worker
         if worker.active_chunk is not None and not self.use_transformers_continuous_batching:
-            config = None if self.use_vllm else self.generation_config
+            config = None if self.use_vllm else sampling_config(self)
             return worker.turn_for_trl(prompt_ids, images, config, self._group_size)
         return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 

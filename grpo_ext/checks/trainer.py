@@ -46,6 +46,7 @@ from .data import (
     sample_rows,
     with_length,
 )
+from .ends import check_end_token, check_ends
 from .model import (
     check_causal_lm,
     check_half_weights,
@@ -100,6 +101,7 @@ def check_arguments(
     check_names([data for data in with_length(*data_sets) if hasattr(data, "select_columns")], factories)
     if processing_class is None:
         processing_class = compat.processing_class_of(model, config)
+    check_end_token(processing_class)
     answers = bool(tools or factories)
     if answers:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
@@ -231,6 +233,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
             f"{method} would be given a step's rows and return a RolloutBatch of all processes, not TRL's dictionary; "
             "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
         )
+    check_ends(trainer)
     refuse_overrides(trainer)
     check_generation(trainer)
     _check_tokens(trainer)

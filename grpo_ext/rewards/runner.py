@@ -154,7 +154,7 @@ class RewardRunner:
             numbers = [number for number, (function, _) in named if is_async(function) is asynchronous]
             try:
                 begun = [self._begin(sources, number, rows) for number in numbers]
-                for number, chunks in zip(numbers, begun):
+                for number, chunks in zip(numbers, begun, strict=True):
                     with self.profile(sources.names[number]):
                         results = [result() for result in chunks]
                     rewards = [torch.nan if reward is None else reward for part, _ in results for reward in part]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import ProcessorMixin
+from transformers import GenerationConfig, ProcessorMixin
 
 from .. import compat
 from ..algorithms.advantages import AdvantageRule
@@ -34,11 +34,12 @@ from ..runtime.clock import PhaseClock
 from ..runtime.collectives import shards_parameters, wait_for_all
 from ..runtime.out_of_memory import Halving
 from .chat import Chat
+from .decoding import end_tokens
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .environments import Environments
 from .images import ImageSource
-from .keyed import filter_values, not_replayed, suppressed_tokens, truncating
+from .keyed import filter_values, not_replayed, setting_of, suppressed_tokens, truncating
 from .local import Hooks, Terms
 from .overrides import MainWorker
 from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
@@ -124,7 +125,7 @@ def _worker(
 def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
     settings = EngineSettings(
         device=trainer.accelerator.device,
-        eos_token_ids=trainer.eos_token_ids,
+        tokenizer=tokenizer,
         filler=tokenizer.eos_token_id,
         pad=tokenizer.pad_token_id,
         multiple=trainer.pad_to_multiple_of,
@@ -238,13 +239,13 @@ def terms_of(trainer: Any) -> Terms:
         table=trainer._logs,
         pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         state=trainer.state,
-        generation_config=None if trainer.use_vllm else trainer.generation_config,
+        generation_config=None if trainer.use_vllm else sampling_config(trainer),
         old_logps=steps > 1 or ratios is not None or (training and bool(args.rollout_lag)),
         reference=trainer.beta != 0.0,
         unchecked=rollouts.check is not None and not rollouts.check.done,
         batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
         max_tokens=trainer._step_planner.limits.tokens,
-        ends=frozenset((*trainer.eos_token_ids, rollouts.worker.settings.pad)),
+        ends=frozenset((*all_end_tokens(trainer), rollouts.worker.settings.pad)),
         masks_truncated=trainer.mask_truncated_completions,
         logs_images=with_images and trainer.log_multimodal,
         limits=_turn_limits(trainer),
@@ -256,11 +257,29 @@ def terms_of(trainer: Any) -> Terms:
     )
 
 
+def all_end_tokens(trainer: Any) -> list[int]:
+    """The tokens that end a completion: those of tokenizer and model (`eos_token_ids`), and of `generation_kwargs`."""
+    if trainer.use_vllm:
+        further = (trainer.args.generation_kwargs or {}).get("stop_token_ids") or []
+    else:
+        further = end_tokens(trainer.generation_config)
+    return list(dict.fromkeys([*trainer.eos_token_ids, *further]))
+
+
+def sampling_config(trainer: Any) -> GenerationConfig:
+    """transformers' settings for the next tokens, with all that ends a row, the model's own stop strings too."""
+    config, model = copy.deepcopy(trainer.generation_config), trainer.accelerator.unwrap_model(trainer.model)
+    config.eos_token_id = all_end_tokens(trainer)
+    config.stop_strings = setting_of(model, config, "stop_strings") or None
+    return config
+
+
 def _turn_limits(trainer: Any) -> TurnLimits:
     with_images = trainer._rollouts.images.prepare is not None
     context = context_length(trainer.model.config, with_images, trainer.vllm_generation if trainer.use_vllm else None)
     longest = trainer.max_completion_length or sys.maxsize
-    return TurnLimits(longest, context, trainer.max_tool_calling_iterations, trainer.args.tool_timeout)
+    further = (trainer.max_tool_calling_iterations, trainer.args.tool_timeout, frozenset(trainer.eos_token_ids))
+    return TurnLimits(longest, context, *further)
 
 
 def _ratio_rule(trainer: Any) -> RatioRule | None:
@@ -303,7 +322,7 @@ def _suppressed(trainer: Any) -> list[torch.Tensor]:
     if trainer.use_vllm or not trainer.args.replay.masks:
         return []
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return suppressed_tokens(model, trainer.generation_config, trainer.eos_token_ids)
+    return suppressed_tokens(model, trainer.generation_config, all_end_tokens(trainer))
 
 
 def hooks_of(trainer: Any) -> Hooks:

@@ -153,11 +153,14 @@ class Chat:
             ) from error
         return rendered["input_ids"][0]
 
-    def suffix_ids(self, answers: Messages) -> list[int]:
+    def suffix_ids(self, answers: Messages, with_end: bool = False) -> list[int]:
         """The tokens between the model's tool calls and its next turn.
 
         They are rendered after a short conversation that calls the first of these tools, because some templates repeat
         its name.
+
+        Args:
+            with_end: the end token of the calls too, after which some templates break the line.
 
         Raises:
             DataError: the template renders a call in another way once an answer follows.
@@ -169,9 +172,8 @@ class Chat:
         ]
         before, answers = self._as_shown(before), self._as_shown(answers)
         prefix, ids = self._render(before, prompt=False), self._render([*before, *answers])
-        # a completion ends with the end token, after which some templates break the line
         if (end := self.tokenizer.eos_token_id) in prefix:
-            prefix = prefix[: len(prefix) - prefix[::-1].index(end)]
+            prefix = prefix[: len(prefix) - prefix[::-1].index(end) - with_end]
         if ids[: len(prefix)] != prefix:
             raise DataError(
                 f"the chat template renders a call of the tool {answers[0]['name']!r} in another way where its answer "

@@ -8,13 +8,14 @@ configuration means is left to transformers. Shapes: B rows, P prompts, T new to
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
-from transformers.generation import EosTokenCriteria
+from transformers.generation import GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 
 from ..compat import CACHE
 from ..forward.choice import needs_whole_rows
@@ -26,6 +27,9 @@ from .keyed import OwnTokens, on_own_tokens
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
 _LOOK_EVERY = {"cuda": 16}  # tokens between two looks at which rows have ended; on other devices 1
 _HEADROOM = 64  # tokens of room a growing layer keeps at least
+_LIMITS = (MaxLengthCriteria, MaxTimeCriteria)  # which cut a row off; every other criterion ends it
+
+EndedRows = list[tuple[list[int], bool]]  # the new tokens of rows; whether something ended them before a limit did
 
 
 def remaining_rows(done: Sequence[bool], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,6 +153,72 @@ def unique(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     return list(firsts.values()), [numbers[key] for key in keys]
 
 
+def end_tokens(config: GenerationConfig) -> list[int]:
+    """The end tokens of a configuration; a negative one says that there is none."""
+    ends = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).view(-1).tolist()
+    return [end for end in ends if end >= 0]
+
+
+class Ends(StoppingCriteriaList):
+    """transformers' criteria, and what they say of each row: nothing in the result tells padding from tokens.
+
+    Attributes:
+        lengths_B: new tokens of each row of the call.
+        ended_B: a criterion ended the row; False: a limit of length or of time cut it off.
+        rows_B: the rows that are left, among all; done_B: which of them are done.
+    """
+
+    def __init__(self, criteria: Sequence[Any], ids: torch.Tensor) -> None:
+        super().__init__(criteria)
+        self._limits = StoppingCriteriaList(c for c in self if isinstance(c, _LIMITS))
+        self._causes = StoppingCriteriaList(c for c in self if not isinstance(c, _LIMITS))
+        self.rows_B, self.lengths_B = torch.arange(len(ids), device=ids.device), ids.new_zeros(len(ids))
+        self.done_B, self.ended_B = self.lengths_B.bool(), self.lengths_B.bool()
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.lengths_B[self.rows_B] += ~self.done_B
+        ended_B = self._causes(input_ids, scores, **kwargs)
+        self.ended_B[self.rows_B] |= ended_B & ~self.done_B
+        self.done_B = self.done_B | ended_B | self._limits(input_ids, scores, **kwargs)
+        return self.done_B
+
+    def rows(self, ids_BT: torch.Tensor) -> EndedRows:
+        """The rows of the call among its new tokens."""
+        columns = zip(ids_BT.tolist(), self.lengths_B.tolist(), self.ended_B.tolist(), strict=True)
+        return [(ids[:length], ended) for ids, length, ended in columns]
+
+
+def rows_by_ids(ids_BT: torch.Tensor, config: GenerationConfig) -> EndedRows:
+    """The rows among new tokens of a loop that returns nothing else (a model's own, a search).
+
+    A row goes up to its first end token, or else ends before the padding, and what is shorter than the limit has
+    ended: neither depends on the other rows.
+    """
+    rows, known, limit = [], set(end_tokens(config)), config.max_new_tokens or 0
+    for ids in ids_BT.tolist():
+        end = next((place for place, token in enumerate(ids, 1) if token in known), 0)
+        length = end or next((n for n in range(len(ids), 1, -1) if ids[n - 1] != config.pad_token_id), 1)
+        rows.append((ids[:length], end > 0 or length < limit))
+    return rows
+
+
+def steps_by_token(model: Any, config: GenerationConfig) -> bool:
+    """Whether transformers' `generate` runs its loop `_sample`, and no search or speculation."""
+    merged = copy.deepcopy(config)
+    merged.update(**model.generation_config.to_dict(), defaults_only=True)  # as `generate` does
+    return merged.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
+
+
+def plain_decode(
+    model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
+) -> EndedRows:
+    """Run transformers' own loop, for `generate(custom_generate=...)`; see `compact_decode`."""
+    ends = Ends(stopping_criteria, input_ids)
+    processors = on_own_tokens(logits_processor, others.get("attention_mask"), generation_config)
+    output = model._sample(input_ids, processors, ends, generation_config, **others)
+    return ends.rows(output[:, input_ids.size(1) :])
+
+
 class _Rows:
     """Rows of tokens that grow together; a row that has ended may leave.
 
@@ -156,47 +226,39 @@ class _Rows:
 
     Attributes:
         ids: (B, tokens), prompts included.
-        done: rows (B,) that had ended at the last look.
+        ends: how they ended.
     """
 
     def __init__(self, ids: torch.Tensor, stopping_criteria: Any, pad: int) -> None:
-        self.ids, self._criteria, self._pad = ids, stopping_criteria, pad
+        self.ids, self.ends, self._pad = ids, Ends(stopping_criteria, ids), pad
         self._prompts = ids.size(1)
-        self.done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        self._numbers = torch.arange(len(ids), device=ids.device)  # of these rows, among all
         self._left: list[tuple[torch.Tensor, torch.Tensor]] = []  # numbers and ids of rows before some left
         self._look_every = _LOOK_EVERY.get(ids.device.type, 1)
-        ends = [criterion.eos_token_id for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
-        self._ends = torch.cat([end.to(ids.device).view(-1) for end in ends] or [ids.new_empty(0)])
 
     def append(self, tokens: torch.Tensor) -> None:
         """Append a token (B,) to each row; finished rows get padding."""
-        self.ids = torch.cat([self.ids, tokens.masked_fill(self.done, self._pad)[:, None]], dim=1)
+        self.ids = torch.cat([self.ids, tokens.masked_fill(self.ends.done_B, self._pad)[:, None]], dim=1)
 
     def ended(self, scores: torch.Tensor) -> list[bool]:
         """Which rows have ended; none between two looks."""
-        length, every = self.ids.size(1), self._look_every
-        if (length - self._prompts) % every and length != self._criteria.max_length:
+        done_B, length = self.ends(self.ids, scores), self.ids.size(1)
+        if (length - self._prompts) % self._look_every and length != self.ends.max_length:
             return [False] * len(self.ids)
-        # transformers' criteria look at the last token; prompts are among these only where every row ends
-        ended = torch.isin(self.ids[:, -every:], self._ends).any(1)
-        self.done = self.done | ended | self._criteria(self.ids, scores)
-        return self.done.tolist()
+        return done_B.tolist()
 
     def keep(self, index: torch.Tensor) -> None:
         """Keep these rows."""
-        self._left.append((self._numbers, self.ids))
-        self.ids, self._numbers, self.done = (t[index] for t in (self.ids, self._numbers, self.done))
+        ends = self.ends
+        self._left.append((ends.rows_B, self.ids))
+        self.ids, ends.rows_B, ends.done_B = (t[index] for t in (self.ids, ends.rows_B, ends.done_B))
 
-    def output(self) -> torch.Tensor:
-        """All rows, padded after the end of each."""
-        parts = [*self._left, (self._numbers, self.ids)]
+    def output(self) -> EndedRows:
+        """All rows."""
+        parts = [*self._left, (self.ends.rows_B, self.ids)]
         output = self.ids.new_full((len(parts[0][0]), self.ids.size(1)), self._pad)
         for numbers, ids in parts:
             output[numbers, : ids.size(1)] = ids
-        is_end = torch.isin(output[:, self._prompts :], self._ends)
-        output[:, self._prompts :].masked_fill_(is_end.cumsum(1) > is_end, self._pad)
-        return output
+        return self.ends.rows(output[:, self._prompts :])
 
 
 def compact_decode(
@@ -212,16 +274,13 @@ def compact_decode(
     choice: Any,
     of_prompts: Sequence[str] = (),
     **model_kwargs: Any,
-) -> torch.Tensor:
+) -> EndedRows:
     """Decode by key, for `generate(custom_generate=...)`.
 
     Args:
         input_ids: (P, width), each prompt once.
         rows_B: for every row the number of its prompt.
         of_prompts: arguments that only the forward of the prompts takes (images).
-
-    Returns:
-        (B, width + T): prompts and new tokens, padded after the end of a row.
     """
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}

@@ -8,28 +8,30 @@ its own, it has the same shapes on every number of processes. Called by the work
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
 from ..batching.sizes import BatchGeometry
 from ..compat import CACHE
-from ..errors import PrecisionError
+from ..errors import PrecisionError, RolloutError
 from ..forward.architecture import cached_numbers
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.reference import base_model_of
 from ..forward.routing import routed
 from ..precision.non_finite import bad_weight, explanation, first_module
 from ..replay import NO_REPLAY, Replay
+from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
-from .decoding import RolloutCache, compact_decode, decodes_compactly, own_generate, unique, without_router_logits
-from .keyed import KeyedChoice, greedy_config, sample_own_tokens, sampling_filters, why_not_by_key
+from . import decoding
+from .decoding import RolloutCache, decodes_compactly, own_generate, unique, without_router_logits
+from .keyed import KeyedChoice, greedy_config, sampling_filters, why_not_by_key
 from .ragged import padded
 from .transcript import Sampled, Transcript
 
@@ -57,7 +59,7 @@ class EngineSettings:
     """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint; the others are fixed.
 
     Attributes:
-        eos_token_ids: any of these ends a completion.
+        tokenizer: for stop strings.
         filler: a token, for rows that no result contains.
         pad: the padding token of TRL's dictionary.
         chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
@@ -70,7 +72,7 @@ class EngineSettings:
     """
 
     device: torch.device
-    eos_token_ids: Sequence[int]
+    tokenizer: Any
     filler: int
     pad: int
     chunk_size: int | None = None
@@ -141,7 +143,13 @@ class TransformersEngine:
         calls = max_over_processes(len(chunks), self.settings.device) if self.settings.sharded else len(chunks)
         stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
         sampled: list[Sampled] = []
-        with without_router_logits(self.model().config), self.generating() as model:
+        policy = self.model()
+        own = {} if own_generate(policy) else {"stop_strings": None}  # they are in `config`: `build.sampling_config`
+        with (
+            without_router_logits(policy.config),
+            assigned(policy.generation_config, **own),
+            self.generating() as model,
+        ):
             for number in range(calls):
                 chunk = chunks[number] if number < len(chunks) else stand_in
                 expected = self._expected_rows(model, chunk, config)
@@ -201,38 +209,38 @@ def sample_chunk(
         compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).
 
     Raises:
-        PrecisionError: the model's scores are no distribution.
+        PrecisionError, RolloutError: the model's scores are no distribution; `generate` returns other rows.
     """
     prompts = [row.prompt_ids + row.ids for row in rows]
     firsts = numbers = list(range(len(rows)))
     if compact:
         pictures = [None] * len(rows) if images is None else images.numbers_B
-        firsts, numbers = unique(list(zip(map(tuple, prompts), pictures)))
+        firsts, numbers = unique(list(zip(map(tuple, prompts), pictures, strict=True)))
     contexts, inputs = [len(prompts[i]) for i in firsts], _model_inputs([prompts[i] for i in firsts], config, settings)
     width = inputs["input_ids"].size(1)
     if images is not None:
         inputs |= images.inputs(firsts, inputs["input_ids"], contexts, width)
-    choice = routing = None
+    choice = recorder = None
     if keyed:
         filters, recorder = sampling_filters(model, config, settings.replay)
-        routing, choice = recorder.routing, KeyedChoice(rows, width, recorder, settings.device)
+        choice = KeyedChoice(rows, width, recorder, settings.device)
         inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, choice])
-        sample = functools.partial(sample_own_tokens, synced_gpus=settings.sharded and dist.is_initialized())
-        inputs["custom_generate"], config = sample, greedy_config(model, config)
-    if compact:
-        of_prompts = inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES}
-        rows_B = torch.tensor(numbers, device=settings.device)
-        decode = functools.partial(compact_decode, rows_B=rows_B, choice=choice, of_prompts=tuple(of_prompts))
-        inputs |= {"custom_generate": decode, CACHE: RolloutCache(model, settings.device)}
-    with routed(model, routing):
+        config = greedy_config(model, config)
+    if own_generate(model) is None:
+        config = _with_loop(inputs, model, config, settings, choice, numbers if compact else None)
+    with routed(model, None if recorder is None else recorder.routing):
         output = model.generate(**inputs, generation_config=config)
     if choice is not None and choice.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")
-    ids_B = [_until_eos(row, settings.eos_token_ids) for row in output[:, width:].tolist()]
-    lengths, none_B = [len(ids) for ids in ids_B], [None] * len(rows)
-    records = none_B if choice is None else choice.recorder.records(lengths)
-    experts_B = none_B if routing is None else recorder.experts(contexts, numbers, lengths)
-    return [Sampled(ids, record=record, experts_NC=e) for ids, record, e in zip(ids_B, records, experts_B)]
+    rows_B = output if isinstance(output, list) else decoding.rows_by_ids(output[:, width:], config)
+    if len(rows_B) != len(rows):
+        raise RolloutError(f"generate returned {len(rows_B)} rows for {len(rows)} prompts; each prompt needs its own.")
+    if recorder is None:
+        return [Sampled(ids, ended=ended) for ids, ended in rows_B]
+    lengths = [len(ids) for ids, _ in rows_B]
+    experts_B = recorder.experts(contexts, numbers, lengths) if recorder.routing is not None else [None] * len(rows)
+    columns = zip(rows_B, recorder.records(lengths), experts_B, strict=True)
+    return [Sampled(ids, None, record, experts, ended) for (ids, ended), record, experts in columns]
 
 
 def _model_inputs(
@@ -245,9 +253,28 @@ def _model_inputs(
     return {"input_ids": input_ids.to(settings.device), "attention_mask": attention_mask.to(settings.device)}
 
 
-def _until_eos(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    end = next((place for place, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
-    return tokens[: end + 1]
+def _with_loop(
+    inputs: Any, model: Any, config: GenerationConfig, settings: EngineSettings, choice: Any, numbers: Any
+) -> GenerationConfig:
+    """Let `generate` run a loop that says how rows end; returns the configuration without its stop strings.
+
+    Args:
+        numbers: for every row the number of its prompt, where each prompt runs once; else None.
+    """
+    of_prompts = tuple(inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES})
+    if config.stop_strings:  # transformers takes no tokenizer beside a function
+        criterion = StopStringCriteria(settings.tokenizer, config.stop_strings)
+        inputs["stopping_criteria"] = StoppingCriteriaList([criterion])
+        config = copy.deepcopy(config)
+        config.stop_strings = None
+    if numbers is not None:
+        rows_B = torch.tensor(numbers, device=settings.device)
+        decode = functools.partial(decoding.compact_decode, rows_B=rows_B, choice=choice, of_prompts=of_prompts)
+        inputs |= {"custom_generate": decode, CACHE: RolloutCache(model, settings.device)}
+    elif decoding.steps_by_token(model, config):  # transformers does not tell a function whether processes keep step
+        synced = settings.sharded and torch.distributed.is_initialized()
+        inputs["custom_generate"] = functools.partial(decoding.plain_decode, synced_gpus=synced)
+    return config
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class ImageSource:
             return {}
         if not self.carry_images:
             return {ROW_NUMBER: torch.tensor([transcript.number for transcript in transcripts])}
-        shown = [t.prompt_alone() if out else t for t, out in zip(transcripts, masked)]
+        shown = [t.prompt_alone() if out else t for t, out in zip(transcripts, masked, strict=True)]
         return {ROW_IMAGES: Ragged.of([packed_images(transcript.images) for transcript in shown])}
 
     def of_batch(self, fields: Mapping[str, Any], training: bool) -> RowImages | None:

@@ -148,7 +148,7 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
             images=(transcript.images or None) if terms.logs_images else None,
             prompt_tokens=len(transcript.prompt_ids),
             tokens=sum(transcript.mask),
-            truncated=transcript.ids[-1] not in terms.ends,
+            truncated=not transcript.ended,
             tool_calls=transcript.tool_calls,
             tool_failures=transcript.tool_failures,
             kept_mass=_kept_mass(transcript),
@@ -174,16 +174,16 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
     """
     terms = local.terms
     masked = terms.masked(transcripts)
-    lengths = [1 if out and not whole else len(t.ids) for t, out in zip(transcripts, masked)]
-    loss_masks = masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked)]
+    lengths = [1 if out and not whole else len(t.ids) for t, out in zip(transcripts, masked, strict=True)]
+    loss_masks = masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked, strict=True)]
     columns: dict[str, Column] = {
         "prompt_ids": Ragged.of([t.prompt_ids for t in transcripts], torch.long),
         "prompt_mask": Ragged.of([torch.ones(len(t.prompt_ids), dtype=torch.long) for t in transcripts]),
-        "completion_ids": Ragged.of([t.ids[:n] for t, n in zip(transcripts, lengths)], torch.long),
+        "completion_ids": Ragged.of([t.ids[:n] for t, n in zip(transcripts, lengths, strict=True)], torch.long),
         "completion_mask": Ragged.of(masks),
     }
     if local.has_mask:
-        loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks)]
+        loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks, strict=True)]
         columns["tool_mask"] = Ragged.of(loss_masks)
     if all(t.record is not None for t in transcripts):
         columns |= _sampler_columns(transcripts, lengths, terms.replay.masks)
@@ -196,20 +196,23 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         columns[EXPERTS] = Ragged.of(experts)
     for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
         if logps is not None:  # none of the tokens of a completion that is masked out
-            columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in zip(logps, lengths)])
+            pairs = zip(logps, lengths, strict=True)
+            columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in pairs])
     if transcripts and transcripts[0].logps is not None:  # NaN where the engine could not tell
         rows = ([math.nan if value is None else value for value in t.logps or ()] for t in transcripts)
-        columns["sampling_per_token_logps"] = Ragged.of([torch.tensor(row[:n]) for row, n in zip(rows, lengths)])
+        columns["sampling_per_token_logps"] = Ragged.of(
+            [torch.tensor(row[:n]) for row, n in zip(rows, lengths, strict=True)]
+        )
     names = ("old_per_token_logps", "sampling_per_token_logps")
     if (rule := terms.ratios) is not None and all(name in columns for name in names):
-        ratios = [rule.ratios(*row) for row in zip(*(columns[name] for name in names), loss_masks)]
+        ratios = [rule.ratios(*row) for row in zip(*(columns[name] for name in names), loss_masks, strict=True)]
         columns["importance_sampling_ratio"] = torch.stack(ratios) if rule.of_sequences else Ragged.of(ratios)
     return columns
 
 
 def _sampler_columns(transcripts: Sequence[Transcript], lengths: Sequence[int], replay: bool) -> dict[str, Column]:
     """What the sampler recorded of the first tokens of each transcript."""
-    records = [t.record.first(n) for t, n in zip(transcripts, lengths) if t.record is not None]
+    records = [t.record.first(n) for t, n in zip(transcripts, lengths, strict=True) if t.record is not None]
     columns: dict[str, Column] = {SAMPLER_LOGPS: Ragged.of([record.logps_T for record in records])}
     if replay:
         columns[KEPT_COUNTS] = Ragged.of([record.counts_T for record in records])

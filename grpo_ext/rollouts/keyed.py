@@ -264,14 +264,6 @@ def on_own_tokens(processors: Any, mask: torch.Tensor | None, config: Generation
     return LogitsProcessorList([OwnTokens(p, padding_B) if wrap else p for p, wrap in zip(processors, wraps)])
 
 
-def sample_own_tokens(
-    model: Any, input_ids: Any, logits_processor: Any, generation_config: Any, tokenizer: Any = None, **options: Any
-) -> Any:
-    """transformers' own loop with processors `on_own_tokens`, for `generate(custom_generate=...)`."""
-    processors = on_own_tokens(logits_processor, options.get("attention_mask"), generation_config)
-    return model._sample(input_ids, processors, generation_config=generation_config, **options)
-
-
 def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, repeat: int = 0) -> list[int]:
     """Keys of rows of this process, one per completion.
 

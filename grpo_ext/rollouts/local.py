@@ -68,7 +68,7 @@ class Terms:
         old_logps, reference: log-probabilities of the policy that samples, of the reference model, are needed.
         unchecked: vLLM's log-probabilities are still to be compared with the policy's.
         batch_size, max_tokens: limits of a forward without gradients.
-        ends: a completion that ends in none of these tokens is truncated.
+        ends: a completion of which only the ids are known, and that ends in none of these tokens, is truncated.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
         logs_images: the table of completions shows images (`log_multimodal`).
         replay: what is recorded and replayed.
@@ -111,7 +111,7 @@ class Terms:
 
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
         """Which completions are masked out."""
-        return [self.masks_truncated and transcript.ids[-1] not in self.ends for transcript in transcripts]
+        return [self.masks_truncated and not transcript.ended for transcript in transcripts]
 
 
 @dataclass
@@ -128,6 +128,7 @@ class LocalRollout:
         reward_calls: a record of each call of a reward function, with what it logged.
         forms: which forward each model ran, where that was chosen on this process alone.
         failure: the error that ended the local phase.
+        known_ends: by ids, whether a row ended that a user's override had from TRL's method.
     """
 
     request: RolloutRequest
@@ -141,6 +142,11 @@ class LocalRollout:
     reward_calls: list[RewardCall] = field(default_factory=list)
     forms: tuple[str, ...] = ()
     failure: Exception | None = None
+    known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict)
+
+    def ended(self, ids: Sequence[int]) -> bool:
+        """Whether a row has ended of which a user's function, or a server, returned the ids alone."""
+        return self.known_ends.get(tuple(ids), bool(ids) and ids[-1] in self.terms.ends)
 
     @property
     def real_transcripts(self) -> list[Transcript]:

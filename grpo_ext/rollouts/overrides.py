@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..algorithms.keyed_random import mix
+from ..errors import RolloutError
 from ..forward.images import images_in
 from ..runtime.attributes import assigned
 from ..runtime.collectives import uneven_collectives
@@ -36,6 +37,7 @@ class MainWorker(RolloutWorker):
     active_rollout: LocalRollout | None = None
     active_chunk: list[Transcript] | None = None
     _super_calls: int = field(default=0, init=False)  # by the override that runs
+    _known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict, init=False)  # of that rollout
 
     def converse(self, local: LocalRollout) -> None:
         """Run the turns, by the user's `_generate` if there is one."""
@@ -51,7 +53,7 @@ class MainWorker(RolloutWorker):
         assert local is not None
         known, terms, transcripts = local.transcripts, local.terms, []
         keys = request_keys(local.request, len(prompts), terms.seed, terms.training, self._next_super_call())
-        for place, (prompt, key) in enumerate(zip(prompts, keys)):
+        for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
             row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
             row = dataclasses.replace(row, key=key, prompt=prompt, tool_calls=0, tool_failures=0)
             row.images = images_in(prompt)
@@ -59,6 +61,7 @@ class MainWorker(RolloutWorker):
             transcripts.append(row)
         part = LocalRollout(local.request, terms, transcripts)
         super().converse(part)
+        local.known_ends |= {tuple(row.ids): row.ended for row in transcripts}
         for place, row in enumerate(transcripts if known else ()):
             known[place % len(known)].tool_calls += row.tool_calls
             known[place % len(known)].tool_failures += row.tool_failures
@@ -77,12 +80,16 @@ class MainWorker(RolloutWorker):
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
             with (
-                assigned(self, active_chunk=chunk, _super_calls=0),
+                assigned(self, active_chunk=chunk, _super_calls=0, _known_ends=local.known_ends),
                 uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
             ):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
+            if len(ids) != len(chunk):
+                raise RolloutError(
+                    f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
+                )
             values = [None] * len(ids) if logps is None else logps
-            sampled += [Sampled(list(tokens), value) for _, tokens, value in zip(chunk, ids, values)]
+            sampled += [Sampled(list(tokens), value) for tokens, value in zip(ids, values, strict=True)]
         return sampled
 
     def turn_for_trl(
@@ -103,6 +110,7 @@ class MainWorker(RolloutWorker):
                 dataclasses.replace(row, key=key, images=shown, prompt_ids=list(ids[:cut]), ids=list(ids[cut:]))
             )
         sampled = self.engine.generate(rows, config, num_generations)
+        self._known_ends.update({tuple(row.ids): row.ended for row in sampled if row.ended is not None})
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps
 

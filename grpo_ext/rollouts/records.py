@@ -31,7 +31,7 @@ def rollout_metrics(rounds: Sequence[Round], terms: Terms, with_tools: bool) -> 
         calls, failures = sum(e.tool_calls for e in entries), sum(e.tool_failures for e in entries)
         values.append(("tools/call_frequency", calls / len(entries)))
         values.append(("tools/failure_frequency", failures / calls if calls else 0.0))
-    for name, rewards in zip(terms.rewards.names, rewards_BF.unbind(1)):  # several may have one name
+    for name, rewards in zip(terms.rewards.names, rewards_BF.unbind(1), strict=True):  # several may have one name
         values.append((f"rewards/{name}/mean", torch.nanmean(rewards).item()))
         values.append((f"rewards/{name}/std", nan_std(rewards).item()))
     total = weighted_sum(rewards_BF, weights_F)
@@ -68,7 +68,7 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
     deltas, ratios = [], []
     for batch in (part.batch for part in rounds):
         columns = (batch.loss_masks, batch["old_per_token_logps"], batch["sampling_per_token_logps"])
-        for mask, old, sampling, ratio in zip(*columns, batch["importance_sampling_ratio"]):
+        for mask, old, sampling, ratio in zip(*columns, batch["importance_sampling_ratio"], strict=True):
             delta = (old - sampling).abs()[mask.bool()]
             deltas.append(delta[~delta.isnan()])
             ratios.append(ratio if rule.of_sequences else ratio[mask.bool()])
@@ -89,7 +89,7 @@ def add_to_table(part: Round, terms: Terms) -> None:
     table = terms.table
     table["prompt"].extend(entry.prompt for entry in part.entries)
     table["completion"].extend(entry.completion for entry in part.entries)
-    for name, rewards in zip(terms.rewards.names, part.rewards_BF.unbind(1)):
+    for name, rewards in zip(terms.rewards.names, part.rewards_BF.unbind(1), strict=True):
         table["rewards"][name].extend(rewards.tolist())
     table["advantages"].extend(part.advantages_B.tolist())
     extra, columns = table["extra"], columns_of(part.reward_calls, len(part))

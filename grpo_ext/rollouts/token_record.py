@@ -150,15 +150,9 @@ class Recorder(LogitsProcessor):
             self._experts.setdefault(row, []).append(experts_TC)
 
     def records(self, lengths: Sequence[int]) -> list[TokenRecord]:
-        """The records of the first tokens of each row.
-
-        Tokens after the last one that was drawn are neutral: padding after an end token that `generate` knows alone.
-        """
+        """The records of the first tokens of each row."""
         self._flush()
-        return [
-            TokenRecord.joined([*self._parts[row], TokenRecord.neutral(length)]).first(length)
-            for row, length in enumerate(lengths)
-        ]
+        return [TokenRecord.joined(self._parts[row]).first(length) for row, length in enumerate(lengths)]
 
     def experts(self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
         """The experts (N, C) of the prompt and the first tokens of each row.

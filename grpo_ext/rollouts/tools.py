@@ -11,7 +11,7 @@ import asyncio
 import concurrent.futures
 import inspect
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,12 +38,14 @@ class TurnLimits:
         context: tokens of prompt and completion that the model can read.
         max_turns: how many times tools answer.
         seconds: time limit of a call of a tool, or of an environment's `reset`; None: no limit.
+        message_ends: tokens that end a message; after another end (a stop string) an answer begins with the template's.
     """
 
     max_completion_length: int
     context: int = sys.maxsize
     max_turns: int = sys.maxsize
     seconds: float | None = None
+    message_ends: Container[int] = ()
 
     def has_room(self, transcript: Transcript, answer: int) -> bool:
         """Whether an answer of that many tokens fits, with one token of context left for the model."""
@@ -85,7 +87,8 @@ class Toolbox:
             if not t.calls or t.turns >= limits.max_turns:
                 continue
             answers = self._answers(t, limits.seconds)
-            ids = chat.suffix_ids(answers)
+            by_string = t.ended and bool(t.ids) and t.ids[-1] not in limits.message_ends
+            ids = chat.suffix_ids(answers, by_string)
             t.calls = []
             if limits.has_room(t, len(ids)):
                 t.turns += 1
@@ -144,7 +147,7 @@ class Toolbox:
         futures = [asyncio.run_coroutine_threadsafe(coroutine, self.loop) for _, coroutine in later]
         concurrent.futures.wait(futures, timeout=seconds)
         results = []
-        for (name, _), future in zip(later, futures):
+        for (name, _), future in zip(later, futures, strict=True):
             try:
                 if not future.done():
                     future.cancel()

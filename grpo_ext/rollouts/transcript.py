@@ -27,12 +27,14 @@ class Sampled:
         logps: the log-probability of each, of an engine that returns them.
         record: of the same tokens; None where the engine makes none.
         experts_NC: the experts of the tokens before and of these, as the engine recorded them (`routing_replay`).
+        ended: something ended it, and no limit of length or time; None: only its last token can tell.
     """
 
     ids: list[int]
     logps: list[float | None] | None = None
     record: TokenRecord | None = field(default=None, compare=False)
     experts_NC: torch.Tensor | None = field(default=None, compare=False)
+    ended: bool | None = None
 
     def first(self, tokens: int) -> Sampled:
         """The first tokens."""
@@ -40,7 +42,7 @@ class Sampled:
         record = None if self.record is None else self.record.first(tokens)
         cut = max(len(self.ids) - tokens, 0)
         experts = None if self.experts_NC is None else self.experts_NC[: len(self.experts_NC) - cut]
-        return Sampled(self.ids[:tokens], logps, record, experts)
+        return Sampled(self.ids[:tokens], logps, record, experts, self.ended and not cut)
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Transcript:
         prompt_images: how many of `images` are the prompt's.
         environment: the instance that this completion acts in; None without environments.
         environment_name: its name among several factories; None where there is one.
+        ended: something ended its latest turn; False: that was cut off at the limit, so the completion is truncated.
         calls: tool calls of the last message that wait for an answer.
         turns: how often tools have answered.
         tool_calls, tool_failures: numbers of calls so far, and of those that failed.
@@ -87,6 +90,7 @@ class Transcript:
     prompt_images: int = 0
     environment: Any = None
     environment_name: str | None = None
+    ended: bool = True
     calls: list[Mapping[str, Any]] = field(default_factory=list)
     turns: int = 0
     tool_calls: int = 0
@@ -98,7 +102,7 @@ class Transcript:
             self.record = turn.record
         elif self.record is not None:
             self.record = None if turn.record is None else TokenRecord.joined([self.record, turn.record])
-        self.experts_NC = _continued(self.experts_NC, turn.experts_NC)
+        self.experts_NC, self.ended = _continued(self.experts_NC, turn.experts_NC), bool(turn.ended)
         self.ids = [*self.ids, *turn.ids]
         self.mask = [*self.mask, *[1] * len(turn.ids)]
         if turn.logps is not None:

@@ -71,8 +71,11 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
         raise RolloutError(f"_generate returned {kind}; return the tuple of {_GENERATED} values that TRL's returns.")
     prompt_ids, ids, masks, completions, logps, extra_fields, images, _ = generated
     rows = local.transcripts
-    if len(ids) != len(rows):
-        raise RolloutError(f"_generate returned {len(ids)} completions for {len(rows)} prompts; return one for each.")
+    columns = {"completions": ids, "prompt_ids": prompt_ids, "messages": completions, "masks": masks, "logps": logps}
+    columns |= {"images": images, **{name: values for name, values in extra_fields.items() if isinstance(values, list)}}
+    for name, values in columns.items():
+        if values is not None and len(values) != len(rows):
+            raise RolloutError(f"_generate returned {len(values)} {name} for {len(rows)} prompts; return one for each.")
     _fill(local, prompt_ids, ids, masks, logps, extra_fields)
     for place, row in enumerate(rows):
         row.completion = completions[place]
@@ -86,7 +89,7 @@ def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
     masks, kept_ids_B = fields.pop("env_mask", None), fields.pop("kept_ids", None)
     _fill(local, output["prompt_ids"], output["completion_ids"], masks, output["logprobs"], fields)
     if local.terms.replay.masks and kept_ids_B is not None:
-        for transcript, kept_ids in zip(local.transcripts, kept_ids_B):
+        for transcript, kept_ids in zip(local.transcripts, kept_ids_B, strict=True):
             transcript.record = TokenRecord.of_kept(kept_ids, transcript.logps)
     local.extra_fields = fields
 
@@ -97,10 +100,7 @@ def _fill(local: LocalRollout, prompt_ids: Any, ids: Any, masks: Any, logps: Any
         transcript.prompt_ids, transcript.ids = list(prompt_ids[place]), list(ids[place])
         transcript.mask = [1] * len(transcript.ids) if masks is None else list(masks[place])
         transcript.logps = None if logps is None else list(logps[place])
-        transcript.record = transcript.experts_NC = None
+        transcript.record, transcript.experts_NC, transcript.ended = None, None, local.ended(transcript.ids)
         for name, values in fields.items():
-            if not isinstance(values, list):
-                transcript.row[name] = values
-            elif place < len(values):
-                transcript.row[name] = values[place]
+            transcript.row[name] = values[place] if isinstance(values, list) else values
     local.has_mask = masks is not None

@@ -18,6 +18,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
+from ..errors import RolloutError
 from ..forward.routing import Router
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group
@@ -75,11 +76,11 @@ class VllmEngine:
                 profiler=self.profile("vLLM.generate"),
             )
             first = self.generation.accelerator.process_index % engines * len(ids)  # of the rows of all of them
-            completions = llm.completions[first:]
+            completions = llm.completions[first : first + len(ids)]
             sampled = sampled_of(self.generation, ids, logps, completions)
             if not self.routers:
                 return sampled
-            rows = zip(sampled, completions, prompts)
+            rows = zip(sampled, completions, prompts, strict=True)
             return [
                 replace(turn, experts_NC=experts_of(completion, len(prompt) + len(turn.ids), self.routers))
                 for turn, completion, prompt in rows
@@ -113,7 +114,7 @@ class VllmServer:
         features = None
         if any(transcript.images for transcript in firsts):
             parts = self.client.image_features([transcript.images or None for transcript in firsts])
-            features = [settings._place_features(part, ids) for part, ids in zip(parts, prompts)]
+            features = [settings._place_features(part, ids) for part, ids in zip(parts, prompts, strict=True)]
         names = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
         options = {name: getattr(settings, name) for name in names}
         options |= {"min_p": 0.0 if settings.min_p is None else settings.min_p, "n": copies}
@@ -127,6 +128,8 @@ class VllmServer:
 
         with self.profile("vLLM.generate"), ThreadPoolExecutor(min(_CONCURRENT, len(prompts))) as pool:
             answers = list(pool.map(send, range(len(prompts))))
+        if wrong := [len(answer["completion_ids"]) for answer in answers if len(answer["completion_ids"]) != copies]:
+            raise RolloutError(f"the vLLM server returned {wrong[0]} completions of a prompt; {copies} were wanted.")
         ids = [row for answer in answers for row in answer["completion_ids"]]
         known = answers[0]["logprobs"] is not None
         logps = [row for answer in answers for row in answer["logprobs"]] if known else None
@@ -149,15 +152,21 @@ def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completion
     """The turn of each row, with the log-probability of each sampled token, which vLLM lists first.
 
     Args:
-        completions: what vLLM returned of each, where it returns masks.
+        completions: what vLLM returned of each; none of a server, which tells no end but by its last token.
     """
     values = [None] * len(ids) if logps is None else [[token[0] for token in row] for row in logps]
     records: Iterable[TokenRecord | None] = [None] * len(ids)
     if generation.mask_bound is not None:
-        records = map(mask_record, completions, ids, values)
+        records = [mask_record(*row) for row in zip(completions, ids, values, strict=True)]
     elif generation.unfiltered:
-        records = (TokenRecord.of_kept([()] * len(row), value) for row, value in zip(ids, values))
-    return [Sampled(list(row), value, record) for row, value, record in zip(ids, values, records)]
+        records = [TokenRecord.of_kept([()] * len(row), value) for row, value in zip(ids, values, strict=True)]
+    reasons = [getattr(each, "finish_reason", None) for each in completions]
+    if not reasons:  # what is shorter than the limit was ended by a stop string
+        stops, limit = "stop" in (generation.generation_kwargs or {}), generation.max_completion_length
+        reasons = ["stop" if stops and len(row) < limit else None for row in ids]
+    ended = [None if reason is None else reason == "stop" for reason in reasons]
+    columns = zip(ids, values, records, ended, strict=True)
+    return [Sampled(list(row), value, record, ended=ended) for row, value, record, ended in columns]
 
 
 def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[int]:

@@ -141,7 +141,7 @@ class ColocatedEngine:
     def generate(self, prompts: Any, sampling_params: Any, **options: Any) -> Any:
         if self.seeds is not None:
             seeds, sampling_params = self.seeds, [sampling_params.clone() for _ in self.seeds]
-            for params, seed in zip(sampling_params, seeds):
+            for params, seed in zip(sampling_params, seeds, strict=True):
                 params.seed = seed
         outputs = self.engine.generate(prompts, sampling_params=sampling_params, lora_request=self.adapter, **options)
         self.completions = [completion for output in outputs for completion in output.outputs]

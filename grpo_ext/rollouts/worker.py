@@ -114,7 +114,7 @@ class RolloutWorker:
             raise RolloutError(f"_tokenize_prompts returned {len(ids)} lists of token ids for {len(prompts)} prompts.")
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
             self.chat.check_ids(list(prompt_ids), f"the prompt {reprlib.repr(prompt)}")
-        for transcript, number in zip(transcripts, numbers):
+        for transcript, number in zip(transcripts, numbers, strict=True):
             transcript.prompt_ids = list(ids[number])
 
     # ---- Turns ----------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class RolloutWorker:
             take_rollout(local, terms.hooks.rollout([transcript.prompt for transcript in transcripts]))
         else:
             self.tokenize(transcripts, terms)
-            for transcript, turn in zip(transcripts, self.generate(local, transcripts)):
+            for transcript, turn in zip(transcripts, self.generate(local, transcripts), strict=True):
                 transcript.add_sampled(turn)
         self.chat.decode(transcripts)
         if not self.chat.tools:
@@ -134,7 +134,7 @@ class RolloutWorker:
         local.has_mask = True
         active = [] if local.request.empty else transcripts
         while self._any(active := self.toolbox.answer(active, self.chat, terms.limits)):
-            for transcript, turn in zip(active, self.generate(local, active)):
+            for transcript, turn in zip(active, self.generate(local, active), strict=True):
                 continue_with(transcript, turn, self.chat, terms.limits)
 
     def _any(self, active: Sequence[Transcript]) -> bool:
@@ -144,12 +144,12 @@ class RolloutWorker:
         """One turn of some transcripts; where a forward is a collective every process calls this for every turn."""
         with self.clock.phase("rollout"):
             sampled = self.sample_turn(local, transcripts)
-        if missing := len(transcripts) - len(sampled):
-            raise RuntimeError(
-                f"No completions were generated for {missing} of {len(transcripts)} prompts. This usually means that "
-                "the generation backend failed to return any results; see the generation logs above for the error."
+        if len(sampled) != len(transcripts):
+            raise RolloutError(
+                f"{len(sampled)} completions were sampled for {len(transcripts)} prompts, and each needs its own; the "
+                "log above says why where the generation failed."
             )
-        return sampled
+        return [t if t.ended is not None else dataclasses.replace(t, ended=local.ended(t.ids)) for t in sampled]
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """What the engine samples; for a process without prompts one token per stand-in."""
@@ -181,7 +181,8 @@ class RolloutWorker:
             of_model = dataclasses.replace(rows, experts_NC=None) if by_reference else rows
             logps_S, experts_NC = self._log_probs(of_model, terms, by_reference)
             if has_rows and experts_NC is not None:
-                for transcript, (start, stop) in zip(local.transcripts, itertools.pairwise(rows.starts_B)):
+                bounds = itertools.pairwise(rows.starts_B)
+                for transcript, (start, stop) in zip(local.transcripts, bounds, strict=True):
                     transcript.experts_NC = experts_NC[start:stop]
                 share_prompt_experts(local.transcripts, local.request.num_generations)
             return list(logps_S.cpu().split(list(rows.completions_B))) if has_rows else []
@@ -206,7 +207,7 @@ class RolloutWorker:
     def _token_rows(self, local: LocalRollout) -> TokenRows:
         """The transcripts for a forward; a completion that is masked out has no tokens."""
         masked = local.terms.masked(local.transcripts)
-        shown = [t.prompt_alone() if out else t for t, out in zip(local.transcripts, masked)]
+        shown = [t.prompt_alone() if out else t for t, out in zip(local.transcripts, masked, strict=True)]
         tokens = [token for t in shown for token in t.prompt_ids + t.ids]
         ids = torch.tensor(tokens, dtype=torch.long)
         images = self.images.of_transcripts(shown) if shown else None
@@ -214,7 +215,7 @@ class RolloutWorker:
         same = same_prompts(same_text, images)
         lengths, kept_B = [len(t.ids) for t in shown], None
         if local.terms.replay.masks:
-            kept_B = [(t.record or TokenRecord.neutral(n)).kept.first(n) for t, n in zip(shown, lengths)]
+            kept_B = [(t.record or TokenRecord.neutral(n)).kept.first(n) for t, n in zip(shown, lengths, strict=True)]
         experts_B = [experts for t in shown if (experts := t.experts) is not None]
         experts_NC = torch.cat(experts_B) if experts_B else None  # recorded by the forward of these rows
         prompts = [len(t.prompt_ids) for t in shown]

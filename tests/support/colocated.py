@@ -14,13 +14,13 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from tests.support.tiny import tiny_model
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
 class Params(SimpleNamespace):
     """vLLM's `SamplingParams`."""
 
-    min_tokens, seed = 0, None
+    min_tokens, seed, stop, stop_token_ids = 0, None, (), ()
 
     def clone(self) -> Params:
         return copy.copy(self)
@@ -59,12 +59,14 @@ class Engine:
 
     def sample(self, prompt: list[int], params: Params) -> Any:
         generator, ids, logps, masks = torch.Generator().manual_seed(params.seed), [], [], []
-        while len(ids) < params.max_tokens and (not ids or ids[-1] != 1):
+        ends = {1, *params.stop_token_ids, *tiny_tokenizer().convert_tokens_to_ids(list(params.stop))}
+        while len(ids) < params.max_tokens and ends.isdisjoint(ids[-1:]):
             scores = self.scores(torch.tensor([prompt + ids]), params, len(ids))
             ids.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
             logps.append({ids[-1]: SimpleNamespace(logprob=float(scores[0, ids[-1]]), rank=1)})
             masks.append(scores[0].isfinite().nonzero().flatten().tolist())
-        completion = SimpleNamespace(token_ids=ids, logprobs=logps)
+        reason = "stop" if ids[-1] in ends else "length"
+        completion = SimpleNamespace(token_ids=ids, logprobs=logps, finish_reason=reason)
         if self.returns_masks:
             completion.sampling_mask = self.masks_of(masks)
         return SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])

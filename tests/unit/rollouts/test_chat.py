@@ -30,6 +30,19 @@ def test_a_template_that_writes_calls_again_is_refused():
         Chat(tokenizer, [count]).suffix_ids([{"role": "tool", "name": "count", "content": "3"}])
 
 
+def test_an_answer_after_a_stop_string_begins_with_the_end_of_the_message():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}a:"
+    chat, limits = Chat(tokenizer, [count]), TurnLimits(10**4, message_ends={1})
+    call = {"type": "function", "function": {"name": "count", "arguments": {"number": 3}}}
+    rows = [Transcript({}, key=0, ids=ids, mask=[1, 1], completion=[{}], calls=[call]) for ids in ([5, 1], [5, 6])]
+    Toolbox([count], Environments()).answer(rows, chat, limits)
+    after_end, after_string = rows
+    assert after_end.ids[1] == after_string.ids[2] == 1
+    assert after_end.ids[2:] == after_string.ids[3:]
+    assert after_string.mask[:4] == [1, 1, 0, 0]
+
+
 def test_calls_are_none_in_a_run_without_tools():
     chat = chat_with()
     transcripts = [Transcript({}, key=0, prompt=[{"role": "user", "content": "a"}], ids=[n]) for n in range(3, 30)]

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, choose_by_blocks, completion_keys
-from grpo_ext.rollouts import decoding, engine, keyed
+from grpo_ext.rollouts import decoding, keyed
 from grpo_ext.rollouts.decoding import GrowingLayer, decodes_compactly, own_generate, remaining_rows
 from tests.support.architectures import HYBRID, architecture
 from tests.support.rollouts import sampled_chunk
@@ -102,15 +102,6 @@ def test_the_way_of_cuda_gives_the_same_completions(monkeypatch):
     assert rows[-1] < rows[0]
     assert sum(rows) > sum(n for n, _ in often[1:])
     assert sample(model, compact=True, max_new_tokens=10) == [row[:10] for row in expected]
-
-
-def test_what_follows_an_end_is_padding(monkeypatch):
-    monkeypatch.setattr(decoding, "_LOOK_EVERY", {"cpu": 16})
-    monkeypatch.setattr(engine, "_until_eos", lambda tokens, ends: tokens)
-    rows = sample(model_of("qwen2"), compact=True)
-    ends = [next((i for i, token in enumerate(row) if token in ENDS), len(row)) for row in rows]
-    assert len(set(ends)) > 4
-    assert all(set(row[end + 1 :]) <= {PAD} for row, end in zip(rows, ends))
 
 
 def test_a_growing_layer_holds_what_a_dynamic_one_holds():

@@ -236,7 +236,7 @@ def transcripts(places) -> list[Transcript]:
 
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
 def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
-    settings = EngineSettings(CPU, chunk_size=size, eos_token_ids=[EOS], filler=EOS, pad=EOS)
+    settings = EngineSettings(CPU, None, chunk_size=size, filler=EOS, pad=EOS)
     parts = [[t.place for t in part] for part in settings.chunks(transcripts(places), 1)]
     assert [place for part in parts for place in part] == places
     assert all(part for part in parts)
@@ -246,7 +246,7 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
 def engine_of(model, sharded: bool = False, rows_per_call: int | None = None) -> TransformersEngine:
     """With chunks of two groups of four."""
     PartialState()  # the logger asks it which process this is
-    ends = {"eos_token_ids": [EOS], "filler": EOS, "pad": EOS}
+    ends = {"tokenizer": None, "filler": EOS, "pad": EOS}
     settings = EngineSettings(CPU, chunk_size=8, rows_per_call=rows_per_call, sharded=sharded, **ends)
     memory = Halving("generation", "", not sharded)
     return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)

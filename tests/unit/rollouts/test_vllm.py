@@ -136,6 +136,23 @@ def test_a_server_is_asked_once_for_each_prompt_and_answers_in_order():
         assert request["generation_kwargs"]["min_tokens"] == 1
 
 
+def test_a_server_that_returns_other_rows_is_refused():
+    engine, _ = server()
+    answer = engine.client.generate
+    engine.client.generate = lambda n, **request: answer(n=n + 1, **request)
+    with pytest.raises(RolloutError, match="returned 3 completions of a prompt; 2 were wanted"):
+        engine.generate(transcripts(), None, 2)
+
+
+def test_a_server_with_stop_strings_ends_what_is_shorter_than_the_limit():
+    engine, _ = server()
+    assert {row.ended for row in engine.generate(transcripts(), None, 2)} == {None}  # only the last token can tell
+    engine.generation.generation_kwargs = {"stop": ["a"]}
+    assert {row.ended for row in engine.generate(transcripts(), None, 2)} == {True}
+    engine.generation.max_completion_length = 1
+    assert {row.ended for row in engine.generate(transcripts(), None, 2)} == {None}
+
+
 def test_rows_that_no_longer_share_their_tokens_are_asked_for_one_by_one():
     engine, asked = server()
     rows = transcripts()[1:]  # a transcript of the first group has ended

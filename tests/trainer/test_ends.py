@@ -1,0 +1,229 @@
+"""Each row ends where generation ended it, whatever ended it, and nothing in it depends on its neighbours in a call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import ConfigError, RolloutError
+from tests.support.colocated import stand_in
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.trainers import change, error, make, passing_on
+from tests.tolerances import DIFFERENT, UPDATE
+
+LIMIT = 12
+STOPS = {19, 20, 22, 24, 25}  # letters that are in no special token
+ENDS = {1, *STOPS}
+LETTERS = [tiny_tokenizer().decode([token]) for token in sorted(STOPS)]
+
+
+class OnLetters(StoppingCriteria):
+    """A user's criterion."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.isin(input_ids[:, -1], torch.tensor(sorted(STOPS)))
+
+
+class StopsByItself(transformers.Qwen2ForCausalLM):
+    """A model with a criterion of its own."""
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        return StoppingCriteriaList([*super()._get_stopping_criteria(*args, **kwargs), OnLetters()])
+
+
+def own_config(**settings: Any) -> Any:
+    """A model whose own generation_config has these settings."""
+    model = tiny_model()
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+def with_criterion() -> Any:
+    model = tiny_model()
+    model.__class__ = StopsByItself
+    return model
+
+
+CAUSES: dict[str, Callable[[], dict[str, Any]]] = {
+    "end tokens": lambda: {"generation_kwargs": {"eos_token_id": sorted(STOPS)}},
+    "the model's end tokens": lambda: {"model": own_config(eos_token_id=sorted(ENDS))},
+    "stop strings": lambda: {"generation_kwargs": {"stop_strings": LETTERS}},
+    "the model's stop strings": lambda: {"model": own_config(stop_strings=LETTERS)},
+    "a criterion": lambda: {"model": with_criterion()},
+}
+
+
+def run(folder: Any, **settings: Any) -> tuple[torch.Tensor, list[list[int]], dict[str, float]]:
+    """The update of one step, its completions and its log."""
+    cls = settings.pop("cls", GRPOTrainer)
+    trainer = make(folder, settings.pop("model", "qwen2"), cls=cls, max_steps=1, num_generations=8, **settings)
+    update = change(trainer)
+    return update, [row.tolist() for row in trainer._rollouts.batch["completion_ids"]], trainer.state.log_history[0]
+
+
+def check(rows: list[list[int]], log: dict[str, float], ends: set[int] = ENDS) -> None:
+    """Rows go up to their first end or to the limit, and the log says how many were cut off."""
+    for row in rows:
+        assert ends.isdisjoint(row[:-1])
+        assert row[-1] in ends or len(row) == LIMIT
+    ended = [len(row) for row in rows if row[-1] in ends]
+    assert 0 < len(ended) < len(rows)
+    assert len(set(ended)) > 2
+    assert log["completions/clipped_ratio"] == 1 - len(ended) / len(rows)
+    assert log["completions/mean_terminated_length"] == pytest.approx(sum(ended) / len(ended))
+    assert log["completions/max_length"] == LIMIT
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("cause", list(CAUSES))
+def test_a_row_ends_where_generation_ended_it(tmp_path, cause, compact):
+    update, rows, log = run(tmp_path, compact_rollouts=compact, **CAUSES[cause]())
+    check(rows, log)
+    again, others, _ = run(tmp_path, compact_rollouts=compact, rollout_chunk_size=8, **CAUSES[cause]())
+    assert others == rows
+    assert error(update, again) < UPDATE
+    if cause == "end tokens":
+        assert error(update, run(tmp_path)[0]) > DIFFERENT
+
+
+def test_a_model_with_its_own_generate_ends_rows_before_their_padding(tmp_path):
+    model = tiny_model()
+    model.generate = functools.partial(model.generate, stopping_criteria=StoppingCriteriaList([OnLetters()]))
+    _, rows, log = run(tmp_path, model=model)
+    assert all(ENDS.isdisjoint(row[:-1]) for row in rows)
+    assert all(row[-1] in ENDS or len(row) == LIMIT for row in rows)
+    ended = [row[-1] == 1 or len(row) < LIMIT for row in rows]  # of a row of full length only the ids are known
+    assert log["completions/clipped_ratio"] == 1 - sum(ended) / len(rows)
+
+
+@pytest.mark.parametrize("stops", [{"stop_token_ids": sorted(STOPS)}, {"stop": LETTERS}], ids=str)
+def test_vllm_says_how_a_row_ended(tmp_path, monkeypatch, stops):
+    stand_in(monkeypatch.setattr)
+    _, rows, log = run(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs=stops, top_k=0)
+    check(rows, log)
+
+
+def test_a_time_limit_cuts_rows_off(tmp_path):
+    for compact in (True, False):
+        _, rows, log = run(tmp_path, compact_rollouts=compact, generation_kwargs={"max_time": 1e-9})
+        assert {len(row) for row in rows} == {1}
+        assert log["completions/clipped_ratio"] == sum(row[-1] != 1 for row in rows) / len(rows) > 0
+
+
+@pytest.mark.parametrize("pad", ["a", "<eos>"])
+@pytest.mark.parametrize("compact", [True, False])
+def test_the_padding_token_is_a_token_like_any_other(tmp_path, pad, compact):
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = pad
+    settings = {"processing_class": tokenizer, "compact_rollouts": compact, "mask_truncated_completions": True}
+    settings["generation_kwargs"] = {"stop_strings": LETTERS}
+    update, rows, log = run(tmp_path, **settings)
+    full = [row for row in rows if len(row) > 1 or row[-1] in ENDS]  # one token is left of a masked completion
+    assert all(row[-1] in ENDS and ENDS.isdisjoint(row[:-1]) for row in full)
+    assert log["completions/clipped_ratio"] == 1 - sum(row[-1] in ENDS for row in rows) / len(rows)
+    assert tokenizer.pad_token_id == 1 or any(tokenizer.pad_token_id in row for row in rows)
+    assert error(update, run(tmp_path, rollout_chunk_size=8, **settings)[0]) < UPDATE
+
+
+def test_a_search_ends_at_a_stop_token_too(tmp_path):
+    _, rows, _ = run(tmp_path, generation_kwargs={"num_beams": 2, "eos_token_id": sorted(STOPS)})
+    assert len(rows) == 16
+    assert all(ENDS.isdisjoint(row[:-1]) and 0 not in row for row in rows)
+
+
+@pytest.mark.parametrize("hook", ["_generate_single_turn", "_generate"])
+def test_an_override_that_passes_rows_on_changes_no_end(tmp_path, hook):
+    settings = {"generation_kwargs": {"stop_strings": LETTERS}}
+    _, rows, log = run(tmp_path, cls=passing_on(hook), **settings)
+    check(rows, log)
+    assert rows == run(tmp_path, **settings)[1]
+
+
+class Own(GRPOTrainer):
+    """A user's sampling, of which only the ids are known: stop tokens end a row here too."""
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        return [[5, 6, 20] if place % 2 else [5] * LIMIT for place in range(len(prompt_ids))], None
+
+
+def test_ids_of_a_users_own_end_at_every_end_token(tmp_path):
+    assert run(tmp_path, cls=Own)[2]["completions/clipped_ratio"] == 1.0
+    assert run(tmp_path, cls=Own, generation_kwargs={"eos_token_id": [20]})[2]["completions/clipped_ratio"] == 0.5
+
+
+# ---- Rows ----------------------------------------------------------------------------------------------------------
+
+
+def test_several_rows_of_a_prompt_are_refused(tmp_path, monkeypatch):
+    for settings in ({"generation_kwargs": {"num_return_sequences": 2}}, {"model": own_config(num_return_sequences=2)}):
+        with pytest.raises(ConfigError, match="num_return_sequences=2"):
+            make(tmp_path, **settings)
+    stand_in(monkeypatch.setattr)
+    with pytest.raises(ConfigError, match=r"n=2 in generation_kwargs"):
+        make(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs={"n": 2})
+
+
+def test_rows_that_become_more_later_are_refused(tmp_path):
+    for compact in (True, False):
+        trainer = make(tmp_path, max_steps=1, compact_rollouts=compact)
+        trainer.generation_config.num_return_sequences = 2
+        with pytest.raises(RolloutError, match=r"generate returned 32 rows for 16 prompts"):
+            trainer.train()
+
+
+def twice(rows: Any) -> Any:
+    return [row for row in rows for _ in range(2)]
+
+
+class Doubled(GRPOTrainer):
+    """Returns every row twice."""
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        ids, logps = super()._generate_single_turn(*args, **kwargs)
+        return twice(ids), logps
+
+
+class OtherPrompts(GRPOTrainer):
+    """Returns more prompts than completions."""
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        prompt_ids, *others = super()._generate(*args, **kwargs)
+        return (twice(prompt_ids), *others)
+
+
+@pytest.mark.parametrize(
+    ("cls", "match"),
+    [
+        (Doubled, "_generate_single_turn returned 32 completions for 16 prompts"),
+        (OtherPrompts, "_generate returned 32 prompt_ids for 16 prompts"),
+    ],
+)
+def test_an_override_that_returns_other_rows_is_refused(tmp_path, cls, match):
+    with pytest.raises(RolloutError, match=match):
+        make(tmp_path, cls=cls, max_steps=1).train()
+
+
+# ---- Before training -----------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="has no end token"):
+        make(tmp_path, processing_class=tokenizer)
+
+
+def test_stop_strings_that_cannot_stop_are_refused(tmp_path):
+    stops = {"generation_kwargs": {"stop_strings": ["a"]}}
+    with pytest.raises(ConfigError, match="does not know them"):
+        make(tmp_path, use_transformers_continuous_batching=True, **stops)
+    with pytest.raises(ValueError, match="unable to identify tokens"):
+        make(tmp_path, generation_kwargs={"stop_strings": ["\u00e9"]})
