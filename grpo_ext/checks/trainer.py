@@ -5,6 +5,7 @@ Differs from TRL: the errors come at construction, with the values, the rule and
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
+from .changes import built_for, other_sampling, refuse_changes, refuse_overrides
 from .data import (
     check_images,
     check_prompt_lengths,
@@ -58,8 +60,6 @@ from .replay import check_replay
 
 logger = get_logger(__name__)
 
-# methods of sampling that users override
-_SAMPLING_HOOKS = ("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts")
 _UNUSED_HOOKS = (
     "_get_train_sampler",
     "_get_eval_sampler",
@@ -101,21 +101,6 @@ def check_arguments(
         check_tools(tools or [], processing_class, first_rows)
     check_stream(data_sets[0], config.dynamic_sampling, isinstance(processing_class, ProcessorMixin) and not answers)
     return processing_class
-
-
-def refuse_overrides(trainer: Any) -> None:
-    """Raise a ConfigError for overrides that would not be called, or not with the weights that sample."""
-    if method := overridden(trainer, "_tool_call_loop"):
-        raise ConfigError(
-            f"{method} would not be called: this trainer answers tools transcript by transcript. Override "
-            "_generate_single_turn (called for every turn) or _generate (makes whole completions) instead."
-        )
-    if trainer.args.rollout_lag and (method := overridden(trainer, *_SAMPLING_HOOKS)):
-        raise ConfigError(
-            f"rollout_lag={trainer.args.rollout_lag} and {method}: it would sample with the weights that are trained, "
-            "on a thread beside training. Use rollout_lag=0; _calculate_rewards, compute_loss and "
-            "_get_per_token_logps_and_entropies may be overridden with a lag too."
-        )
 
 
 def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
@@ -235,12 +220,13 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     if config.rollout_lag:
         _check_ahead(trainer, config)
     check_replay(trainer)
+    trainer._rollouts.recheck = functools.partial(refuse_changes, trainer, built_for(trainer))
     return uncovered + _check_lengths(trainer, config)
 
 
 def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
     """Refuse models, data and ways to sample that `rollout_lag` cannot be combined with."""
-    sampling = _other_sampling(trainer) or own_generate(trainer.model)
+    sampling = other_sampling(trainer) or own_generate(trainer.model)
     noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
         f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
@@ -288,20 +274,11 @@ def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -
     return longest + trainer.max_completion_length
 
 
-def _other_sampling(trainer: Any) -> str | None:
-    """What samples in the place of vLLM and of this trainer's own sampling; None where nothing does."""
-    override = own_sampling(trainer)
-    if override is None and (trainer.use_vllm or samples_by_key(trainer)):
-        return None
-    generate = own_generate(trainer.accelerator.unwrap_model(trainer.model))
-    return override or generate or "beam search, do_sample=False or a paged cache"
-
-
 def check_bitwise(trainer: Any) -> None:
     """Raise a ConfigError for parts that would break the same bits."""
     models = [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]
     client = getattr(trainer._rollouts.worker.engine, "client", None)
-    sampling = _other_sampling(trainer)
+    sampling = other_sampling(trainer)
     others = {
         f"reward models ({', '.join(models)}; the bits of a score depend on the batch it is computed in, so use a "
         "function that scores one completion at a time)": models,

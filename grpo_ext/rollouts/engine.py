@@ -53,7 +53,9 @@ class Engine(Protocol):
 
 @dataclass
 class EngineSettings:
-    """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint; the others are fixed.
+    """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint.
+
+    A rollout batch that begins brings `eos_token_ids`, `pad` and `multiple`; the others are fixed.
 
     Attributes:
         eos_token_ids: any of these ends a completion.

@@ -15,10 +15,12 @@ from transformers import GenerationConfig
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
 from ..batching.prompt_order import RolloutRequest
+from ..errors import GrpoExtError
 from ..replay import Replay
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
-from .tools import TurnLimits
+from .chat import Chat
+from .tools import Toolbox, TurnLimits
 from .transcript import Transcript
 
 
@@ -68,6 +70,9 @@ class Terms:
         old_logps, reference: log-probabilities of the policy that samples, of the reference model, are needed.
         unchecked: vLLM's log-probabilities are still to be compared with the policy's.
         batch_size, max_tokens: limits of a forward without gradients.
+        chat: the chat template, with the tools that prompts show.
+        toolbox: the tools that are called, and the environments.
+        eos_token_ids, pad, multiple: see `EngineSettings`.
         ends: a completion that ends in none of these tokens is truncated.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
         logs_images: the table of completions shows images (`log_multimodal`).
@@ -75,6 +80,7 @@ class Terms:
         record_experts: the forward of the policy's log-probabilities records the experts, because the sampler does not.
         truncating: the filters that leave out tokens, with their settings.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
+        refused: the error of a change that cannot be followed, raised where the rollout batch is sampled.
     """
 
     training: bool
@@ -94,6 +100,11 @@ class Terms:
     unchecked: bool
     batch_size: int
     max_tokens: int | None
+    chat: Chat
+    toolbox: Toolbox
+    eos_token_ids: Sequence[int]
+    pad: int
+    multiple: int | None
     ends: Container[int]
     masks_truncated: bool
     logs_images: bool
@@ -103,6 +114,7 @@ class Terms:
     truncating: Mapping[str, Any]
     ratios: RatioRule | None
     hooks: Hooks
+    refused: GrpoExtError | None
 
     @property
     def scores_policy(self) -> bool:

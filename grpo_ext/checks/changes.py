@@ -1,0 +1,117 @@
+"""What a user may not change once a trainer is built; all other settings are read when a rollout batch begins.
+
+Called when a rollout batch begins, after a subclass's `__init__` and callbacks. The error is raised where the rollout
+batch is sampled, and so on every process.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import ProcessorMixin
+
+from ..errors import ConfigError, refuse_combination, shortened
+from ..rollouts.build import CHANGE_ROWS, overridden, own_sampling, samples_by_key, suppressed_in, template_of
+from ..rollouts.decoding import own_generate
+from ..rollouts.vllm import SENT
+from .replay import check_replay
+
+# methods of sampling that users override
+_SAMPLING_HOOKS = (
+    *("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts"),
+    "_get_tool_suffix_ids",
+)
+_PLANNED = ("num_generations", "num_iterations")  # steps are planned with these
+_ENGINE = (
+    *("use_vllm", "vllm_mode", "use_transformers_continuous_batching"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),  # `generation_config` holds copies
+)
+
+
+def built_for(trainer: Any) -> dict[str, Any]:
+    """The settings that components are built for, by name."""
+    answers = bool(trainer.tools or trainer.environment_factories)
+    settings = {name: getattr(trainer, name) for name in (*_PLANNED, *_ENGINE)} | {
+        "sampling_mask or routing_replay": trainer.args.replay,
+        "suppress_tokens or min_new_tokens": [ids.tolist() for ids in suppressed_in(trainer)],
+        "vllm_generation": (engine := trainer.vllm_generation if trainer.use_vllm else None),
+        "environment_factories (none or some)": trainer.environment_factories is not None,
+        "processing_class (a tokenizer or a processor)": isinstance(trainer.processing_class, ProcessorMixin),
+    }
+    if isinstance(trainer.processing_class, ProcessorMixin):  # whether rows carry their images
+        settings["tools (none or some, of a model that takes images)"] = answers
+        settings[f"an override of {' or '.join(CHANGE_ROWS)}"] = any(map(trainer._override_of, CHANGE_ROWS))
+    if trainer.args.rollout_lag:  # the thread has a copy of the one, and reads the other while it samples
+        settings["ref_model"] = trainer.ref_model
+        settings |= {f"vllm_generation.{name}": copy.copy(getattr(engine, name, None)) for name in SENT}
+    return settings
+
+
+def refuse_changes(trainer: Any, planned: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a change that cannot be followed.
+
+    Args:
+        planned: of `built_for`, when the trainer was built.
+    """
+    for name, value in built_for(trainer).items():
+        if value != planned.get(name) and (trainer.model.training or name not in _PLANNED):
+            _refuse(name, value, f"steps and rollout batches are planned with {shortened(repr(planned.get(name)), 80)}")
+    prepare, prompts = trainer._rollouts.images.prepare, (trainer.processing_class, template_of(trainer))
+    if prepare is not None and prompts != (prepare.processor, prepare.template):
+        _refuse("processing_class, chat_template or its arguments", prompts, "images are prepared with those of before")
+    if trainer.beta and trainer.ref_model is None and not hasattr(trainer.model, "peft_config"):
+        _refuse("beta", trainer.beta, "beta=0 has loaded no reference model")
+    loop = getattr(trainer, "async_loop", None)
+    if later := [tool for tool in trainer._standalone_tools if loop is None and inspect.iscoroutinefunction(tool)]:
+        _refuse("tools", later, "no event loop was started for asynchronous ones")
+    if missing := (trainer.environment_factories or {}).keys() - getattr(trainer, "_env_tools", {}).keys():
+        _refuse("environment_factories", list(missing), "the tools of these environments are not known")
+    if trainer.model.training:
+        refuse_replaced(trainer)
+
+
+def _refuse(name: str, value: Any, reason: str) -> None:
+    raise ConfigError(
+        f"{name} was changed to {shortened(repr(value), 80)} after the trainer was built, and {reason}; set it in "
+        "GRPOConfig, or pass it to the trainer."
+    )
+
+
+def refuse_replaced(trainer: Any) -> None:
+    """Raise a ConfigError for methods and ways to sample that were replaced and cannot be run."""
+    refuse_overrides(trainer)
+    check_replay(trainer)
+    args, sampling = trainer.args, other_sampling(trainer)
+    models = args.bitwise_invariant and any(isinstance(part, nn.Module) for part in trainer.reward_funcs)
+    for name in ("rollout_lag", "bitwise_invariant"):
+        if value := getattr(args, name):
+            others = {f"{sampling} (only this trainer's own sampling)": sampling, "a reward model": models}
+            refuse_combination(f"{name}={value}", others, "Turn one of the two off.")
+
+
+def refuse_overrides(trainer: Any) -> None:
+    """Raise a ConfigError for overrides that would not be called, or not with the weights that sample."""
+    if method := overridden(trainer, "_tool_call_loop"):
+        raise ConfigError(
+            f"{method} would not be called: this trainer answers tools transcript by transcript. Override "
+            "_generate_single_turn (called for every turn) or _generate (makes whole completions) instead."
+        )
+    if trainer.args.rollout_lag and (method := overridden(trainer, *_SAMPLING_HOOKS)):
+        raise ConfigError(
+            f"rollout_lag={trainer.args.rollout_lag} and {method}: it would sample with the weights that are trained, "
+            "on a thread beside training. Use rollout_lag=0; _calculate_rewards, compute_loss and "
+            "_get_per_token_logps_and_entropies may be overridden with a lag too."
+        )
+
+
+def other_sampling(trainer: Any) -> str | None:
+    """What samples in the place of vLLM and of this trainer's own sampling; None where nothing does."""
+    override = own_sampling(trainer)
+    if override is None and (trainer.use_vllm or samples_by_key(trainer)):
+        return None
+    generate = own_generate(trainer.accelerator.unwrap_model(trainer.model))
+    return override or generate or "beam search, do_sample=False or a paged cache"
