@@ -25,6 +25,7 @@ _SAMPLING_HOOKS = (
     *("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts"),
     "_get_tool_suffix_ids",
 )
+_UNSENT = ("min_p", "max_completion_length", "generation_kwargs")  # vLLM reads them under other names
 _PLANNED = ("num_generations", "num_iterations")  # steps are planned with these
 _ENGINE = (
     *("use_vllm", "vllm_mode", "use_transformers_continuous_batching"),
@@ -38,7 +39,7 @@ def built_for(trainer: Any) -> dict[str, Any]:
     settings = {name: getattr(trainer, name) for name in (*_PLANNED, *_ENGINE)} | {
         "sampling_mask or routing_replay": trainer.args.replay,
         "suppress_tokens or min_new_tokens": [ids.tolist() for ids in suppressed_in(trainer)],
-        "vllm_generation": (engine := trainer.vllm_generation if trainer.use_vllm else None),
+        "vllm_generation": (engine := trainer.vllm_generation if trainer.args.use_vllm else None),
         "environment_factories (none or some)": trainer.environment_factories is not None,
         "processing_class (a tokenizer or a processor)": isinstance(trainer.processing_class, ProcessorMixin),
     }
@@ -47,7 +48,7 @@ def built_for(trainer: Any) -> dict[str, Any]:
         settings[f"an override of {' or '.join(CHANGE_ROWS)}"] = any(map(trainer._override_of, CHANGE_ROWS))
     if trainer.args.rollout_lag:  # the thread has a copy of the one, and reads the other while it samples
         settings["ref_model"] = trainer.ref_model
-        settings |= {f"vllm_generation.{name}": copy.copy(getattr(engine, name, None)) for name in SENT}
+        settings |= {f"vllm_generation.{name}": copy.copy(getattr(engine, name, None)) for name in (*SENT, *_UNSENT)}
     return settings
 
 
@@ -111,7 +112,7 @@ def refuse_overrides(trainer: Any) -> None:
 def other_sampling(trainer: Any) -> str | None:
     """What samples in the place of vLLM and of this trainer's own sampling; None where nothing does."""
     override = own_sampling(trainer)
-    if override is None and (trainer.use_vllm or samples_by_key(trainer)):
+    if override is None and (trainer.args.use_vllm or samples_by_key(trainer)):
         return None
     generate = own_generate(trainer.accelerator.unwrap_model(trainer.model))
     return override or generate or "beam search, do_sample=False or a paged cache"

@@ -122,7 +122,7 @@ def _settings(trainer: Any) -> EngineSettings:
         replay=trainer.args.replay,
         fp16=trainer.args.fp16,
     )
-    if not trainer.use_vllm:
+    if not trainer.args.use_vllm:
         settings.resize_chunks(trainer.geometry)
     return settings
 
@@ -131,7 +131,7 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
     def model() -> Any:
         return trainer.accelerator.unwrap_model(trainer.model)
 
-    if trainer.use_vllm:
+    if trainer.args.use_vllm:
         profile = functools.partial(compat.profiling_context, trainer)
         client = compat.client_of(trainer.vllm_generation) if trainer.vllm_mode == "server" else None
         bound = mask_bound(trainer.args, trainer.rollout_func)
@@ -164,7 +164,7 @@ def _returned_routers(trainer: Any) -> list[Router]:
 
 
 def _check(trainer: Any, engine: Any) -> EngineCheck | None:
-    if not (trainer.use_vllm and trainer.args.vllm_check):
+    if not (trainer.args.use_vllm and trainer.args.vllm_check):
         return None
 
     def surplus() -> float | None:
@@ -182,7 +182,7 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
 
 def load_weights(trainer: Any) -> None:
     """Send the current weights to vLLM; by TRL's rule once for each step that samples."""
-    if not trainer.use_vllm:
+    if not trainer.args.use_vllm:
         return
     ahead, step = trainer._rollouts.ahead, trainer.state.global_step
     if ahead is not None:  # the server may still sample with other weights
@@ -221,7 +221,7 @@ def terms_of(trainer: Any) -> Terms:
         table=trainer._logs,
         pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         state=trainer.state,
-        generation_config=None if trainer.use_vllm else trainer.generation_config,
+        generation_config=None if trainer.args.use_vllm else trainer.generation_config,
         old_logps=steps > 1 or ratios is not None or (training and bool(args.rollout_lag)),
         reference=trainer.beta != 0.0,
         unchecked=rollouts.check is not None and not rollouts.check.done,
@@ -247,14 +247,16 @@ def terms_of(trainer: Any) -> Terms:
 
 def _turn_limits(trainer: Any) -> TurnLimits:
     with_images = trainer._rollouts.images.prepare is not None
-    context = context_length(trainer.model.config, with_images, trainer.vllm_generation if trainer.use_vllm else None)
+    context = context_length(
+        trainer.model.config, with_images, trainer.vllm_generation if trainer.args.use_vllm else None
+    )
     longest = trainer.max_completion_length or sys.maxsize
     return TurnLimits(longest, context, trainer.max_tool_calling_iterations, trainer.args.tool_timeout)
 
 
 def _ratio_rule(trainer: Any) -> RatioRule | None:
     """How vLLM's log-probabilities correct the loss; None where they do not."""
-    if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
+    if not (trainer.args.use_vllm and trainer.vllm_importance_sampling_correction):
         return None
     bounds = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
     return RatioRule(trainer.vllm_importance_sampling_mode, *bounds)
@@ -292,7 +294,7 @@ def _toolbox(trainer: Any) -> Toolbox:
 
 def outside_masks(trainer: Any) -> dict[str, bool]:
     """Settings of this trainer's sampling that replayed masks do not describe, for `refuse_combination`."""
-    if trainer.use_vllm or trainer.rollout_func is not None:  # rollouts.vllm_replay checks vLLM's
+    if trainer.args.use_vllm or trainer.rollout_func is not None:  # rollouts.vllm_replay checks vLLM's
         return {}
     model = trainer.accelerator.unwrap_model(trainer.model)
     return not_replayed(model, trainer.generation_config, trainer.temperature)
@@ -300,7 +302,7 @@ def outside_masks(trainer: Any) -> dict[str, bool]:
 
 def suppressed_in(trainer: Any) -> list[torch.Tensor]:
     """The sets of tokens that this trainer's sampling suppresses."""
-    if trainer.use_vllm or not trainer.args.replay.masks:
+    if trainer.args.use_vllm or not trainer.args.replay.masks:
         return []
     model = trainer.accelerator.unwrap_model(trainer.model)
     return suppressed_tokens(model, trainer.generation_config, trainer.eos_token_ids)
@@ -311,7 +313,7 @@ def hooks_of(trainer: Any) -> Hooks:
     args = trainer.args
     reason = why_equal(args, trainer._rollouts.worker.settings.sharded, rollout_func=True)
     needs_logps = None
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+    if trainer.args.use_vllm and trainer.vllm_importance_sampling_correction:
         needs_logps = (
             "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
         )
@@ -362,6 +364,6 @@ def _samples_experts(trainer: Any) -> bool:
 
 def truncating_filters(trainer: Any) -> dict[str, Any]:
     """The settings of this trainer's sampling that leave out tokens."""
-    if trainer.use_vllm:
+    if trainer.args.use_vllm:
         return vllm_filters(trainer.args)
     return truncating(filter_values(trainer.accelerator.unwrap_model(trainer.model), trainer.generation_config))

@@ -7,17 +7,28 @@ docs/overrides.md; settings of the loss are in test_hooks.
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trl
+from transformers import AutoModelForSequenceClassification
 
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import ConfigError
 from tests.parity.scripts import EOS, TEMPLATE, by_turn, call, chat_tokenizer, conversations, letters, scripted_model
-from tests.support.beside_trl import changing, learns_as_in_trl, setting
-from tests.support.tiny import given_rollout, letter_reward, sparse_reward, stock_scores, tool
+from tests.support.beside_trl import build, changing, learns_as_in_trl, setting
+from tests.support.images import image_model, image_processor, image_rows
+from tests.support.launch import ROOT
+from tests.support.own_generate import Sampler
+from tests.support.tiny import given_rollout, letter_reward, prompts, sparse_reward, stock_scores, tiny_model, tool
 from tests.support.tool_runs import count, transcript_reward
+from tests.support.trainers import make, on
 
 Change = Callable[[Any], None]
 OTHER = TEMPLATE.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}?!")
@@ -61,7 +72,9 @@ def talking(*replies: str) -> Callable[[], dict[str, Any]]:
     def parts() -> dict[str, Any]:
         tokenizer = chat_tokenizer()
         said = replies or (f"a{EOS}", call("count", number=3) + EOS)
-        model = scripted_model(tokenizer, by_turn(list(said), [f"bcd{EOS}", call("count", number=5) + EOS], [f"e{EOS}"]))
+        model = scripted_model(
+            tokenizer, by_turn(list(said), [f"bcd{EOS}", call("count", number=5) + EOS], [f"e{EOS}"])
+        )
         usual = {"reward_funcs": transcript_reward, "train_dataset": conversations(), "processing_class": tokenizer}
         return {"model": model, "tools": [count], **usual}
 
@@ -212,3 +225,228 @@ FOLLOWED = {
 def test_a_change_is_followed_as_in_trl(tmp_path, name, when):
     case = FOLLOWED[name]
     learns_as_in_trl(tmp_path, when(case.act), case.parts, case.differs, **case.settings)
+
+
+def test_padding_follows_the_multiple(tmp_path):
+    widths: list[tuple[int, ...]] = []
+
+    class Scoring:
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            scored = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            widths.append(tuple(scored[f"{name}_ids"].size(1) for name in ("prompt", "completion")))
+            return scored
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            assert inputs["completion_ids"].size(1) % (32 if self.state.global_step else 1) == 0  # type: ignore[attr-defined]
+            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+
+    model = tiny_model()
+    model.generate = sampler = Sampler()
+    mixin = type("Both", (Scoring, once(setting("pad_to_multiple_of", 32))), {})
+    build(tmp_path, GRPOTrainer, mixin, parts=lambda: {"model": model}).train()
+    assert [width % 32 for width in widths[1]] == [0, 0] != [width % 32 for width in widths[0]]
+    assert sampler.given[-1]["input_ids"].size(1) % 32 == 0
+
+
+def test_the_number_of_completions_of_an_evaluation_is_followed(tmp_path):
+    scored: list[int] = []
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        scored.append(len(completions))
+        return [0.0] * len(completions)
+
+    trainer = make(tmp_path, reward=reward, eval_dataset=prompts(3))
+    trainer.num_generations_eval = 2
+    trainer.evaluate()
+    assert sum(scored) == 6
+
+
+# ---- Overridden -----------------------------------------------------------------------------------------------------
+
+
+def shouted(trainer: Any) -> None:
+    """Assigns a `_get_tool_suffix_ids` that adds a token to TRL's."""
+    inner = trainer._get_tool_suffix_ids
+    trainer._get_tool_suffix_ids = lambda answers: [*inner(answers), 9]
+
+
+@stock_scores
+@WHEN
+def test_the_tokens_of_answers_are_the_users(tmp_path, when):
+    learns_as_in_trl(tmp_path, when(shouted), talking(), **TURNS)
+
+
+# ---- Refused --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A change that is refused.
+
+    Attributes:
+        name: what docs/overrides.md calls it, and the error.
+        act: makes it.
+        in_init: a subclass's `__init__` may make it.
+    """
+
+    name: str
+    act: Change
+    parts: Callable[[], dict[str, Any]] = dict
+    settings: dict[str, Any] = field(default_factory=dict)
+    says: str = "{} was changed to"
+    in_init: bool = False
+
+
+def own_model() -> dict[str, Any]:
+    """A model that samples by key."""
+    return {"model": tiny_model()}
+
+
+def seeing() -> dict[str, Any]:
+    """A model that takes images."""
+    model, rows = image_model("llava"), image_rows(8)
+    return {"model": model, "processing_class": image_processor("llava"), "train_dataset": rows}
+
+
+def scored_by_a_model(trainer: Any) -> None:
+    trainer.reward_funcs = [AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)]
+
+
+AHEAD, BITWISE = {"rollout_lag": 1, "max_steps": 4}, {"bitwise_invariant": True, "canonical_unit_size": 4}
+AHEAD_SAYS = "rollout_lag=1 and .*{}"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+REFUSED = [
+    Refused("num_generations", setting("num_generations", 8)),
+    Refused("num_iterations", setting("num_iterations", 2)),
+    Refused("use_vllm", setting("use_vllm", True)),
+    Refused("vllm_mode", setting("vllm_mode", "server")),
+    Refused("use_transformers_continuous_batching", setting("use_transformers_continuous_batching", True)),
+    *(Refused(name, setting(name, 0.5)) for name in SAMPLING),
+    Refused(
+        "suppress_tokens",
+        lambda trainer: setattr(trainer.generation_config, "suppress_tokens", [5]),
+        own_model,
+        {"sampling_mask": "replay", "top_k": 5},
+        "{} or min_new_tokens was changed to",
+    ),
+    Refused(
+        "sampling_mask", setting("args.sampling_mask", "replay"), own_model, says="{} or routing_replay was changed to"
+    ),
+    Refused("beta", setting("beta", 0.1)),
+    Refused("tools", lambda trainer: trainer.tools.append(later), talking(), TURNS),
+    Refused(
+        "environment_factories",
+        setting("environment_factories", {None: Counter}),
+        talking(),
+        TURNS,
+        "{} .none or some. was changed to",
+    ),
+    Refused(
+        "environment_factories",
+        setting("environment_factories", None),
+        playing,
+        TURNS,
+        "{} .none or some. was changed to",
+    ),
+    Refused(
+        "environment_factories",
+        lambda trainer: trainer.environment_factories.update(other=Counter),
+        playing,
+        TURNS,
+    ),
+    Refused(
+        "processing_class",
+        lambda trainer: setattr(trainer, "processing_class", image_processor("llava")),
+        says="{} .a tokenizer or a processor. was changed to",
+    ),
+    Refused(
+        "chat_template_kwargs",
+        setting("chat_template_kwargs", {"style": "curt"}),
+        seeing,
+        says="processing_class, chat_template or its arguments was changed to",
+        in_init=True,
+    ),
+    Refused("tools", setting("tools", [count]), seeing, says="{} .none or some, of a model that takes images. was"),
+    Refused("_generate", setting("_generate", print), seeing, says="an override of .*{} was changed to"),
+    Refused("_tool_call_loop", setting("_tool_call_loop", print), says="{} would not be called"),
+    Refused("ref_model", other_reference, own_model, {**AHEAD, "beta": 0.1}),
+    Refused("_generate_single_turn", setting("_generate_single_turn", print), own_model, AHEAD, AHEAD_SAYS),
+    Refused("_get_tool_suffix_ids", setting("_get_tool_suffix_ids", print), own_model, AHEAD, AHEAD_SAYS),
+    Refused("rollout_func", setting("rollout_func", given_rollout), own_model, AHEAD, "rollout_lag=1 cannot .*{}"),
+    Refused("rollout_func", setting("rollout_func", given_rollout), own_model, BITWISE, "bitwise.* cannot .*{}"),
+    Refused("reward_funcs", scored_by_a_model, own_model, BITWISE, "bitwise_invariant=True cannot .* reward model"),
+]
+
+
+@WHEN
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_a_change_that_cannot_be_followed_is_refused_by_name(tmp_path, case, when):
+    trainer = build(tmp_path, GRPOTrainer, when(case.act), parts=case.parts, **case.settings)
+    if case.in_init and when is afterwards:
+        trainer.train()
+        return
+    with pytest.raises(ConfigError, match=case.says.format(re.escape(case.name))):
+        trainer.train()
+    lag = trainer.args.rollout_lag if when is once else 0
+    assert trainer.state.global_step <= (when is once) + lag
+
+
+# ---- With a lag -----------------------------------------------------------------------------------------------------
+
+
+def test_with_a_lag_a_change_acts_on_rollout_batches_that_begin_later(tmp_path):
+    """Whatever the speed: a rollout batch that waits for the thread has the settings of its submission."""
+    seen: list[tuple[str, int]] = []
+
+    def at_step(state: Any) -> None:
+        trainer.chat_template_kwargs["style"] = "abcdef"[state.global_step]
+        trainer.processing_class.chat_template = TEMPLATE.replace("<model>", "<model>" + "!" * state.global_step)
+        trainer.mask_truncated_completions = state.global_step > 1
+
+    def note(state: Any) -> None:
+        columns = {name: list(column) for name, column in trainer._rollouts.batch.columns.items()}
+        text = tokenizer.decode(columns["prompt_ids"][0])
+        truncated = sum(int(mask.sum()) == 0 for mask in columns["completion_mask"])
+        seen.append((f"{text[1]}{text.count('!')}", min(truncated, 1)))
+
+    tokenizer = chat_tokenizer()
+    model = scripted_model(tokenizer)
+    del model.generate
+    parts = {"processing_class": tokenizer, "train_dataset": conversations(), "reward": transcript_reward}
+    trainer = make(tmp_path, model, **parts, rollout_lag=1, max_steps=5, rollout_chunk_size=16)
+    trainer.add_callback(on("on_step_begin", at_step))
+    trainer.add_callback(on("on_step_end", note))
+    trainer.train()
+    assert seen == [("a0", 0), ("a0", 0), ("b1", 0), ("c2", 1), ("d3", 1)]
+
+
+# ---- The documents --------------------------------------------------------------------------------------------------
+
+
+def read_by_trl() -> set[str]:
+    """The attributes of a trainer that TRL's methods of a rollout read."""
+    methods = ("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tool_call_loop")
+    methods += ("_calculate_rewards", "_get_tool_suffix_ids", "_tokenize_prompts")
+    text = "".join(inspect.getsource(getattr(trl.GRPOTrainer, name)) for name in methods)
+    return set(re.findall(r"self\.([a-z][a-z_0-9]*)", text))
+
+
+# what users have no reason to set, with what it is
+LEFT_ALONE = {
+    "accelerator": "of the run",
+    "args": "sizes of forwards without gradients",
+    "async_loop": "started by TRL",
+    "environments": "set at each rollout batch",
+    "model": "trained",
+    "model_wrapped": "trained",
+    "state": "of transformers' loop",
+}
+
+
+def test_the_list_of_the_documents_is_tested_and_holds_what_trl_reads():
+    page = (Path(ROOT) / "docs" / "overrides.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "rollout batch" in line.split("|")[2]]
+    documented = set(re.findall(r"`([a-z_0-9]+)`", "".join(row.split("|")[1] for row in rows)))
+    tested = {case.name for case in (*FOLLOWED.values(), *REFUSED)}
+    assert tested - documented == set()
+    assert read_by_trl() - documented - LEFT_ALONE.keys() == set()
