@@ -163,7 +163,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             forwards=self._forwards,
             clock=self._clock,
             images=self._rollouts.images,
-            settings=self._rollouts.worker.settings,
+            pad_token_id=self._rollouts.worker.settings.pad,
             cost=token_cost(base_model_of(self.model)),
         )
         self._keeper = RunKeeper(self, user_args)

@@ -25,73 +25,59 @@ _SAMPLING_HOOKS = (
     *("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts"),
     "_get_tool_suffix_ids",
 )
-_UNSENT = ("min_p", "max_completion_length", "generation_kwargs")  # vLLM reads them under other names
 _PLANNED = ("num_generations", "num_iterations")  # steps are planned with these
 _ENGINE = (
-    *("use_vllm", "vllm_mode", "use_transformers_continuous_batching"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),  # `generation_config` holds copies
+    *("use_vllm", "vllm_mode", "use_transformers_continuous_batching", "pad_to_multiple_of"),
 )
 
 
 def built_for(trainer: Any) -> dict[str, Any]:
     """The settings that components are built for, by name."""
-    answers = bool(trainer.tools or trainer.environment_factories)
+    engine = trainer.vllm_generation if trainer.args.use_vllm else None
+    answers, prepare = bool(trainer.tools or trainer.environment_factories), trainer._rollouts.images.prepare
     settings = {name: getattr(trainer, name) for name in (*_PLANNED, *_ENGINE)} | {
         "sampling_mask or routing_replay": trainer.args.replay,
         "suppress_tokens or min_new_tokens": [ids.tolist() for ids in suppressed_in(trainer)],
-        "vllm_generation": (engine := trainer.vllm_generation if trainer.args.use_vllm else None),
-        "environment_factories (none or some)": trainer.environment_factories is not None,
-        "processing_class (a tokenizer or a processor)": isinstance(trainer.processing_class, ProcessorMixin),
+        "vllm_generation": engine,
+        "pad_token_id": trainer._tokenizer.pad_token_id,
+        "names in environment_factories": set(trainer.environment_factories or ()),
+        "processing_class (a processor)": isinstance(trainer.processing_class, ProcessorMixin),
+        "tools (asynchronous, without an event loop)": getattr(trainer, "async_loop", None) is None
+        and any(map(inspect.iscoroutinefunction, trainer._standalone_tools)),
+        "beta (without a reference model)": bool(trainer.beta)
+        and trainer.ref_model is None
+        and not hasattr(trainer.model, "peft_config"),
     }
-    if isinstance(trainer.processing_class, ProcessorMixin):  # whether rows carry their images
-        settings["tools (none or some, of a model that takes images)"] = answers
+    if prepare is not None:
+        settings["tools (of a model that takes images)"] = answers  # whether rows carry their images
         settings[f"an override of {' or '.join(CHANGE_ROWS)}"] = any(map(trainer._override_of, CHANGE_ROWS))
+        prompts = trainer.processing_class, template_of(trainer)
+        settings["processing_class or chat_template"] = prompts != (prepare.processor, prepare.template)
     if trainer.args.rollout_lag:  # the thread has a copy of the one, and reads the other while it samples
         settings["ref_model"] = trainer.ref_model
-        settings |= {f"vllm_generation.{name}": copy.copy(getattr(engine, name, None)) for name in (*SENT, *_UNSENT)}
+        settings |= {f"vllm_generation.{name}": copy.copy(getattr(engine, name, None)) for name in SENT}
     return settings
 
 
 def refuse_changes(trainer: Any, planned: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for a change that cannot be followed.
-
-    Args:
-        planned: of `built_for`, when the trainer was built.
-    """
+    """Raise a ConfigError for a change since the trainer was built (`planned`: `built_for`) that cannot be followed."""
     for name, value in built_for(trainer).items():
         if value != planned.get(name) and (trainer.model.training or name not in _PLANNED):
-            _refuse(name, value, f"steps and rollout batches are planned with {shortened(repr(planned.get(name)), 80)}")
-    prepare, prompts = trainer._rollouts.images.prepare, (trainer.processing_class, template_of(trainer))
-    if prepare is not None and prompts != (prepare.processor, prepare.template):
-        _refuse("processing_class, chat_template or its arguments", prompts, "images are prepared with those of before")
-    if trainer.beta and trainer.ref_model is None and not hasattr(trainer.model, "peft_config"):
-        _refuse("beta", trainer.beta, "beta=0 has loaded no reference model")
-    loop = getattr(trainer, "async_loop", None)
-    if later := [tool for tool in trainer._standalone_tools if loop is None and inspect.iscoroutinefunction(tool)]:
-        _refuse("tools", later, "no event loop was started for asynchronous ones")
-    if missing := (trainer.environment_factories or {}).keys() - getattr(trainer, "_env_tools", {}).keys():
-        _refuse("environment_factories", list(missing), "the tools of these environments are not known")
+            raise ConfigError(
+                f"{name} was changed to {shortened(repr(value), 80)} after the trainer was built, and steps and "
+                f"rollout batches are planned with {shortened(repr(planned.get(name)), 80)}; set it in GRPOConfig, or "
+                "pass it to the trainer."
+            )
     if trainer.model.training:
-        refuse_replaced(trainer)
-
-
-def _refuse(name: str, value: Any, reason: str) -> None:
-    raise ConfigError(
-        f"{name} was changed to {shortened(repr(value), 80)} after the trainer was built, and {reason}; set it in "
-        "GRPOConfig, or pass it to the trainer."
-    )
-
-
-def refuse_replaced(trainer: Any) -> None:
-    """Raise a ConfigError for methods and ways to sample that were replaced and cannot be run."""
-    refuse_overrides(trainer)
-    check_replay(trainer)
-    args, sampling = trainer.args, other_sampling(trainer)
-    models = args.bitwise_invariant and any(isinstance(part, nn.Module) for part in trainer.reward_funcs)
-    for name in ("rollout_lag", "bitwise_invariant"):
-        if value := getattr(args, name):
-            others = {f"{sampling} (only this trainer's own sampling)": sampling, "a reward model": models}
-            refuse_combination(f"{name}={value}", others, "Turn one of the two off.")
+        refuse_overrides(trainer)
+        check_replay(trainer)
+        args, sampling = trainer.args, other_sampling(trainer)
+        models = args.bitwise_invariant and any(isinstance(part, nn.Module) for part in trainer.reward_funcs)
+        others = {f"{sampling} (only this trainer's own sampling)": sampling, "a reward model": models}
+        for name in ("rollout_lag", "bitwise_invariant"):
+            if value := getattr(args, name):
+                refuse_combination(f"{name}={value}", others, "Turn one of the two off.")
 
 
 def refuse_overrides(trainer: Any) -> None:

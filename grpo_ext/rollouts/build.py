@@ -201,7 +201,7 @@ def load_weights(trainer: Any) -> None:
 def terms_of(trainer: Any) -> Terms:
     """The terms of a rollout batch that begins now; nothing in them changes later but TRL's records and the state."""
     args, training, rollouts = trainer.args, trainer.model.training, trainer._rollouts
-    refused, ratios, pad = _refused_change(trainer), _ratio_rule(trainer), trainer._tokenizer.pad_token_id
+    refused, ratios = _refused_change(trainer), _ratio_rule(trainer)
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
     with_images = rollouts.images.prepare is not None
     return Terms(
@@ -230,9 +230,7 @@ def terms_of(trainer: Any) -> Terms:
         chat=_chat(trainer),
         toolbox=_toolbox(trainer),
         eos_token_ids=tuple(trainer.eos_token_ids),
-        pad=pad,
-        multiple=trainer.pad_to_multiple_of,
-        ends=frozenset((*trainer.eos_token_ids, pad)),
+        ends=frozenset((*trainer.eos_token_ids, rollouts.worker.settings.pad)),
         masks_truncated=trainer.mask_truncated_completions,
         logs_images=with_images and trainer.log_multimodal,
         limits=_turn_limits(trainer),
@@ -247,9 +245,8 @@ def terms_of(trainer: Any) -> Terms:
 
 def _turn_limits(trainer: Any) -> TurnLimits:
     with_images = trainer._rollouts.images.prepare is not None
-    context = context_length(
-        trainer.model.config, with_images, trainer.vllm_generation if trainer.args.use_vllm else None
-    )
+    engine = trainer.vllm_generation if trainer.args.use_vllm else None
+    context = context_length(trainer.model.config, with_images, engine)
     longest = trainer.max_completion_length or sys.maxsize
     return TurnLimits(longest, context, trainer.max_tool_calling_iterations, trainer.args.tool_timeout)
 

@@ -53,12 +53,10 @@ class Engine(Protocol):
 
 @dataclass
 class EngineSettings:
-    """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint.
-
-    A rollout batch that begins brings `eos_token_ids`, `pad` and `multiple`; the others are fixed.
+    """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint; most others are fixed.
 
     Attributes:
-        eos_token_ids: any of these ends a completion.
+        eos_token_ids: any of these ends a completion, in the rollout batch that is sampled.
         filler: a token, for rows that no result contains.
         pad: the padding token of TRL's dictionary.
         chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.

@@ -72,8 +72,7 @@ class Terms:
         batch_size, max_tokens: limits of a forward without gradients.
         chat: the chat template, with the tools that prompts show.
         toolbox: the tools that are called, and the environments.
-        eos_token_ids, pad, multiple: see `EngineSettings`.
-        ends: a completion that ends in none of these tokens is truncated.
+        eos_token_ids: any of these ends a completion; one that ends in none of `ends` is truncated.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
         logs_images: the table of completions shows images (`log_multimodal`).
         replay: what is recorded and replayed.
@@ -103,8 +102,6 @@ class Terms:
     chat: Chat
     toolbox: Toolbox
     eos_token_ids: Sequence[int]
-    pad: int
-    multiple: int | None
     ends: Container[int]
     masks_truncated: bool
     logs_images: bool

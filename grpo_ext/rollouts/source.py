@@ -175,7 +175,6 @@ class Rollouts:
         if self.ahead is not None and terms.training:
             local = self.ahead.part_of(rows)
             self.sampled_at = self.ahead.jobs[0].weights.step
-            self.worker.follow(terms)
             self.worker.show_environments(local.transcripts)
             return self._joined(local, terms)
         if self.worker.settings.sharded:

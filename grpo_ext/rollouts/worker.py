@@ -77,7 +77,7 @@ class RolloutWorker:
         """
         if terms.refused is not None:
             raise terms.refused
-        self.follow(terms)
+        self.settings.eos_token_ids = terms.eos_token_ids
         local = LocalRollout(rows.request, terms)
         try:
             if not rows.request.empty or terms.hooks.need_all_processes or self.shards_vision:
@@ -93,12 +93,6 @@ class RolloutWorker:
         self.add_logprobs(local)
         self.add_rewards(local)
         return local
-
-    def follow(self, terms: Terms) -> None:
-        """Pad and end rows by the settings of a rollout batch from now on."""
-        settings = self.settings
-        settings.eos_token_ids, settings.pad, settings.multiple = terms.eos_token_ids, terms.pad, terms.multiple
-        self.forwards.multiple = terms.multiple or 1
 
     # ---- Prompts --------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from ..errors import MemoryShortageError
 from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..forward.runner import ForwardRunner
 from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
-from ..rollouts.engine import EngineSettings
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes
@@ -141,7 +140,6 @@ class StepPlanner:
 
     Attributes:
         clock: takes the seconds of the phase "train".
-        settings: the padding of TRL's dictionary.
         images: from the columns of completions to their images.
         cost: of a token, by which groups are assigned to processes.
     """
@@ -151,7 +149,7 @@ class StepPlanner:
     forwards: ForwardRunner
     clock: PhaseClock
     images: ImageSource
-    settings: EngineSettings
+    pad_token_id: int
     cost: TokenCost
     limits: MicroBatchLimits = field(init=False)
 
@@ -225,7 +223,7 @@ class StepPlanner:
     ) -> tuple[Inputs, TokenRows]:
         """TRL's padded dictionary of completions, with `constants`, on the device; and the tokens without padding."""
         selected = rollout.select(rows)
-        batch = selected.collate(self.settings.pad, self.forwards.multiple) | (constants or {})
+        batch = selected.collate(self.pad_token_id, self.forwards.multiple) | (constants or {})
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return to_device(batch, self.accelerator.device), self._token_rows(selected, training)
 
