@@ -1,7 +1,6 @@
 """What a user may not change once a trainer is built; all other settings are read when a rollout batch begins.
 
-Called when a rollout batch begins, after a subclass's `__init__` and callbacks. The error is raised where the rollout
-batch is sampled, and so on every process.
+Called when a rollout batch begins, and so after a subclass's `__init__` and after callbacks.
 """
 
 from __future__ import annotations
@@ -34,23 +33,21 @@ _ENGINE = (
 
 def built_for(trainer: Any) -> dict[str, Any]:
     """The settings that components are built for, by name."""
-    engine = trainer.vllm_generation if trainer.args.use_vllm else None
-    answers, prepare = bool(trainer.tools or trainer.environment_factories), trainer._rollouts.images.prepare
+    engine, prepare = getattr(trainer, "vllm_generation", None), trainer._rollouts.images.prepare
+    tokens = [ids.tolist() for ids in suppressed_in(trainer)] if trainer.use_vllm is trainer.args.use_vllm else None
+    no_loop, no_reference = getattr(trainer, "async_loop", None) is None, trainer.ref_model is None
     settings = {name: getattr(trainer, name) for name in (*_PLANNED, *_ENGINE)} | {
         "sampling_mask or routing_replay": trainer.args.replay,
-        "suppress_tokens or min_new_tokens": [ids.tolist() for ids in suppressed_in(trainer)],
+        "suppress_tokens or min_new_tokens": tokens,
         "vllm_generation": engine,
         "pad_token_id": trainer._tokenizer.pad_token_id,
         "names in environment_factories": set(trainer.environment_factories or ()),
         "processing_class (a processor)": isinstance(trainer.processing_class, ProcessorMixin),
-        "tools (asynchronous, without an event loop)": getattr(trainer, "async_loop", None) is None
-        and any(map(inspect.iscoroutinefunction, trainer._standalone_tools)),
-        "beta (without a reference model)": bool(trainer.beta)
-        and trainer.ref_model is None
-        and not hasattr(trainer.model, "peft_config"),
+        "tools (asynchronous)": no_loop and any(map(inspect.iscoroutinefunction, trainer._standalone_tools)),
+        "beta": no_reference and not hasattr(trainer.model, "peft_config") and trainer.beta,
     }
     if prepare is not None:
-        settings["tools (of a model that takes images)"] = answers  # whether rows carry their images
+        settings["tools (of a model that takes images)"] = bool(trainer.tools or trainer.environment_factories)
         settings[f"an override of {' or '.join(CHANGE_ROWS)}"] = any(map(trainer._override_of, CHANGE_ROWS))
         prompts = trainer.processing_class, template_of(trainer)
         settings["processing_class or chat_template"] = prompts != (prepare.processor, prepare.template)
@@ -98,7 +95,7 @@ def refuse_overrides(trainer: Any) -> None:
 def other_sampling(trainer: Any) -> str | None:
     """What samples in the place of vLLM and of this trainer's own sampling; None where nothing does."""
     override = own_sampling(trainer)
-    if override is None and (trainer.args.use_vllm or samples_by_key(trainer)):
+    if override is None and (trainer.use_vllm or samples_by_key(trainer)):
         return None
     generate = own_generate(trainer.accelerator.unwrap_model(trainer.model))
     return override or generate or "beam search, do_sample=False or a paged cache"

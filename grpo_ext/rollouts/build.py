@@ -20,7 +20,6 @@ from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
 from ..batching.micro_batches import Form
-from ..errors import GrpoExtError
 from ..forward.images import PromptProcessor
 from ..forward.reference import base_model_of
 from ..forward.routing import Router, routers_of
@@ -122,7 +121,7 @@ def _settings(trainer: Any) -> EngineSettings:
         replay=trainer.args.replay,
         fp16=trainer.args.fp16,
     )
-    if not trainer.args.use_vllm:
+    if not trainer.use_vllm:
         settings.resize_chunks(trainer.geometry)
     return settings
 
@@ -131,7 +130,7 @@ def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory:
     def model() -> Any:
         return trainer.accelerator.unwrap_model(trainer.model)
 
-    if trainer.args.use_vllm:
+    if trainer.use_vllm:
         profile = functools.partial(compat.profiling_context, trainer)
         client = compat.client_of(trainer.vllm_generation) if trainer.vllm_mode == "server" else None
         bound = mask_bound(trainer.args, trainer.rollout_func)
@@ -164,7 +163,7 @@ def _returned_routers(trainer: Any) -> list[Router]:
 
 
 def _check(trainer: Any, engine: Any) -> EngineCheck | None:
-    if not (trainer.args.use_vllm and trainer.args.vllm_check):
+    if not (trainer.use_vllm and trainer.args.vllm_check):
         return None
 
     def surplus() -> float | None:
@@ -182,7 +181,7 @@ def _check(trainer: Any, engine: Any) -> EngineCheck | None:
 
 def load_weights(trainer: Any) -> None:
     """Send the current weights to vLLM; by TRL's rule once for each step that samples."""
-    if not trainer.args.use_vllm:
+    if not trainer.use_vllm:
         return
     ahead, step = trainer._rollouts.ahead, trainer.state.global_step
     if ahead is not None:  # the server may still sample with other weights
@@ -199,11 +198,17 @@ def load_weights(trainer: Any) -> None:
 
 
 def terms_of(trainer: Any) -> Terms:
-    """The terms of a rollout batch that begins now; nothing in them changes later but TRL's records and the state."""
+    """The terms of a rollout batch that begins now.
+
+    Raises:
+        ConfigError: a setting was changed, since the trainer was built, that cannot be followed.
+    """
     args, training, rollouts = trainer.args, trainer.model.training, trainer._rollouts
-    refused, ratios = _refused_change(trainer), _ratio_rule(trainer)
+    if (prepare := rollouts.images.prepare) is not None and rollouts.scored_by is rollouts.ahead is None:
+        prepare.processor, prepare.template = trainer.processing_class, template_of(trainer)  # nothing is sampled yet
+    rollouts.recheck()
+    ratios = _ratio_rule(trainer)
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
-    with_images = rollouts.images.prepare is not None
     return Terms(
         training=training,
         num_generations=trainer._group_size,
@@ -221,7 +226,7 @@ def terms_of(trainer: Any) -> Terms:
         table=trainer._logs,
         pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         state=trainer.state,
-        generation_config=None if trainer.args.use_vllm else trainer.generation_config,
+        generation_config=None if trainer.use_vllm else trainer.generation_config,
         old_logps=steps > 1 or ratios is not None or (training and bool(args.rollout_lag)),
         reference=trainer.beta != 0.0,
         unchecked=rollouts.check is not None and not rollouts.check.done,
@@ -232,43 +237,29 @@ def terms_of(trainer: Any) -> Terms:
         eos_token_ids=tuple(trainer.eos_token_ids),
         ends=frozenset((*trainer.eos_token_ids, rollouts.worker.settings.pad)),
         masks_truncated=trainer.mask_truncated_completions,
-        logs_images=with_images and trainer.log_multimodal,
+        logs_images=prepare is not None and trainer.log_multimodal,
         limits=_turn_limits(trainer),
         replay=args.replay,
         record_experts=args.replay.experts and not _samples_experts(trainer),
         truncating=truncating_filters(trainer),
         ratios=ratios,
         hooks=hooks_of(trainer),
-        refused=refused,
     )
 
 
 def _turn_limits(trainer: Any) -> TurnLimits:
     with_images = trainer._rollouts.images.prepare is not None
-    engine = trainer.vllm_generation if trainer.args.use_vllm else None
-    context = context_length(trainer.model.config, with_images, engine)
+    context = context_length(trainer.model.config, with_images, trainer.vllm_generation if trainer.use_vllm else None)
     longest = trainer.max_completion_length or sys.maxsize
     return TurnLimits(longest, context, trainer.max_tool_calling_iterations, trainer.args.tool_timeout)
 
 
 def _ratio_rule(trainer: Any) -> RatioRule | None:
     """How vLLM's log-probabilities correct the loss; None where they do not."""
-    if not (trainer.args.use_vllm and trainer.vllm_importance_sampling_correction):
+    if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
         return None
     bounds = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
     return RatioRule(trainer.vllm_importance_sampling_mode, *bounds)
-
-
-def _refused_change(trainer: Any) -> GrpoExtError | None:
-    """The error of a change since the trainer was built that cannot be followed; None without one."""
-    rollouts = trainer._rollouts
-    if (prepare := rollouts.images.prepare) is not None and rollouts.scored_by is rollouts.ahead is None:
-        prepare.processor, prepare.template = trainer.processing_class, template_of(trainer)  # nothing is sampled yet
-    try:
-        rollouts.recheck()
-    except GrpoExtError as error:
-        return error
-    return None
 
 
 def _chat(trainer: Any) -> Chat:
@@ -291,7 +282,7 @@ def _toolbox(trainer: Any) -> Toolbox:
 
 def outside_masks(trainer: Any) -> dict[str, bool]:
     """Settings of this trainer's sampling that replayed masks do not describe, for `refuse_combination`."""
-    if trainer.args.use_vllm or trainer.rollout_func is not None:  # rollouts.vllm_replay checks vLLM's
+    if trainer.use_vllm or trainer.rollout_func is not None:  # rollouts.vllm_replay checks vLLM's
         return {}
     model = trainer.accelerator.unwrap_model(trainer.model)
     return not_replayed(model, trainer.generation_config, trainer.temperature)
@@ -299,7 +290,7 @@ def outside_masks(trainer: Any) -> dict[str, bool]:
 
 def suppressed_in(trainer: Any) -> list[torch.Tensor]:
     """The sets of tokens that this trainer's sampling suppresses."""
-    if trainer.args.use_vllm or not trainer.args.replay.masks:
+    if trainer.use_vllm or not trainer.args.replay.masks:
         return []
     model = trainer.accelerator.unwrap_model(trainer.model)
     return suppressed_tokens(model, trainer.generation_config, trainer.eos_token_ids)
@@ -310,7 +301,7 @@ def hooks_of(trainer: Any) -> Hooks:
     args = trainer.args
     reason = why_equal(args, trainer._rollouts.worker.settings.sharded, rollout_func=True)
     needs_logps = None
-    if trainer.args.use_vllm and trainer.vllm_importance_sampling_correction:
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         needs_logps = (
             "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
         )
@@ -361,6 +352,6 @@ def _samples_experts(trainer: Any) -> bool:
 
 def truncating_filters(trainer: Any) -> dict[str, Any]:
     """The settings of this trainer's sampling that leave out tokens."""
-    if trainer.args.use_vllm:
+    if trainer.use_vllm:
         return vllm_filters(trainer.args)
     return truncating(filter_values(trainer.accelerator.unwrap_model(trainer.model), trainer.generation_config))

@@ -102,7 +102,7 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
         clock=trainer._clock,
         steps=rollouts.steps,
         max_steps=trainer.state.max_steps,
-        send=_sender(trainer, snapshot) if trainer.args.use_vllm else None,
+        send=_sender(trainer, snapshot) if trainer.use_vllm else None,
     )
     if number := len(rollouts.waiting):
         trainer._keeper.say(f"{number} rollout batch(es) that the checkpoint names: sampled again by its weights.")
@@ -161,7 +161,7 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any) -> RolloutWorker
         with ready as model, as_in_training(model, accelerator):
             yield model
 
-    if trainer.args.use_vllm:
+    if trainer.use_vllm:
         engine: Any = VllmServer(main.engine.generation, main.engine.client, main.engine.seeded)
     else:
         engine = TransformersEngine(lambda: snapshot.policy, generating, settings, images.of_transcripts, memory)

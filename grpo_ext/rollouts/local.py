@@ -15,7 +15,6 @@ from transformers import GenerationConfig
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
 from ..batching.prompt_order import RolloutRequest
-from ..errors import GrpoExtError
 from ..replay import Replay
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
@@ -79,7 +78,6 @@ class Terms:
         record_experts: the forward of the policy's log-probabilities records the experts, because the sampler does not.
         truncating: the filters that leave out tokens, with their settings.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
-        refused: the error of a change that cannot be followed, raised where the rollout batch is sampled.
     """
 
     training: bool
@@ -111,7 +109,6 @@ class Terms:
     truncating: Mapping[str, Any]
     ratios: RatioRule | None
     hooks: Hooks
-    refused: GrpoExtError | None
 
     @property
     def scores_policy(self) -> bool:

@@ -141,8 +141,6 @@ class Rollouts:
             if not rows and self.ahead is None:  # a run that was resumed without its rollout batch
                 rows = self.steps.rows(request)
             self.hold(self.make(rows, terms), request.name)
-        elif terms.refused is not None:
-            raise terms.refused
         assert self.batch is not None
         return self.batch.select(request.layout.step_rows)
 

@@ -71,12 +71,7 @@ class RolloutWorker:
 
         Args:
             repeat: how often a user's override has called TRL's method before; each draws other random numbers.
-
-        Raises:
-            GrpoExtError: a setting was changed in a way that cannot be followed.
         """
-        if terms.refused is not None:
-            raise terms.refused
         self.settings.eos_token_ids = terms.eos_token_ids
         local = LocalRollout(rows.request, terms)
         try:

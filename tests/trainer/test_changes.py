@@ -1,7 +1,7 @@
 """What users change once a trainer is built acts at the next rollout batch, as in stock TRL, or is refused by name.
 
 Each change is made by a subclass after `super().__init__()`, and by a callback in mid-run. The list is that of
-docs/overrides.md; settings of the loss are in test_hooks.
+docs/overrides.md; its settings of the loss are in test_hooks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,20 @@ from tests.parity.scripts import EOS, TEMPLATE, by_turn, call, chat_tokenizer, c
 from tests.support.beside_trl import build, changing, learns_as_in_trl, setting
 from tests.support.images import image_model, image_processor, image_rows
 from tests.support.launch import ROOT
-from tests.support.tiny import given_rollout, letter_reward, prompts, sparse_reward, stock_scores, tiny_model, tool
+from tests.support.server import stand_in
+from tests.support.tiny import (
+    given_rollout,
+    letter_reward,
+    prompts,
+    sparse_reward,
+    stock_scores,
+    tiny_model,
+    tiny_tokenizer,
+    tool,
+)
 from tests.support.tool_runs import count, transcript_reward
-from tests.support.trainers import make, on
+from tests.support.trainers import log_of, make, on
+from tests.trainer.test_hooks import CASES
 
 Change = Callable[[Any], None]
 OTHER = TEMPLATE.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}?!")
@@ -141,6 +152,19 @@ def renamed(trainer: Any) -> None:
     trainer.reward_func_names = ["first", "second"]
 
 
+def scored() -> dict[str, Any]:
+    """The parts of a run with a reward model."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)
+    return {"reward_funcs": model, "reward_processing_classes": tiny_tokenizer()}
+
+
+def other_scorer(trainer: Any) -> None:
+    first, rest = ["<pad>", "<eos>", "<unk>"], sorted(set(tiny_tokenizer().get_vocab()), reverse=True)
+    trainer.reward_processing_classes = [tiny_tokenizer(tokens=[*first, *rest])]
+
+
 TURNS = {"max_completion_length": 200}
 
 
@@ -208,12 +232,12 @@ FOLLOWED = {
     "reward_funcs": Followed("reward_funcs", setting("reward_funcs", [letter_reward, length_reward]), two_rewards),
     "reward_func_names": Followed("reward_func_names", renamed, two_rewards, differs=False),
     "reward_weights": Followed("reward_weights", setting("reward_weights", torch.tensor([0.1, 5.0])), two_rewards),
+    "reward_processing_classes": Followed("reward_processing_classes", other_scorer, scored),
     "scale_rewards": Followed("scale_rewards", setting("scale_rewards", "none"), two_rewards),
     "multi_objective_aggregation": Followed(
         "multi_objective_aggregation", setting("multi_objective_aggregation", "normalize_then_sum"), two_rewards
     ),
     "ref_model": Followed("ref_model", other_reference, settings={"beta": 0.5, "max_steps": 3}),
-    "beta": Followed("beta", setting("beta", 0.5), settings={"beta": 0.01, "max_steps": 3}),
 }
 
 
@@ -236,6 +260,54 @@ def test_the_number_of_completions_of_an_evaluation_is_followed(tmp_path):
     trainer.num_generations_eval = 2
     trainer.evaluate()
     assert sum(scored) == 6
+
+
+@WHEN
+def test_the_images_of_the_table_are_followed(tmp_path, when):
+    def images_of(mixin: type | None) -> int:
+        trainer = build(tmp_path / str(mixin), GRPOTrainer, mixin, parts=seeing, log_multimodal=False)
+        trainer.train()
+        return len(trainer._logs["images"])
+
+    assert images_of(when(setting("log_multimodal", True))) == 16 != images_of(None)
+
+
+# ---- vLLM -----------------------------------------------------------------------------------------------------------
+
+VLLM = {"use_vllm": True, "vllm_mode": "server", "top_k": 0, "max_steps": 2}
+BOUNDS = {"mode": "token_truncate", "clip_min": 0.3, "clip_max": 0.5}
+
+
+@WHEN
+def test_corrections_of_what_vllm_samples_are_followed(tmp_path, monkeypatch, when):
+    def bound(trainer: Any) -> None:
+        for name, value in BOUNDS.items():
+            setattr(trainer, f"vllm_importance_sampling_{name}", value)
+
+    stand_in(tmp_path / "server", monkeypatch.setattr)
+    largest = "sampling/importance_sampling_ratio/max"
+    trainer = build(tmp_path / "bound", GRPOTrainer, when(bound), parts=own_model, **VLLM)
+    trainer.train()
+    assert log_of(trainer, largest)[-1] == 0.5
+    off = when(setting("vllm_importance_sampling_correction", False))
+    trainer = build(tmp_path / "off", GRPOTrainer, off, parts=own_model, **VLLM)
+    trainer.train()
+    assert len(log_of(trainer, largest)) == (when is once)
+
+
+@WHEN
+@pytest.mark.parametrize("name", ["vllm_generation", "vllm_generation.temperature"])
+def test_another_engine_is_refused(tmp_path, monkeypatch, when, name):
+    def replaced(trainer: Any) -> None:
+        if name == "vllm_generation":
+            trainer.vllm_generation = copy.copy(trainer.vllm_generation)
+        else:
+            trainer.vllm_generation.temperature = 0.5
+
+    stand_in(tmp_path / "server", monkeypatch.setattr)
+    lag = AHEAD if name != "vllm_generation" else {}
+    with pytest.raises(ConfigError, match=rf"{name} was changed to"):
+        build(tmp_path / "o", GRPOTrainer, when(replaced), parts=own_model, **{**VLLM, **lag}).train()
 
 
 # ---- Overridden -----------------------------------------------------------------------------------------------------
@@ -306,18 +378,16 @@ REFUSED = [
         {"sampling_mask": "replay", "top_k": 5},
         "{} or min_new_tokens was changed to",
     ),
-    Refused(
-        "sampling_mask", setting("args.sampling_mask", "replay"), own_model, says="{} or routing_replay was changed to"
-    ),
+    Refused("args.sampling_mask", setting("args.sampling_mask", "replay"), own_model, says="or routing_replay was"),
     Refused("pad_to_multiple_of", setting("pad_to_multiple_of", 32)),
     Refused("pad_token_id", lambda trainer: setattr(trainer.processing_class, "pad_token", "<unk>")),
-    Refused("beta", setting("beta", 0.1), says="{} .without a reference model. was changed to"),
+    Refused("beta", setting("beta", 0.1)),
     Refused(
         "tools",
         lambda trainer: trainer.tools.append(later),
         talking(),
         TURNS,
-        "{} .asynchronous, without an event loop. was changed to",
+        "{} .asynchronous. was changed to",
     ),
     Refused(
         "environment_factories",
@@ -373,8 +443,7 @@ def test_a_change_that_cannot_be_followed_is_refused_by_name(tmp_path, case, whe
         return
     with pytest.raises(ConfigError, match=case.says.format(re.escape(case.name))):
         trainer.train()
-    lag = trainer.args.rollout_lag if when is once else 0
-    assert trainer.state.global_step <= (when is once) + lag
+    assert trainer.state.global_step == (when is once)
 
 
 # ---- With a lag -----------------------------------------------------------------------------------------------------
@@ -422,17 +491,22 @@ LEFT_ALONE = {
     "accelerator": "of the run",
     "args": "sizes of forwards without gradients",
     "async_loop": "started by TRL",
+    "continuous_batching_config": "read by TRL's own method",
     "environments": "set at each rollout batch",
     "model": "trained",
     "model_wrapped": "trained",
     "state": "of transformers' loop",
 }
+ELSEWHERE = {"num_generations_eval", "log_multimodal", "vllm_generation", "_generate_and_score_completions"}
+ELSEWHERE |= {f"vllm_importance_sampling_{name}" for name in (*BOUNDS, "correction")}
 
 
 def test_the_list_of_the_documents_is_tested_and_holds_what_trl_reads():
     page = (Path(ROOT) / "docs" / "overrides.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| ") and "rollout batch" in line.split("|")[2]]
-    documented = set(re.findall(r"`([a-z_0-9]+)`", "".join(row.split("|")[1] for row in rows)))
-    tested = {case.name for case in (*FOLLOWED.values(), *REFUSED)}
-    assert tested - documented == set()
+    rows = [line for line in page.split("## Changed attributes")[1].splitlines() if line.startswith("| ")][1:]
+    assert "..." not in "".join(rows)
+    documented = set(re.findall(r"`([a-z_0-9.]+)`", "".join(row.split("|")[1] for row in rows)))
+    tested = {case.name for case in (*FOLLOWED.values(), *REFUSED)} | ELSEWHERE
+    of_losses = {name for names, _, _ in CASES for name in names.split()}
+    assert tested | of_losses == documented | {"_tool_call_loop", "_get_tool_suffix_ids", "_generate_single_turn"}
     assert read_by_trl() - documented - LEFT_ALONE.keys() == set()
