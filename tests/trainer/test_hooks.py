@@ -230,7 +230,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("off_policy_mask_threshold", 1e-3, {}),
     ("top_entropy_quantile", 0.5, {}),
     ("router_aux_loss_coef", 5.0, {"kind": "moe"}),
-    ("args.use_bias_correction_kl", True, {"beta": 5.0}),
+    ("args.use_bias_correction_kl", False, {"beta": 1.0, "learning_rate": 0.05}),
     ("args.sapo_temperature_pos args.sapo_temperature_neg", 9.0, {"loss_type": "sapo"}),
     (" ".join(f"args.vespo_{a}_{b}" for a in ("k", "lambda") for b in ("pos", "neg")), 4.0, {"loss_type": "vespo"}),
 ]
