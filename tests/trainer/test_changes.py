@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import trl
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
@@ -222,6 +222,9 @@ FOLLOWED = {
     "generation_config": Followed(
         "generation_config", lambda trainer: setattr(trainer.generation_config, "max_new_tokens", 4), spelling
     ),
+    "generation_config, another": Followed(
+        "generation_config", setting("generation_config", GenerationConfig(max_new_tokens=4, do_sample=True)), spelling
+    ),
     "generation_kwargs": Followed("generation_kwargs", setting("generation_kwargs", {"top_k": 1}), differs=False),
     "max_completion_length": Followed("max_completion_length", setting("max_completion_length", 60), talking(), TURNS),
     "max_tool_calling_iterations": Followed(
@@ -260,6 +263,13 @@ def test_the_number_of_completions_of_an_evaluation_is_followed(tmp_path):
     trainer.num_generations_eval = 2
     trainer.evaluate()
     assert sum(scored) == 6
+
+
+def test_a_generation_config_without_tokens_samples(tmp_path):
+    other = GenerationConfig(max_new_tokens=4, do_sample=True)
+    trainer = build(tmp_path, GRPOTrainer, once(setting("generation_config", other)), parts=own_model)
+    trainer.train()
+    assert log_of(trainer, "completions/max_length")[1] == 4 < log_of(trainer, "completions/max_length")[0]
 
 
 @WHEN
