@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from tests.parity.scripts import EOS, TEMPLATE, by_turn, call, chat_tokenizer, conversations, letters, scripted_model
-from tests.support.beside_trl import build, changing, learns_as_in_trl, setting
+from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, setting
 from tests.support.images import image_model, image_processor, image_rows
 from tests.support.launch import ROOT
 from tests.support.server import stand_in
@@ -38,7 +38,6 @@ from tests.support.tiny import (
 )
 from tests.support.tool_runs import count, transcript_reward
 from tests.support.trainers import log_of, make, on
-from tests.trainer.test_hooks import CASES
 
 Change = Callable[[Any], None]
 OTHER = TEMPLATE.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}?!")
@@ -517,6 +516,6 @@ def test_the_list_of_the_documents_is_tested_and_holds_what_trl_reads():
     assert "..." not in "".join(rows)
     documented = set(re.findall(r"`([a-z_0-9.]+)`", "".join(row.split("|")[1] for row in rows)))
     tested = {case.name for case in (*FOLLOWED.values(), *REFUSED)} | ELSEWHERE
-    of_losses = {name for names, _, _ in CASES for name in names.split()}
+    of_losses = {name for names, _, _ in LOSS_CHANGES for name in names.split()}
     assert tested | of_losses == documented | {"_tool_call_loop", "_get_tool_suffix_ids", "_generate_single_turn"}
     assert read_by_trl() - documented - LEFT_ALONE.keys() == set()

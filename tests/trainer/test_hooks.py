@@ -17,7 +17,7 @@ import torch
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
 from tests.parity.scripts import EOS, by_turn, call, chat_tokenizer, conversations, scripted_model
-from tests.support.beside_trl import build, changing, learns_as_in_trl, sampling_model, setting
+from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, sampling_model, setting
 from tests.support.tiny import letter_reward, stock_scores, tiny_model
 from tests.support.tool_runs import count, transcript_reward
 
@@ -217,27 +217,8 @@ def test_rows_keep_their_random_numbers_in_a_users_scoring_and_further_calls_dra
 REUSED: dict[str, Any] = {"num_iterations": 2, "max_steps": 4, "loss_type": "grpo"}
 
 
-# names, the value of each, settings beside them (`kind`: of the model)
-CASES: list[tuple[str, Any, dict[str, Any]]] = [
-    ("beta", 0.5, {"beta": 0.01}),
-    ("epsilon_low", 0.01, {}),
-    ("loss_type", "dr_grpo", {}),
-    ("args.delta", 1.001, {"epsilon_high": 5.0}),
-    ("max_completion_length", 30, {"loss_type": "dr_grpo", "max_grad_norm": 0.0}),
-    ("entropy_coef", 0.5, {"entropy_coef": 0.001}),
-    ("epsilon_high", 0.01, {}),
-    ("importance_sampling_level", "sequence", {}),
-    ("off_policy_mask_threshold", 1e-3, {}),
-    ("top_entropy_quantile", 0.5, {}),
-    ("router_aux_loss_coef", 5.0, {"kind": "moe"}),
-    ("args.use_bias_correction_kl", False, {"beta": 1.0, "learning_rate": 0.05}),
-    ("args.sapo_temperature_pos args.sapo_temperature_neg", 9.0, {"loss_type": "sapo"}),
-    (" ".join(f"args.vespo_{a}_{b}" for a in ("k", "lambda") for b in ("pos", "neg")), 4.0, {"loss_type": "vespo"}),
-]
-
-
 @stock_scores
-@pytest.mark.parametrize(("names", "value", "settings"), CASES, ids=str)
+@pytest.mark.parametrize(("names", "value", "settings"), LOSS_CHANGES, ids=str)
 def test_a_setting_that_a_callback_changes_acts_from_then_on(tmp_path, names, value, settings):
     def change(trainer: Any) -> None:
         for name in names.split():
