@@ -20,10 +20,7 @@ from ..rollouts.vllm import SENT
 from .replay import check_replay
 
 # methods of sampling that users override
-_SAMPLING_HOOKS = (
-    *("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts"),
-    "_get_tool_suffix_ids",
-)
+_SAMPLING_HOOKS = (*CHANGE_ROWS, "_generate_single_turn", "_tokenize_prompts", "_get_tool_suffix_ids")
 _PLANNED = ("num_generations", "num_iterations")  # steps are planned with these
 _ENGINE = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),  # `generation_config` holds copies

@@ -75,10 +75,8 @@ def _terms_by(trainer: Any, ahead: RolloutsAhead, weights: Weights) -> Terms:
     shared = terms.toolbox.environments  # whose instances the main thread uses
     environments = Environments(shared.factories, ahead.pools, shared.retired)
     toolbox = Toolbox(terms.toolbox.tools, environments, terms.toolbox.loop)
-    chat = _own_chat(ahead, terms.chat)
-    return dataclasses.replace(
-        terms, state=state, generation_config=config, rewards=rewards, chat=chat, toolbox=toolbox
-    )
+    terms = dataclasses.replace(terms, generation_config=config, rewards=rewards, toolbox=toolbox)
+    return dataclasses.replace(terms, state=state, chat=_own_chat(ahead, terms.chat))
 
 
 def _own_chat(ahead: RolloutsAhead, chat: Chat) -> Chat:

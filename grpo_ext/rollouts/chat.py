@@ -43,9 +43,7 @@ class Chat:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, also where a processor holds it."""
-        if self.own_tokenizer is not None:
-            return self.own_tokenizer
-        return getattr(self.processing_class, "tokenizer", self.processing_class)
+        return self.own_tokenizer or getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
     def takes_images(self) -> bool:

@@ -15,7 +15,7 @@ from ..errors import DataError, RolloutError, did_you_mean
 from ..rewards.guard import CallTimeout, in_time
 from .transcript import Messages, Transcript
 
-Factory = Callable[[], Any]
+Factories = Mapping[str | None, Callable[[], Any]]
 Pools = dict[str | None, list[Any]]
 
 
@@ -30,10 +30,7 @@ class Environments:
     """
 
     def __init__(
-        self,
-        factories: Mapping[str | None, Factory] | None = None,
-        pools: Pools | None = None,
-        retired: dict[int, Any] | None = None,
+        self, factories: Factories | None = None, pools: Pools | None = None, retired: dict[int, Any] | None = None
     ) -> None:
         self.factories = dict(factories or {})
         self.several = None not in self.factories
