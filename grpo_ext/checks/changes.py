@@ -35,7 +35,7 @@ def built_for(trainer: Any) -> dict[str, Any]:
     no_loop, no_reference = getattr(trainer, "async_loop", None) is None, trainer.ref_model is None
     settings = {name: getattr(trainer, name) for name in (*_PLANNED, *_ENGINE)} | {
         "sampling_mask or routing_replay": trainer.args.replay,
-        "suppress_tokens or min_new_tokens": tokens,
+        "suppress_tokens or min_new_tokens (with sampling_mask)": tokens,
         "vllm_generation": engine,
         "pad_token_id": trainer._tokenizer.pad_token_id,
         "names in environment_factories": set(trainer.environment_factories or ()),

@@ -385,7 +385,7 @@ REFUSED = [
         lambda trainer: setattr(trainer.generation_config, "suppress_tokens", [5]),
         own_model,
         {"sampling_mask": "replay", "top_k": 5},
-        "{} or min_new_tokens was changed to",
+        "{} or min_new_tokens .with sampling_mask. was",
     ),
     Refused("args.sampling_mask", setting("args.sampling_mask", "replay"), own_model, says="or routing_replay was"),
     Refused("pad_to_multiple_of", setting("pad_to_multiple_of", 32)),
