@@ -5,6 +5,7 @@ Differs from TRL: the errors come at construction, with the values, the rule and
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
 from ..forward.rope import settle_rope
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
-from ..rollouts.build import overridden, own_sampling, why_not_by_key
+from ..rollouts.build import chat_of, overridden, own_sampling, why_not_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import check_names
 from ..rollouts.keyed import NEW_TOKENS
@@ -34,6 +35,7 @@ from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
+from .changes import built_for, other_sampling, refuse_changes, refuse_overrides
 from .data import (
     check_images,
     check_kinds,
@@ -63,8 +65,6 @@ from .settings import check_generation, check_generation_kwargs, refuse_parallel
 
 logger = get_logger(__name__)
 
-# methods of sampling that users override
-_SAMPLING_HOOKS = ("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts")
 _UNUSED_HOOKS = (
     "_get_train_sampler",
     "_get_eval_sampler",
@@ -108,21 +108,6 @@ def check_arguments(
         check_tools(tools or [], processing_class, first_rows)
     check_stream(data_sets[0], config.dynamic_sampling, isinstance(processing_class, ProcessorMixin) and not answers)
     return processing_class
-
-
-def refuse_overrides(trainer: Any) -> None:
-    """Raise a ConfigError for overrides that would not be called, or not with the weights that sample."""
-    if method := overridden(trainer, "_tool_call_loop"):
-        raise ConfigError(
-            f"{method} would not be called: this trainer answers tools transcript by transcript. Override "
-            "_generate_single_turn (called for every turn) or _generate (makes whole completions) instead."
-        )
-    if trainer.args.rollout_lag and (method := overridden(trainer, *_SAMPLING_HOOKS)):
-        raise ConfigError(
-            f"rollout_lag={trainer.args.rollout_lag} and {method}: it would sample with the weights that are trained, "
-            "on a thread beside training. Use rollout_lag=0; _calculate_rewards, compute_loss and "
-            "_get_per_token_logps_and_entropies may be overridden with a lag too."
-        )
 
 
 def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
@@ -203,14 +188,14 @@ def _refuse_images_and_tools(trainer: Any) -> None:
 
 def _check_tokens(trainer: Any) -> None:
     """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
-    worker, ends = trainer._rollouts.worker, trainer.eos_token_ids
-    for token in {*ends, None if trainer.use_vllm else worker.settings.pad} - {None}:  # vLLM pads nothing
-        shown = repr(worker.chat.tokenizer.convert_ids_to_tokens(token))
-        worker.chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
+    chat, pad, ends = chat_of(trainer), trainer._rollouts.worker.settings.pad, trainer.eos_token_ids
+    for token in {*ends, None if trainer.use_vllm else pad} - {None}:  # vLLM pads nothing
+        shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
+        chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
     own = overridden(trainer, "_generate_and_score_completions", "_generate", "_tokenize_prompts")
     if not (own or trainer.rollout_func or trainer.environment_factories):  # which may take, or make, other prompts
         for split, dataset in named_sets(trainer.train_dataset, trainer.eval_dataset).items():
-            check_kinds(dataset, split, worker.chat)
+            check_kinds(dataset, split, chat)
 
 
 def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
@@ -258,12 +243,13 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     if config.rollout_lag:
         _check_ahead(trainer, config)
     check_replay(trainer)
+    trainer._rollouts.recheck = functools.partial(refuse_changes, trainer, built_for(trainer))
     return uncovered + _check_lengths(trainer, config)
 
 
 def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
     """Refuse models, data and ways to sample that `rollout_lag` cannot be combined with."""
-    sampling = _other_sampling(trainer) or own_generate(trainer.model)
+    sampling = other_sampling(trainer) or own_generate(trainer.model)
     noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
         f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
@@ -311,16 +297,11 @@ def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -
     return longest + trainer.max_completion_length
 
 
-def _other_sampling(trainer: Any) -> str | None:
-    """What samples in the place of vLLM and of this trainer's own sampling; None where nothing does."""
-    return own_sampling(trainer) or (None if trainer.use_vllm else why_not_by_key(trainer))
-
-
 def check_bitwise(trainer: Any) -> None:
     """Raise a ConfigError for parts that would break the same bits."""
     models = [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]
     client = getattr(trainer._rollouts.worker.engine, "client", None)
-    sampling = _other_sampling(trainer)
+    sampling = other_sampling(trainer)
     others = {
         f"reward models ({', '.join(models)}; the bits of a score depend on the batch it is computed in, so use a "
         "function that scores one completion at a time)": models,

@@ -32,6 +32,7 @@ from ..errors import ProcessError, RolloutError
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import alone
+from .environments import Pools
 from .local import LocalRollout, Terms
 from .worker import RolloutWorker
 
@@ -127,6 +128,8 @@ class RolloutsAhead:
         send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
             server holds one set of weights at a time, so they are sent once it has answered all requests.
         jobs: submitted rollout batches, in order; the first stays until the step after it is trained on begins.
+        pools: the thread's environments, to use again.
+        own_tokenizer: the state of the trainer's tokenizer, and the thread's copies; None before the first.
     """
 
     worker: RolloutWorker
@@ -137,6 +140,8 @@ class RolloutsAhead:
     max_steps: int
     send: Callable[[], None] | None = None
     jobs: deque[Job] = field(default_factory=deque, init=False)
+    pools: Pools = field(default_factory=dict, init=False)
+    own_tokenizer: tuple[Any, Any] | None = field(default=None, init=False)
     _sent: Weights | None = field(default=None, init=False)
     _next: int | None = field(default=None, init=False)  # the first step of the next rollout batch to submit
 
@@ -181,7 +186,7 @@ class RolloutsAhead:
         worker, snapshot = self.worker, self.snapshot
         snapshot.put_in_place(weights)
         if terms.hooks.rewards:  # the main thread reads these environments while the thread resets others
-            worker.environments.pools = {name: [] for name in worker.environments.factories}
+            self.pools.clear()
         local = worker.sample(rows, terms)
         models = [model for model in (snapshot.policy, snapshot.reference) if model is not None]
         local.forms = tuple(map(worker.forwards.choice.form, models))

@@ -20,7 +20,6 @@ from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
 from ..batching.micro_batches import Form
-from ..errors import ConfigError, refuse_combination
 from ..forward.images import PromptProcessor
 from ..forward.reference import base_model_of
 from ..forward.routing import Router, routers_of
@@ -54,7 +53,7 @@ logger = get_logger(__name__)
 SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
 # a user's override of these may change the rows, so each has to carry its images
-_CHANGE_ROWS = (SCORE, "_generate")
+CHANGE_ROWS = (SCORE, "_generate")
 # TRL's methods behind arguments of reward functions
 _RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
 
@@ -63,16 +62,16 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
     """The runner of the forwards of a run, and the source of its rollout batches."""
     images, refused = ImageSource(), dict[Form, str]()
     if isinstance(trainer.processing_class, ProcessorMixin):
-        template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-        images.prepare = PromptProcessor(trainer.processing_class, template, compat.image_token(trainer.model))
+        image_token = compat.image_token(trainer.model)
+        images.prepare = PromptProcessor(trainer.processing_class, template_of(trainer), image_token)
         compat.sample_no_image_tokens(trainer)
         refused["packed"] = "the model takes images; where there are none, pass its tokenizer as processing_class"
         later_images = bool(trainer.tools or trainer.environment_factories)
         if later_images:
             refused["prefix"] = "tools and environments may show images after the prompt"
-        images.carry_images = later_images or any(map(trainer._override_of, _CHANGE_ROWS))
+        images.carry_images = later_images or any(map(trainer._override_of, CHANGE_ROWS))
     override = functools.partial(trainer._override_of, LOGPS)
-    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, _suppressed(trainer), override)
+    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, suppressed_in(trainer), override)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or trainer.args.bitwise_invariant))
     worker = _worker(trainer, images, forwards, memory, clock)
@@ -80,30 +79,22 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
     return forwards, Rollouts(trainer.accelerator, trainer.args, worker, memory, send, _check(trainer, worker.engine))
 
 
+def template_of(trainer: Any) -> dict[str, Any]:
+    """The chat template and its arguments, as TRL passes them."""
+    return {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+
+
 def _worker(
     trainer: Any, images: ImageSource, forwards: ForwardRunner, memory: Halving, clock: PhaseClock
 ) -> MainWorker:
     """The worker of the main thread, on the models that are trained."""
-    args, factories = trainer.args, trainer.environment_factories
-    embedding = base_model_of(trainer.model).get_input_embeddings()
-    chat = Chat(
-        trainer.processing_class,
-        trainer.tools or (),
-        None if factories is None else trainer._env_tools,
-        trainer.chat_template,
-        trainer.chat_template_kwargs,
-        # an image's token may have none
-        embedded=None if images.prepare else getattr(embedding, "num_embeddings", None),
-    )
-    settings = _settings(trainer, chat.tokenizer)
-    environments = Environments(factories, None if factories is None else trainer._environment_pool)
-    loop = getattr(trainer, "async_loop", None)
+    args, settings = trainer.args, _settings(trainer)
     faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None
-    profile = functools.partial(compat.profiling_context, trainer)
+    profile, loop = functools.partial(compat.profiling_context, trainer), getattr(trainer, "async_loop", None)
 
     def show_environments(transcripts: list[Any]) -> None:  # TRL's attributes, which a user may read
-        if factories is not None:
+        if trainer.environment_factories is not None:
             trainer.environments = [transcript.environment for transcript in transcripts]
             trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
 
@@ -111,9 +102,6 @@ def _worker(
         forwards=forwards,
         models=lambda: (trainer.model, trainer.ref_model),
         engine=_engine(trainer, settings, images, memory),
-        chat=chat,
-        environments=environments,
-        toolbox=Toolbox(trainer._standalone_tools, environments, loop),
         rewards=RewardRunner(trainer.accelerator.device, faults, workers, loop, profile),
         images=images,
         clock=clock,
@@ -122,12 +110,12 @@ def _worker(
     )
 
 
-def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
+def _settings(trainer: Any) -> EngineSettings:
     settings = EngineSettings(
         device=trainer.accelerator.device,
-        tokenizer=tokenizer,
-        filler=tokenizer.eos_token_id,
-        pad=tokenizer.pad_token_id,
+        tokenizer=trainer._tokenizer,
+        filler=trainer._tokenizer.eos_token_id,
+        pad=trainer._tokenizer.pad_token_id,
         multiple=trainer.pad_to_multiple_of,
         compact=trainer.args.compact_rollouts,
         sharded=shards_parameters(trainer.accelerator),
@@ -214,14 +202,14 @@ def terms_of(trainer: Any) -> Terms:
     """The terms of a rollout batch that begins now.
 
     Raises:
-        ConfigError: `num_generations` or `num_iterations` was changed since the trainer was built.
+        ConfigError: a setting was changed, since the trainer was built, that cannot be followed.
     """
     args, training, rollouts = trainer.args, trainer.model.training, trainer._rollouts
-    if training:
-        _refuse_changes(trainer)
+    if (prepare := rollouts.images.prepare) is not None and rollouts.scored_by is rollouts.ahead is None:
+        prepare.processor, prepare.template = trainer.processing_class, template_of(trainer)  # nothing is sampled yet
+    rollouts.recheck()
     ratios = _ratio_rule(trainer)
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
-    with_images = rollouts.images.prepare is not None
     return Terms(
         training=training,
         num_generations=trainer._group_size,
@@ -230,7 +218,7 @@ def terms_of(trainer: Any) -> Terms:
             list(trainer.reward_funcs),
             list(trainer.reward_func_names),
             trainer.reward_processing_classes,
-            trainer.chat_template_kwargs,
+            dict(trainer.chat_template_kwargs),
         ),
         weights_F=trainer.reward_weights.cpu().clone(),
         rule=AdvantageRule(args.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation),
@@ -245,9 +233,11 @@ def terms_of(trainer: Any) -> Terms:
         unchecked=rollouts.check is not None and not rollouts.check.done,
         batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
         max_tokens=trainer._step_planner.limits.tokens,
+        chat=chat_of(trainer),
+        toolbox=_toolbox(trainer),
         ends=frozenset((*all_end_tokens(trainer), rollouts.worker.settings.pad)),
         masks_truncated=trainer.mask_truncated_completions,
-        logs_images=with_images and trainer.log_multimodal,
+        logs_images=prepare is not None and trainer.log_multimodal,
         limits=_turn_limits(trainer),
         replay=args.replay,
         record_experts=args.replay.experts and not _samples_experts(trainer),
@@ -290,23 +280,27 @@ def _ratio_rule(trainer: Any) -> RatioRule | None:
     return RatioRule(trainer.vllm_importance_sampling_mode, *bounds)
 
 
-def _refuse_changes(trainer: Any) -> None:
-    sets = [[ids.tolist() for ids in group] for group in (_suppressed(trainer), trainer._forwards.suppressed)]
-    if trainer.args.replay != trainer._rollouts.worker.settings.replay or sets[0] != sets[1]:
-        raise ConfigError(
-            "sampling_mask, routing_replay, suppress_tokens or min_new_tokens was changed after the trainer was built, "
-            "and completions refer to what was set then; set it in GRPOConfig (generation_kwargs)."
-        )
-    if trainer.args.replay.masks:
-        remedy = "It was changed after the trainer was built; leave it out."
-        refuse_combination("sampling_mask='replay'", outside_masks(trainer), remedy)
-    for name in ("num_generations", "num_iterations"):
-        value, planned = getattr(trainer, name), getattr(trainer.geometry, name)
-        if value != planned:
-            raise ConfigError(
-                f"{name} was changed to {value} after the trainer was built, and steps and rollout batches are planned "
-                f"with {planned}; set it in GRPOConfig."
-            )
+def chat_of(trainer: Any) -> Chat:
+    """The chat template and the tools of a rollout batch that begins now."""
+    embedding = base_model_of(trainer.model).get_input_embeddings()
+    # an image's token may have no row
+    embedded = None if trainer._rollouts.images.prepare else getattr(embedding, "num_embeddings", None)
+    return Chat(
+        trainer.processing_class,
+        list(trainer.tools or ()),
+        None if trainer.environment_factories is None else dict(getattr(trainer, "_env_tools", {})),
+        trainer.chat_template,
+        dict(trainer.chat_template_kwargs),
+        embedded,
+        trainer._tokenizer,
+        trainer._override_of("_get_tool_suffix_ids"),
+    )
+
+
+def _toolbox(trainer: Any) -> Toolbox:
+    pools, retired = getattr(trainer, "_environment_pool", None), trainer._rollouts.worker.retired
+    environments = Environments(trainer.environment_factories, pools, retired)
+    return Toolbox(trainer._standalone_tools, environments, getattr(trainer, "async_loop", None))
 
 
 def outside_masks(trainer: Any) -> dict[str, bool]:
@@ -317,7 +311,7 @@ def outside_masks(trainer: Any) -> dict[str, bool]:
     return not_replayed(model, trainer.generation_config, trainer.temperature)
 
 
-def _suppressed(trainer: Any) -> list[torch.Tensor]:
+def suppressed_in(trainer: Any) -> list[torch.Tensor]:
     """The sets of tokens that this trainer's sampling suppresses."""
     if trainer.use_vllm or not trainer.args.replay.masks:
         return []
@@ -330,7 +324,7 @@ def hooks_of(trainer: Any) -> Hooks:
     args = trainer.args
     reason = why_equal(args, trainer._rollouts.worker.settings.sharded, rollout_func=True)
     needs_logps = None
-    if args.use_vllm and args.vllm_importance_sampling_correction:
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         needs_logps = (
             "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
         )

@@ -22,8 +22,10 @@ from ..runtime.clock import PhaseClock
 from ..runtime.collectives import wait_for_all
 from ..runtime.determinism import align_memory
 from .ahead import RolloutsAhead, RolloutThread
-from .build import terms_of
+from .build import template_of, terms_of
+from .chat import Chat
 from .engine import TransformersEngine
+from .environments import Environments
 from .local import Terms
 from .tools import Toolbox
 from .vllm import VllmServer
@@ -59,10 +61,10 @@ def sample_ahead(trainer: Any, only_due: bool = False) -> None:
     if due:
         weights = rollouts.ahead.snapshot.take({name: getattr(trainer.state, name) for name in _PROGRESS})
         for step in due:
-            rollouts.ahead.submit(step, weights, _terms_by(trainer, weights))
+            rollouts.ahead.submit(step, weights, _terms_by(trainer, rollouts.ahead, weights))
 
 
-def _terms_by(trainer: Any, weights: Weights) -> Terms:
+def _terms_by(trainer: Any, ahead: RolloutsAhead, weights: Weights) -> Terms:
     """The terms of a rollout batch that begins now, with the progress of the weights; nothing in them changes later."""
     state = copy.copy(trainer.state)
     history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
@@ -70,7 +72,21 @@ def _terms_by(trainer: Any, weights: Weights) -> Terms:
     terms = terms_of(trainer)
     config, processors = copy.deepcopy((terms.generation_config, terms.rewards.processing_classes))
     rewards = dataclasses.replace(terms.rewards, processing_classes=processors)
-    return dataclasses.replace(terms, state=state, generation_config=config, rewards=rewards)
+    shared = terms.toolbox.environments  # whose instances the main thread uses
+    environments = Environments(shared.factories, ahead.pools, shared.retired)
+    toolbox = Toolbox(terms.toolbox.tools, environments, terms.toolbox.loop)
+    terms = dataclasses.replace(terms, generation_config=config, rewards=rewards, toolbox=toolbox)
+    return dataclasses.replace(terms, state=state, chat=_own_chat(ahead, terms.chat))
+
+
+def _own_chat(ahead: RolloutsAhead, chat: Chat) -> Chat:
+    """The chat with the thread's copy of its tokenizer, because threads may not share one; made anew after a change."""
+    parts = chat.processing_class, chat.tokenizer
+    state = parts, [dict(vars(part)) for part in parts], chat.tokenizer.special_tokens_map, len(chat.tokenizer)
+    if ahead.own_tokenizer is None or ahead.own_tokenizer[0] != state:
+        ahead.own_tokenizer = state, copy.deepcopy(parts)
+    processing_class, tokenizer = ahead.own_tokenizer[1]
+    return dataclasses.replace(chat, processing_class=processing_class, own_tokenizer=tokenizer)
 
 
 def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
@@ -90,7 +106,7 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
         trainer._keeper.say(f"{number} rollout batch(es) that the checkpoint names: sampled again by its weights.")
     try:
         for step, weights in rollouts.waiting:
-            ahead.submit(step, weights, _terms_by(trainer, weights))
+            ahead.submit(step, weights, _terms_by(trainer, ahead, weights))
     except BaseException:
         ahead.close()
         raise
@@ -130,9 +146,10 @@ def _sender(trainer: Any, snapshot: Snapshot) -> Callable[[], None]:
 def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any) -> RolloutWorker:
     """The thread's worker: on copies of the models, with tokenizers, environments and a clock of its own."""
     main, memory = trainer._rollouts.worker, trainer._rollouts.memory
-    chat, environments, images, rewards = main.chat.copy(), main.environments.copy(), main.images, main.rewards
+    images, rewards, settings = main.images, main.rewards, dataclasses.replace(main.settings)
     if images.prepare is not None:
-        prepare = PromptProcessor(chat.processing_class, images.prepare.template, images.prepare.image_token)
+        processor = copy.deepcopy(trainer.processing_class)
+        prepare = PromptProcessor(processor, template_of(trainer), images.prepare.image_token)
         images = dataclasses.replace(images, prepare=prepare)
 
     @contextmanager
@@ -145,16 +162,14 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any) -> RolloutWorker
     if trainer.use_vllm:
         engine: Any = VllmServer(main.engine.generation, main.engine.client, main.engine.seeded)
     else:
-        engine = TransformersEngine(lambda: snapshot.policy, generating, main.settings, images.of_transcripts, memory)
+        engine = TransformersEngine(lambda: snapshot.policy, generating, settings, images.of_transcripts, memory)
     return RolloutWorker(
         forwards=trainer._forwards.copy(accelerator),
         models=lambda: (snapshot.policy, snapshot.reference),
         engine=engine,
-        chat=chat,
-        environments=environments,
-        toolbox=Toolbox(main.toolbox.tools, environments, main.toolbox.loop),
         rewards=RewardRunner(rewards.device, rewards.faults, rewards.workers, rewards.async_loop),
         images=images,
         clock=PhaseClock(),
-        settings=main.settings,
+        settings=settings,
+        retired=main.retired,
     )

@@ -6,10 +6,9 @@ prompts (`tokenize`), after the first turn (`decode`) and between turns.
 
 from __future__ import annotations
 
-import copy
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import ProcessorMixin
@@ -38,7 +37,7 @@ def check_prompt(prompt: Any) -> None:
 
 @dataclass(frozen=True)
 class Chat:
-    """The chat template of a run.
+    """The chat template of a rollout batch.
 
     Attributes:
         processing_class: the tokenizer; the processor of a model that takes images.
@@ -46,6 +45,8 @@ class Chat:
         environment_tools: the tools shown in prompts of an environment, by its name; None without environments.
         chat_template: with `chat_template_kwargs`, its further arguments; None: the tokenizer's.
         embedded: token ids below this one have a row in the model's embedding; None: not known.
+        own_tokenizer: TRL's `_tokenizer`, which reads what the model wrote; None: that of `processing_class`.
+        suffix: the user's `_get_tool_suffix_ids`; None: `suffix_ids` is TRL's.
     """
 
     processing_class: Any
@@ -54,15 +55,13 @@ class Chat:
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     embedded: int | None = None
-
-    def copy(self) -> Chat:
-        """A copy with a tokenizer of its own, because threads may not share one."""
-        return replace(self, processing_class=copy.deepcopy(self.processing_class))
+    own_tokenizer: Any = None
+    suffix: Callable[[Messages], list[int]] | None = None
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, also where a processor holds it."""
-        return getattr(self.processing_class, "tokenizer", self.processing_class)
+        return self.own_tokenizer or getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
     def takes_images(self) -> bool:
@@ -165,6 +164,8 @@ class Chat:
         Raises:
             DataError: the template renders a call in another way once an answer follows.
         """
+        if self.suffix is not None:
+            return list(self.suffix(answers))
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
         before: Messages = [
             {"role": "user", "content": "dummy"},

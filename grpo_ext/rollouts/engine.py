@@ -56,7 +56,7 @@ class Engine(Protocol):
 
 @dataclass
 class EngineSettings:
-    """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint; the others are fixed.
+    """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint; most others are fixed.
 
     Attributes:
         tokenizer: for stop strings.
@@ -216,7 +216,7 @@ def sample_chunk(
     if compact:
         pictures = [None] * len(rows) if images is None else images.numbers_B
         firsts, numbers = unique(list(zip(map(tuple, prompts), pictures, strict=True)))
-    contexts, inputs = [len(prompts[i]) for i in firsts], _model_inputs([prompts[i] for i in firsts], config, settings)
+    contexts, inputs = [len(prompts[i]) for i in firsts], _model_inputs([prompts[i] for i in firsts], settings)
     width = inputs["input_ids"].size(1)
     if images is not None:
         inputs |= images.inputs(firsts, inputs["input_ids"], contexts, width)
@@ -243,12 +243,10 @@ def sample_chunk(
     return [Sampled(ids, None, record, experts, ended) for (ids, ended), record, experts in columns]
 
 
-def _model_inputs(
-    prompts: Sequence[Sequence[int]], config: GenerationConfig, settings: EngineSettings
-) -> dict[str, Any]:
+def _model_inputs(prompts: Sequence[Sequence[int]], settings: EngineSettings) -> dict[str, Any]:
     """Prompts, padded on the left, and their attention mask."""
     ids = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
-    input_ids = padded(ids, config.pad_token_id, "left", settings.multiple)
+    input_ids = padded(ids, settings.pad, "left", settings.multiple)
     attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", settings.multiple)
     return {"input_ids": input_ids.to(settings.device), "attention_mask": attention_mask.to(settings.device)}
 

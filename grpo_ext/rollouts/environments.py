@@ -15,7 +15,7 @@ from ..errors import DataError, RolloutError, did_you_mean
 from ..rewards.guard import CallTimeout, in_time
 from .transcript import Messages, Transcript
 
-Factory = Callable[[], Any]
+Factories = Mapping[str | None, Callable[[], Any]]
 Pools = dict[str | None, list[Any]]
 
 
@@ -26,19 +26,16 @@ class Environments:
         factories: by name; a single factory has the name None. None: a run without environments. Where there are
             several, the column `environment` of a row chooses one, and `reset` does not get that column.
         pools: instances to use again, by name; None: there are none yet.
+        retired: instances that are not used any more, by `id`; kept alive, so that an `id` is not reused.
     """
 
-    def __init__(self, factories: Mapping[str | None, Factory] | None = None, pools: Pools | None = None) -> None:
+    def __init__(
+        self, factories: Factories | None = None, pools: Pools | None = None, retired: dict[int, Any] | None = None
+    ) -> None:
         self.factories = dict(factories or {})
         self.several = None not in self.factories
-        self.pools: Pools = {name: [] for name in self.factories} if pools is None else pools
-        self.retired: dict[int, Any] = {}  # by `id`; kept alive, so that its `id` is not reused
-
-    def copy(self) -> Environments:
-        """A copy with instances of its own, as a thread needs, and the same record of retired ones."""
-        copy = Environments(self.factories)
-        copy.retired = self.retired
-        return copy
+        self.pools: Pools = {} if pools is None else pools
+        self.retired: dict[int, Any] = {} if retired is None else retired
 
     def begin(self, transcripts: Sequence[Transcript], seconds: float | None = None) -> None:
         """Give each transcript its environment, reset, and its prompt, with what the environment adds to it.
@@ -61,7 +58,7 @@ class Environments:
             t.prompt = t.row.get("prompt", [{"role": "user", "content": ""}])
             t.environment_name = t.row.get("environment") if self.several else None
             _check_name(t.environment_name, self.factories)
-            pool = self.pools[t.environment_name]
+            pool = self.pools.setdefault(t.environment_name, [])
             if in_use[t.environment_name] == len(pool):
                 pool.append(self.factories[t.environment_name]())
             t.environment = pool[in_use[t.environment_name]]

@@ -18,7 +18,8 @@ from ..batching.prompt_order import RolloutRequest
 from ..replay import Replay
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
-from .tools import TurnLimits
+from .chat import Chat
+from .tools import Toolbox, TurnLimits
 from .transcript import Transcript
 
 
@@ -68,6 +69,8 @@ class Terms:
         old_logps, reference: log-probabilities of the policy that samples, of the reference model, are needed.
         unchecked: vLLM's log-probabilities are still to be compared with the policy's.
         batch_size, max_tokens: limits of a forward without gradients.
+        chat: the chat template, with the tools that prompts show.
+        toolbox: the tools that are called, and the environments.
         ends: a completion of which only the ids are known, and that ends in none of these tokens, is truncated.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
         logs_images: the table of completions shows images (`log_multimodal`).
@@ -94,6 +97,8 @@ class Terms:
     unchecked: bool
     batch_size: int
     max_tokens: int | None
+    chat: Chat
+    toolbox: Toolbox
     ends: Container[int]
     masks_truncated: bool
     logs_images: bool

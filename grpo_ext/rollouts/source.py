@@ -61,6 +61,7 @@ class Rollouts:
         rewards_BF, scored_by: rewards of the rollout batch that was made last, of training or of an evaluation, and its
             terms; None before.
         ahead: what samples ahead; None without `rollout_lag`, and outside of training.
+        recheck: raises for what was changed since the trainer was built, and cannot be followed.
         sampled_at: the optimizer step whose weights sampled the rollout batch.
         waiting: rollout batches that a checkpoint names: their first steps, and the weights that sample them.
         threads: CPU threads of sampling ahead; None: as many as torch has.
@@ -73,6 +74,7 @@ class Rollouts:
     memory: Halving
     sync_vllm: Callable[[], None]
     check: EngineCheck | None = None
+    recheck: Callable[[], None] = field(default=lambda: None, init=False)
     batch: RolloutBatch | None = field(default=None, init=False)
     batch_name: tuple[int, int] | None = field(default=None, init=False)
     rewards_BF: torch.Tensor | None = field(default=None, init=False)
@@ -149,9 +151,8 @@ class Rollouts:
 
     def make(self, rows: StepRows, terms: Terms) -> RolloutBatch:
         """Sample and score these rows of every process, and log what TRL logs of them."""
-        if self.ahead is not None and terms.training:  # scored by the functions of its submission
-            submitted = self.ahead.jobs[0].terms
-            terms = dataclasses.replace(terms, rewards=submitted.rewards, weights_F=submitted.weights_F)
+        if self.ahead is not None and terms.training:  # joined by the settings with which it began
+            terms = dataclasses.replace(self.ahead.jobs[0].terms, state=terms.state)
         if self.args.dynamic_sampling and terms.training:
             return self._in_rounds(rows, terms)
         sampled = self._round(rows, terms)
@@ -268,7 +269,7 @@ class Rollouts:
             entries = [entry for part in rounds for entry in part.entries]
             state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
         terms.metrics["num_tokens"] = [state.num_input_tokens_seen]
-        for name, value in rollout_metrics(rounds, terms, with_tools=bool(self.worker.chat.tools)):
+        for name, value in rollout_metrics(rounds, terms, with_tools=bool(terms.chat.tools)):
             terms.metrics[name].append(value)
             if name == "sampling/kept_mass" and terms.training and not terms.replay.masks:
                 self._warn_of_truncation(value, terms)

@@ -28,6 +28,7 @@ from .transcript import Sampled, Transcript
 from .vllm_replay import experts_of, mask_record
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
+SENT = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
 
 
@@ -115,8 +116,7 @@ class VllmServer:
         if any(transcript.images for transcript in firsts):
             parts = self.client.image_features([transcript.images or None for transcript in firsts])
             features = [settings._place_features(part, ids) for part, ids in zip(parts, prompts, strict=True)]
-        names = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
-        options = {name: getattr(settings, name) for name in names}
+        options = {name: getattr(settings, name) for name in SENT}
         options |= {"min_p": 0.0 if settings.min_p is None else settings.min_p, "n": copies}
         options["max_tokens"] = settings.max_completion_length
         seeds = seeds_of(transcripts, num_generations)[::copies]

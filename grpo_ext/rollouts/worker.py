@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,15 +29,13 @@ from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process
-from .chat import Chat
 from .decoding import unique
 from .engine import Engine, EngineSettings
-from .environments import Environments
 from .images import ImageSource
 from .keyed import request_keys
 from .local import LocalRollout, Terms
 from .token_record import TokenRecord
-from .tools import Toolbox, continue_with
+from .tools import continue_with
 from .transcript import Sampled, Transcript, share_prompt_experts
 from .trl_shapes import take_rollout
 
@@ -49,19 +47,18 @@ class RolloutWorker:
     Attributes:
         models: returns the policy and the reference model; None where that is the policy without its adapter.
         clock: adds up the seconds of the phases.
+        retired: environments that are not used any more (`Environments`).
         show_environments: called with the transcripts once their environments are reset.
     """
 
     forwards: ForwardRunner
     models: Callable[[], tuple[Any, Any | None]]
     engine: Engine
-    chat: Chat
-    environments: Environments
-    toolbox: Toolbox
     rewards: RewardRunner
     images: ImageSource
     clock: PhaseClock
     settings: EngineSettings
+    retired: dict[int, Any] = field(default_factory=dict)
     show_environments: Callable[[list[Transcript]], None] = lambda transcripts: None
 
     @property
@@ -96,9 +93,9 @@ class RolloutWorker:
         keys = request_keys(rows.request, len(rows), terms.seed, terms.training, repeat)
         columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
         transcripts = [Transcript(row, key, place, number) for place, (row, key, number) in columns]
-        self.environments.begin(transcripts, terms.limits.seconds)
+        terms.toolbox.environments.begin(transcripts, terms.limits.seconds)
         for transcript in transcripts:
-            transcript.prompt = self.chat.with_images(transcript.prompt, transcript.row)
+            transcript.prompt = terms.chat.with_images(transcript.prompt, transcript.row)
             transcript.images = images_in(transcript.prompt)
             transcript.prompt_images = len(transcript.images)
         self.show_environments(transcripts)
@@ -106,14 +103,14 @@ class RolloutWorker:
 
     def tokenize(self, transcripts: Sequence[Transcript], terms: Terms) -> None:
         """Token ids of the prompts; each different prompt is tokenised once."""
-        tokenize = terms.hooks.tokenize or self.chat.tokenize
+        tokenize = terms.hooks.tokenize or terms.chat.tokenize
         firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
         prompts = [transcripts[i].prompt for i in firsts]
         ids = tokenize(prompts, [transcripts[i].environment_name for i in firsts])
         if len(ids) != len(prompts):
             raise RolloutError(f"_tokenize_prompts returned {len(ids)} lists of token ids for {len(prompts)} prompts.")
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
-            self.chat.check_ids(list(prompt_ids), f"the prompt {reprlib.repr(prompt)}")
+            terms.chat.check_ids(list(prompt_ids), f"the prompt {reprlib.repr(prompt)}")
         for transcript, number in zip(transcripts, numbers, strict=True):
             transcript.prompt_ids = list(ids[number])
 
@@ -128,14 +125,14 @@ class RolloutWorker:
             self.tokenize(transcripts, terms)
             for transcript, turn in zip(transcripts, self.generate(local, transcripts), strict=True):
                 transcript.add_sampled(turn)
-        self.chat.decode(transcripts)
-        if not self.chat.tools:
+        terms.chat.decode(transcripts)
+        if not terms.chat.tools:
             return
         local.has_mask = True
         active = [] if local.request.empty else transcripts
-        while self._any(active := self.toolbox.answer(active, self.chat, terms.limits)):
+        while self._any(active := terms.toolbox.answer(active, terms.chat, terms.limits)):
             for transcript, turn in zip(active, self.generate(local, active), strict=True):
-                continue_with(transcript, turn, self.chat, terms.limits)
+                continue_with(transcript, turn, terms.chat, terms.limits)
 
     def _any(self, active: Sequence[Transcript]) -> bool:
         return any_process(bool(active), self.settings.device) if self.settings.sharded else bool(active)
@@ -243,7 +240,7 @@ class RolloutWorker:
             completions=completions,
             completion_ids=ids,
             environments=[t.environment for t in local.real_transcripts if t.environment is not None] or None,
-            retired=self.environments.retired,
+            retired=self.retired,
             first=local.first,
             chunk=self.settings.groups_of(local.request.num_generations),
             state=terms.state,

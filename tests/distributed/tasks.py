@@ -30,7 +30,7 @@ from tests.support.images import Gallery, calling, image_model, image_processor,
 from tests.support.launch import leave
 from tests.support.own_generate import Sampler
 from tests.support.tiny import letter_reward, prompts, tiny_model
-from tests.support.trainers import change, log_of, make
+from tests.support.trainers import change, log_of, make, on
 
 RANK = int(os.environ.get("RANK", "0"))
 LOGGED = ("letters", "eval_letters", "rewards", "eval_rewards", "reward", "eval_reward")
@@ -248,6 +248,8 @@ def failure(folder: Path, place: str, *ranks: int) -> None:
 
     parts = {"rollout_func": rollout, "beta": 0.1} if place == "rollout" else {}
     trainer = trainer_of(folder, reward=reward, max_steps=4, **parts)
+    if place == "change" and fails:  # refused when the next rollout batch begins
+        trainer.add_callback(on("on_step_begin", lambda state: setattr(trainer, "num_generations", 8), at=1))
     try:
         trainer.train()
     except Exception as error:

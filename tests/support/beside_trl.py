@@ -21,6 +21,24 @@ SETTINGS: dict[str, Any] = {
 Parts = Callable[[], dict[str, Any]]
 Mixin = type | None
 
+# settings of a loss that are changed: names, the value of each, settings beside them (`kind`: of the model)
+LOSS_CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("beta", 0.5, {"beta": 0.01}),
+    ("epsilon_low", 0.01, {}),
+    ("loss_type", "dr_grpo", {}),
+    ("args.delta", 1.001, {"epsilon_high": 5.0}),
+    ("max_completion_length", 30, {"loss_type": "dr_grpo", "max_grad_norm": 0.0}),
+    ("entropy_coef", 0.5, {"entropy_coef": 0.001}),
+    ("epsilon_high", 0.01, {}),
+    ("importance_sampling_level", "sequence", {}),
+    ("off_policy_mask_threshold", 1e-3, {}),
+    ("top_entropy_quantile", 0.5, {}),
+    ("router_aux_loss_coef", 5.0, {"kind": "moe"}),
+    ("args.use_bias_correction_kl", False, {"beta": 1.0, "learning_rate": 0.05}),
+    ("args.sapo_temperature_pos args.sapo_temperature_neg", 9.0, {"loss_type": "sapo"}),
+    (" ".join(f"args.vespo_{a}_{b}" for a in ("k", "lambda") for b in ("pos", "neg")), 4.0, {"loss_type": "vespo"}),
+]
+
 
 def build(folder: Any, base: type, mixin: Mixin = None, size: int = 16, parts: Parts = dict, **settings: Any) -> Any:
     """A trainer; both packages sample the same completions, because the model's own `generate` does it.

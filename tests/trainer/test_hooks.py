@@ -17,8 +17,8 @@ import torch
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
 from tests.parity.scripts import EOS, by_turn, call, chat_tokenizer, conversations, scripted_model
-from tests.support.beside_trl import build, changing, learns_as_in_trl, setting
-from tests.support.tiny import letter_reward, sparse_reward, stock_scores, tiny_model
+from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, sampling_model, setting
+from tests.support.tiny import letter_reward, stock_scores, tiny_model
 from tests.support.tool_runs import count, transcript_reward
 
 # ---- Overridden or assigned -----------------------------------------------------------------------------------------
@@ -211,50 +211,22 @@ def test_rows_keep_their_random_numbers_in_a_users_scoring_and_further_calls_dra
     assert sampled("other", seed=4) != plain
 
 
-# ---- Attributes that a rollout reads --------------------------------------------------------------------------------
-
-
-@stock_scores
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("reward_weights", torch.tensor([0.1, 5.0])),
-        ("scale_rewards", "none"),
-        ("reward_funcs", [letter_reward, lambda completions, **kwargs: [float(len(text)) for text in completions]]),
-    ],
-    ids=lambda part: part if isinstance(part, str) else "",
-)
-def test_an_attribute_that_is_read_at_each_rollout_acts_once_it_is_changed(tmp_path, name, value):
-    learns_as_in_trl(
-        tmp_path, changing(setting(name, value), 1), lambda: {"reward_funcs": [letter_reward, sparse_reward]}
-    )
-
-
-def test_a_change_that_cannot_be_followed_is_said(tmp_path):
-    with pytest.raises(ConfigError, match=r"num_generations was changed to 8 .* planned with 4"):
-        build(tmp_path, GRPOTrainer, changing(setting("num_generations", 8), 1)).train()
-
-
 # ---- Settings that a loss reads --------------------------------------------------------------------------------------
 
 # two steps for a rollout batch of one step: in the second the policy has moved, so that clips and ratios act
 REUSED: dict[str, Any] = {"num_iterations": 2, "max_steps": 4, "loss_type": "grpo"}
 
 
-CASES: list[tuple[str, Any, dict[str, Any]]] = [
-    ("beta", 0.5, {"beta": 0.01}),
-    ("epsilon_low", 0.01, {}),
-    ("loss_type", "dr_grpo", {}),
-    ("args.delta", 1.001, {"epsilon_high": 5.0}),
-    ("max_completion_length", 30, {"loss_type": "dr_grpo", "max_grad_norm": 0.0}),
-    ("entropy_coef", 0.5, {"entropy_coef": 0.001}),
-]
-
-
 @stock_scores
-@pytest.mark.parametrize(("name", "value", "settings"), CASES, ids=str)
-def test_a_setting_that_a_callback_changes_acts_from_then_on(tmp_path, name, value, settings):
-    learns_as_in_trl(tmp_path, changing(setting(name, value)), **{**REUSED, **settings})
+@pytest.mark.parametrize(("names", "value", "settings"), LOSS_CHANGES, ids=str)
+def test_a_setting_that_a_callback_changes_acts_from_then_on(tmp_path, names, value, settings):
+    def change(trainer: Any) -> None:
+        for name in names.split():
+            setting(name, value)(trainer)
+
+    settings = {**REUSED, **settings}
+    kind = settings.pop("kind", "qwen2")
+    learns_as_in_trl(tmp_path, changing(change), lambda: {"model": sampling_model(kind)}, **settings)
 
 
 class SetsAfterwards:

@@ -161,7 +161,7 @@ def test_what_cannot_be_replayed_is_refused_before_training(tmp_path, changes, n
 def test_a_callback_that_changes_what_masks_do_not_describe_ends_the_run(tmp_path):
     trainer = make(tmp_path, top_p=0.9, max_steps=2, **REPLAY)
     trainer.add_callback(on("on_step_end", lambda state: setattr(trainer.generation_config, "temperature", 0.5)))
-    with pytest.raises(ConfigError, match=r"temperature=0\.5 .*changed after the trainer was built"):
+    with pytest.raises(ConfigError, match=r"cannot be combined with temperature=0\.5"):
         trainer.train()
     assert trainer.state.global_step == 1
 
