@@ -6,11 +6,11 @@ smaller size is layout, so the update stays the same.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import psutil
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
@@ -42,7 +42,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 def device_kind(device: torch.device) -> str:
     """Name and memory of a device: what fits on it fits on others of its kind."""
-    name, total = device.type, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name, total = device.type, psutil.virtual_memory().total
     if device.type == "cuda":
         name, total = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
     return f"{name} with {total / 2**30:.0f} GiB"

@@ -87,6 +87,8 @@ def check(rows: list[list[int]], log: dict[str, float], ends: set[int] = ENDS) -
 def test_a_row_ends_where_generation_ended_it(tmp_path, cause, compact):
     update, rows, log = run(tmp_path, compact_rollouts=compact, **CAUSES[cause]())
     check(rows, log)
+    if cause == "a criterion":  # which sees padding, so a warning says that sampling is not covered
+        return
     again, others, _ = run(tmp_path, compact_rollouts=compact, rollout_chunk_size=8, **CAUSES[cause]())
     assert others == rows
     assert error(update, again) < UPDATE
