@@ -51,11 +51,7 @@ OPTIONS: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)
 def parse(
     argv: list[str], demos: Mapping[str, str] | None = None
 ) -> tuple[Demo | None, ScriptArguments, GRPOConfig, ModelConfig]:
-    """(demo, script arguments, GRPOConfig, ModelConfig); a demo's settings are defaults that options override.
-
-    Args:
-        demos: short names of demos in files, `path/to/file.py:name`.
-    """
+    """(demo, arguments of each kind); a demo's settings are defaults. `demos`: short names of demos in files."""
     settings = read_settings(argv)
     if demos and settings.get("demo") in demos:
         settings["demo"] = demos[settings["demo"]]
@@ -113,8 +109,7 @@ def _settings_in(path: str) -> dict[str, Any]:
 def demo_of(settings: Mapping[str, Any]) -> Demo | None:
     """The demo that settings name, or the embedded one where they name neither a model nor data.
 
-    Raises:
-        ConfigError: it is unknown, or does not take that model or data; only one of model and data is named.
+    A ConfigError where it is unknown or does not take that model or data, or only one of model and data is named.
     """
     name, model, dataset = (settings.get(option) for option in ("demo", "model_name_or_path", "dataset_name"))
     if name is not None and dataset is not None:
@@ -128,11 +123,7 @@ def demo_of(settings: Mapping[str, Any]) -> Demo | None:
 
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
-    """Settings as the dataclasses that they configure.
-
-    Raises:
-        ConfigError: a setting is refused, by this package, TRL or transformers.
-    """
+    """Settings as the dataclasses that they configure; a ConfigError where one of these refuses a setting."""
     try:
         script, training, model = (kind(**fields_of({"lora_dropout": 0.0, **settings}, kind)) for kind in OPTIONS)
     except GrpoExtError:

@@ -67,8 +67,7 @@ def _changes(log: LoggedRun) -> list[tuple[str, Any, Any]]:
 def report(run: str | Path) -> Path:
     """Write the report of a run into its folder; returns the page.
 
-    Raises:
-        ConfigError: the folder holds no run, another page would be replaced, or a library is missing.
+    A ConfigError where the folder holds no run, another page would be replaced, or a library is missing.
     """
     try:
         import jinja2
@@ -94,11 +93,7 @@ def report(run: str | Path) -> Path:
 
 
 def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:
-    """The log in a run's folder, and every number in it by name, in the order of first appearance.
-
-    Raises:
-        ConfigError: there is no log of a run in it.
-    """
+    """The log in a run's folder and every number in it, by name in order; a ConfigError where there is none."""
     folder = Path(path)
     log = read_log(folder / LOG) if (folder / LOG).is_file() else LoggedRun()
     if not log.entries:
