@@ -55,10 +55,8 @@ def split_is_cheaper(group: PackedGroup, device: torch.device) -> bool:
 def visible_mask(group: PackedGroup, window: int | None, device: torch.device) -> torch.Tensor:
     """Which tokens of a group see which, (n, n) for the n tokens of prompt and completions, rows are queries.
 
-    A completion's tokens see the whole prompt and what comes before them in the same completion.
-
-    Args:
-        window: a query sees keys less than this many positions back; None without a sliding window.
+    A completion's tokens see the whole prompt and what comes before them in the same completion; under a `window` keys
+    less than this many positions back.
     """
     start, stop = group.prompt[0], max(group.answers[1], group.prompt[1])
     segment = torch.zeros(stop - start, dtype=torch.long, device=device)  # 0: the prompt
@@ -197,9 +195,8 @@ def _by_group(
 ) -> torch.Tensor:
     """Attention (1, N, H, D) of each group, computed the same whatever other groups the pack has.
 
-    Args:
-        attend: the output (1, n, H, D) for query, key, value and a mask.
-        by_flash: attention of a group by torch's flash kernel of the CPU.
+    `attend` returns the output (1, n, H, D) for query, key, value and a mask; `by_flash`, for a group, that of torch's
+    flash kernel of the CPU.
     """
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
     outputs = []
@@ -219,8 +216,7 @@ def _segments(
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Query, key, value and mask of the prompt and of each completion, whose keys are the prompt's and its own.
 
-    Args:
-        mask: of one sequence that is at least as long as the prompt with any of its completions.
+    `mask` is that of one sequence at least as long as the prompt with any of its completions.
     """
     query, key, value = states
     base = group.prompt[0]

@@ -40,21 +40,13 @@ _KNOWN = (
 
 
 class Continuation(SimpleNamespace):
-    """The completions' pass after that of the prompts; no dataclass, because FSDP copies dataclass arguments.
+    """The completions' pass after that of the prompts; no dataclass, because FSDP copies dataclass arguments."""
 
-    Attributes:
-        input_ids: (B, T), of the completions, padded on the right.
-        attention_mask: (B, width of the prompts + T).
-        position_ids: (B, T), or (3, B, T) as the model has it, or None for a model that takes none.
-        prompt_B: the row of each completion's prompt, int64 (B,).
-        instead: replaces further arguments of the prompts' pass in that of the completions; None for absent ones.
-    """
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    position_ids: torch.Tensor | None
-    prompt_B: torch.Tensor
-    instead: dict[str, torch.Tensor | None]
+    input_ids: torch.Tensor  # (B, T), of the completions, padded on the right
+    attention_mask: torch.Tensor  # (B, width of the prompts + T)
+    position_ids: torch.Tensor | None  # (B, T), or (3, B, T) as the model has it; None: it takes none
+    prompt_B: torch.Tensor  # the row of each completion's prompt, int64
+    instead: dict[str, torch.Tensor | None]  # arguments that differ from the prompts' pass; None: absent
 
 
 class _Recorded:
@@ -175,8 +167,7 @@ def run_after_prompts(
         routing: of the tokens of both passes, the prompts' first.
 
     Returns:
-        Hidden states (tokens of both passes, H), the prompts' first; router logits of each layer alike, where asked
-        for.
+        Hidden states (tokens of both passes, H), the prompts' first, and each layer's router logits, if asked for.
     """
     config = backbone.config.get_text_config(decoder=True)
     recorded = Cache(layers=_layers(config, _Recorded))

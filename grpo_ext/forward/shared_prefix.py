@@ -27,20 +27,14 @@ _Tokens = tuple[int, int]  # a half-open range
 
 
 class Part(NamedTuple):
-    """One call of a kernel: which tokens are queries, and which are keys.
-
-    Attributes:
-        causal: a segment's attention to itself; else that of completions to their prompt.
-        bounds: for several sequences in one call, where each begins and ends among the queries and the keys (int32),
-            and the longest of both.
-        window: a query sees keys less than this many positions back; None without a sliding window.
-    """
+    """One call of a kernel: which tokens are queries, and which are keys."""
 
     queries: slice | torch.Tensor
     keys: slice | torch.Tensor
-    causal: bool
+    causal: bool  # a segment's attention to itself; else that of completions to their prompt
+    # of several sequences: where each begins and ends among queries and keys (int32), and the longest of both
     bounds: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
-    window: int | None = None
+    window: int | None = None  # a query sees keys less than this many positions back
 
 
 def parts_of(group: PackedGroup) -> list[Part]:
