@@ -93,10 +93,9 @@ def image_token(model: Any) -> int | None:
 
 
 def forget_absent_layers(model: Any) -> None:
-    """Remove layers that a model lacks from those that FSDP wraps.
+    """Remove layers that a model lacks from those that FSDP wraps; Accelerate and PEFT refuse their names.
 
-    A model with an image tower also names layers of the tower's family (CLIP's text embeddings), and Accelerate and
-    PEFT refuse names of absent layers.
+    A model with an image tower also names layers of the tower's family (CLIP's text embeddings).
     """
     model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
 
@@ -104,8 +103,7 @@ def forget_absent_layers(model: Any) -> None:
 def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
     """The tokenizer or processor of a model (its name or an object), as TRL's constructor finds it.
 
-    Raises:
-        ConfigError: the model is an object that does not know where it came from.
+    A ConfigError where the model is an object that does not know where it came from.
     """
     kwargs: Any = args.model_init_kwargs or {}
     name = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -114,23 +112,18 @@ def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
             "the model is an object whose configuration names no place to load a tokenizer from (_name_or_path is "
             "empty); pass the tokenizer as processing_class."
         )
-    return transformers.AutoProcessor.from_pretrained(
-        name,
-        revision=kwargs.get("revision") if isinstance(model, str) else None,
-        truncation_side="left",
-        padding_side="left",
-        trust_remote_code=getattr(args, "trust_remote_code", False),
-    )
+    options: Any = {"truncation_side": "left", "padding_side": "left"}
+    options["revision"] = kwargs.get("revision") if isinstance(model, str) else None
+    trusted = getattr(args, "trust_remote_code", False)
+    return transformers.AutoProcessor.from_pretrained(name, trust_remote_code=trusted, **options)
 
 
 def parse_response(
     tokenizer: Any, ids: list[int], prefix: list[int], tools: Sequence[Callable[..., Any]]
 ) -> dict[str, Any]:
-    """TRL's: the message that token ids stand for, plain text where they cannot be parsed.
+    """TRL's: the message that token ids after `prefix` stand for, plain text where they cannot be parsed.
 
-    Args:
-        prefix: the ids before them.
-        tools: whose schemas give arguments their types; TRL 1.15 does not look at them.
+    The schemas of `tools` give arguments their types; TRL 1.15 does not look at them.
     """
     known: dict[str, Any] = {"tools": tools} if _PARSES_BY_TOOLS else {}
     return _parse_response(tokenizer, ids, prefix=prefix, **known)
@@ -201,8 +194,7 @@ def client_of(generation: Any) -> Any:
 def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
     """Let TRL start its vLLM engine with further options (`enable_lora`), which its `VLLMGeneration` does not take.
 
-    Raises:
-        ConfigError: vLLM does not start with them: they are newer than it, or its platform cannot keep them.
+    A ConfigError where vLLM does not start with them: they are newer than it, or its platform cannot keep them.
     """
     engine = getattr(vllm_generation, "LLM", None)
     if not options or engine is None:  # TRL says so where vLLM is not installed
@@ -262,11 +254,7 @@ def is_batch_invariant(client: Any | None) -> bool:
 
 
 def served_rank(rank: int) -> int:
-    """The least `max_lora_rank` that vLLM can be started with for adapters of this rank.
-
-    Raises:
-        ConfigError: vLLM serves none of this rank.
-    """
+    """The least `max_lora_rank` of vLLM for adapters of this rank; a ConfigError where there is none."""
     ranks = get_args(importlib.import_module("vllm.config.lora").MaxLoRARanks)
     if rank > max(ranks):
         raise ConfigError(f"vllm_lora=True with an adapter of rank {rank}: vLLM serves {max(ranks)} at most.")
@@ -295,11 +283,7 @@ def _mismatch(ours: type, name: str) -> str | None:
 
 @functools.cache
 def verify_overrides(ours: type) -> None:
-    """Compare the methods that a subclass of TRL's trainer overrides with the installed versions.
-
-    Raises:
-        ContractError: names every method that is missing or takes other parameters.
-    """
+    """Compare overridden methods with the installed versions'; a ContractError names all that are missing or differ."""
     if broken := [sentence for name in OVERRIDES if (sentence := _mismatch(ours, name)) is not None]:
         raise ContractError(
             f"grpo_ext does not fit the installed trl {trl.__version__} and transformers {transformers.__version__}: "

@@ -48,8 +48,7 @@ def completion_keys(
     Args:
         stream: `TRAIN_STREAM` or `EVAL_STREAM`; keeps training and evaluation apart.
         epoch, rollout: index of the pass over the data, and of the generation phase in it.
-        prompts_B: int64, position of the prompt in the rollout batch.
-        generations_B: int64, index of the completion in its group.
+        prompts_B, generations_B: int64, position of the prompt in the rollout batch, of the completion in its group.
     """
     start = torch.full_like(prompts_B, _signed(derive_key(seed, stream, epoch, rollout)))
     return mix(mix(start, prompts_B), generations_B)

@@ -30,7 +30,7 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
     Args:
         prompts: how many it was called with, each repeated once per completion.
         needs_logprobs: why log-probabilities are needed, as a sentence; None where they are not.
-        kept_ids: the ids that each token was sampled from are needed too (`kept_ids`).
+        kept_ids: the ids that each token was sampled from are needed too.
 
     Raises:
         RolloutError: it is no rollout of these prompts.
@@ -84,9 +84,7 @@ def _plain(name: str, value: Any) -> Any:
 def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | None:
     """Why processes need the same number of prompts to sample together, as a clause; None if they do not.
 
-    Args:
-        sharded: a forward is a collective.
-        rollout_func: a `rollout_func` samples, which may call TRL's `VLLMGeneration.generate`.
+    A forward is a collective where models are `sharded`; a `rollout_func` may call TRL's `VLLMGeneration.generate`.
     """
     if sharded:
         return "a forward of a sharded model is a collective"
@@ -95,11 +93,7 @@ def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | Non
 
 
 def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
-    """Raise a RolloutError, on every process, where processes have different numbers of rows; a collective.
-
-    Args:
-        reason: why processes need the same number (`why_equal`).
-    """
+    """Raise a RolloutError, on every process, where they have unequal numbers of rows (`why_equal`); a collective."""
     counts = gather_lists([rows])
     if len(set(counts)) > 1:
         raise RolloutError(

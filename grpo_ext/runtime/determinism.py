@@ -65,8 +65,7 @@ def computing_with(threads: int | None) -> Iterator[None]:
 def unfit_kernels(device: torch.device, linear_attention: bool) -> dict[str, Any]:
     """Kernels whose bits depend on another library, or on the kind of GPU, as `refuse_combination` takes them.
 
-    Args:
-        linear_attention: the model has such layers, which transformers gives to `fla` where it is installed.
+    transformers gives layers with `linear_attention` to `fla` where it is installed.
     """
     attention, on_gpu = current_flash_attention_impl(), device.type == "cuda"
     names = sorted(set(gather_lists([torch.cuda.get_device_name(device)]))) if on_gpu else []
@@ -84,8 +83,7 @@ def unfit_kernels(device: torch.device, linear_attention: bool) -> dict[str, Any
 def pinned(threads: int | None) -> Iterator[None]:
     """Inside, kernels are deterministic and `threads` CPU threads compute; None changes nothing.
 
-    Raises:
-        ConfigError: CUDA was started with a workspace setting that is not deterministic.
+    A ConfigError where CUDA was started with a workspace setting that is not deterministic.
     """
     if threads is None:
         yield
