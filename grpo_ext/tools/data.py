@@ -37,7 +37,7 @@ class DataArguments:
 def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset | None]:
     """(train, held-out or None) prompts for `GRPOTrainer`; held-out rows are drawn by `seed`.
 
-    A DataError names the options and what is wrong: the source, split or column, an empty row, no rows on one side.
+    A DataError names the options and what is wrong: source, split, column, an empty row, no rows on one side.
     """
     try:
         dataset = _read(str(data.dataset_name), data)

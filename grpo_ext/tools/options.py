@@ -107,10 +107,7 @@ def _settings_in(path: str) -> dict[str, Any]:
 
 
 def demo_of(settings: Mapping[str, Any]) -> Demo | None:
-    """The demo that settings name, or the embedded one where they name neither a model nor data.
-
-    A ConfigError where it is unknown or does not take that model or data, or only one of model and data is named.
-    """
+    """The demo that settings name, without model and data the embedded one; a ConfigError where settings contradict."""
     name, model, dataset = (settings.get(option) for option in ("demo", "model_name_or_path", "dataset_name"))
     if name is not None and dataset is not None:
         raise ConfigError(f"--demo {name} brings its own data; leave --dataset_name out, or --demo.")
@@ -149,10 +146,5 @@ def output_settings(settings: Mapping[str, Any]) -> set[str]:
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:
     """How the model is loaded: arguments of `from_pretrained`, those of `--model_init_kwargs` before the others."""
     model_init_kwargs: Any = training.model_init_kwargs or {}  # a dictionary, whatever its annotation
-    return {
-        "revision": model.model_revision,
-        "trust_remote_code": training.trust_remote_code,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **model_init_kwargs,
-    }
+    others = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    return {**others, "trust_remote_code": training.trust_remote_code, **model_init_kwargs}

@@ -34,7 +34,7 @@ class SplitResult:
     reason: str = ""  # the cause, where it is known
     update_error: float = math.nan  # relative
     gradient_error: float = math.nan  # relative, of the first gradient
-    metric_error: float = math.nan  # the largest of a logged value
+    metric_error: float = math.nan  # the largest difference of a logged value
 
     def __str__(self) -> str:
         """The result in a line."""
