@@ -206,11 +206,9 @@ def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any
 
 
 def _chunk_size(requested: int | None, num_generations: int, rollout: int, bitwise: bool) -> int:
-    """Completions of a chunk; the default follows from what the run means, never from how it is laid out.
-
-    In bitwise mode chunks are what `generate` sees, and as large as they can be.
-    """
+    """Completions of a chunk; the default follows from what the run means, never from how it is laid out."""
     if requested is None:
+        # in bitwise mode chunks are what `generate` sees, and as large as they can be
         most = CHUNK if bitwise else min(CHUNK, rollout // CHUNKS)
         return max(1, most // num_generations) * num_generations
     if requested % num_generations:
@@ -223,11 +221,7 @@ def _chunk_size(requested: int | None, num_generations: int, rollout: int, bitwi
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where one optimizer step stands in its epoch. Prompt positions count along the epoch's prompt order.
-
-    The completions of a rollout batch, in the order of its prompts, are cut into steps; a step may begin and end within
-    a group.
-    """
+    """Where an optimizer step stands in its epoch; a step may begin and end within a group."""
 
     rollout: int  # index of the generation phase in the epoch
     iteration: int  # which reuse of the rollout batch this is, from 0
@@ -289,10 +283,9 @@ def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num
 
 
 def check_equal_slices(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
-    """Refuse rollout batches that cannot be split evenly over the processes, for vLLM.
+    """Refuse rollout batches, the last of an epoch too, that vLLM's processes cannot share evenly, with a ConfigError.
 
-    Tensor parallel engines need equal shares; other engines were run with equal shares alone. A ConfigError where a
-    rollout batch, or the smaller last one of an epoch, is no multiple of the number of processes.
+    Tensor parallel engines need equal shares; other engines were run with equal shares alone.
     """
     processes, prompts, tail = geometry.num_processes, geometry.prompts_per_rollout, 0
     if num_prompts is not None:

@@ -63,10 +63,7 @@ def why_not_packed(policy: Any) -> str | None:
 
 
 def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
-    """Why a model cannot run the prefix form, as a sentence; None if its class and configuration allow it.
-
-    Gradient checkpointing that is `reentrant` passes no gradient through a cache.
-    """
+    """Why a model cannot run the prefix form, as a sentence; None if its class and configuration allow it."""
     if reentrant and policy.supports_gradient_checkpointing:
         return "gradient checkpointing with use_reentrant=True passes no gradient through a cache"
     if (reason := why_own_cache(policy)) is not None:

@@ -15,14 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import Cache, DynamicCache, cache_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import CACHE, DummyLayer
@@ -30,11 +23,9 @@ from ..runtime.attributes import assigned
 from .routing import Routing, routed
 
 _KNOWN = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+    *(cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.LinearAttentionLayer),
+    cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
     *filter(None, [DummyLayer]),
 )
 
@@ -146,10 +137,7 @@ def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int)
 
 @contextmanager
 def cached_under_checkpointing(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, layers under gradient checkpointing get the caches too. May be nested.
-
-    transformers drops a cache there, because it would grow twice; these do not grow.
-    """
+    """Inside, checkpointed layers get caches too; transformers drops its own, which would grow twice. May be nested."""
     with ExitStack() as restored:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -162,12 +150,8 @@ def run_after_prompts(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Run prompts, and completions after them, through the layers of a model.
 
-    Args:
-        prompts: the backbone's arguments, (P, width), padded on the left.
-        routing: of the tokens of both passes, the prompts' first.
-
-    Returns:
-        Hidden states (tokens of both passes, H), the prompts' first, and each layer's router logits, if asked for.
+    `prompts` are the backbone's arguments, (P, width), padded on the left. Returns hidden states (tokens of both
+    passes, H), the prompts' first, and each layer's router logits, if asked for.
     """
     config = backbone.config.get_text_config(decoder=True)
     recorded = Cache(layers=_layers(config, _Recorded))

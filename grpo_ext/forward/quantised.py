@@ -31,10 +31,7 @@ def trained_values(model: Any) -> dict[str, torch.Tensor]:
 
 
 def train_in_float32(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
-    """Cast the trained parameters of a quantised model to float32; TRL casts them to bfloat16.
-
-    They are taken from `before`, the `trained_values` before TRL's cast, so that a trained adapter loses no digits.
-    """
+    """Cast trained parameters of a quantised model to float32, from the values `before` TRL's cast to bfloat16."""
     if not getattr(model, "is_quantized", False):
         return
     for name, parameter in model.named_parameters():

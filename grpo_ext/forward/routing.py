@@ -1,13 +1,12 @@
 """Replays which experts each token of a mixture-of-experts model was sent to.
 
 Two forwards of the same tokens choose other experts where scores lie close, above all in half precision (Ma et al.,
-arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. The experts' weights come
-from the live router's scores, so gradients reach it; the load-balancing loss is the live router's too, because it is
-there to change what the router chooses next.
+arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. Weights and the
+load-balancing loss are of the live router's scores, so gradients reach it.
 
-transformers' routers turn scores into weights in different ways, and all of them choose by `torch.topk` over the scores
-of the experts. Inside a router's forward that call is recorded, or it returns the recorded experts with their live
-scores. Shapes: N tokens of a forward, X experts, K of them chosen by a router, C choices of all routers.
+transformers' routers all choose by `torch.topk` over the scores of the experts. Inside a router's forward that call is
+recorded, or it returns the recorded experts with their live scores. Shapes: N tokens of a forward, X experts, K of them
+chosen by a router, C choices of all routers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Router:
     """The router of one layer."""
 
     columns: slice  # of its choices among those of all routers
-    choices: int  # number of these columns
+    choices: int  # of all routers, for a token
     experts: int  # how many it chooses from
     layer: int = -1  # its number among the decoder layers, with and without experts; -1: unknown
 
@@ -77,10 +76,7 @@ class Routing:
         return sum(replayed for _, replayed in self._counted.values())
 
     def choose(self, router: Router, first: int, scores_NX: torch.Tensor, live: Any) -> Any:
-        """What `topk` returns to a router, values (N, K) and experts (N, K), in the place of `live`.
-
-        `first` is the number in the forward of the first of these tokens.
-        """
+        """Values and experts (N, K) for a router in the place of `topk`'s `live`; `first`: the first token's number."""
         live_NK = live[1]
         if self.experts_NC is None:
             self._recorded.setdefault(first, {})[router.columns.start] = live_NK.to(router.dtype)

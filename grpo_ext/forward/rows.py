@@ -41,14 +41,10 @@ class TokenRows:
 
     @classmethod
     def of_padded(
-        cls,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        completion_width: int,
-        images: RowImages | None = None,
+        cls, input_ids: torch.Tensor, mask: torch.Tensor, completion_width: int, images: RowImages | None = None
     ) -> TokenRows:
         """The rows of a batch (B, L) in TRL's layout: prompts padded on the left, completions on the right."""
-        input_ids, attended = input_ids.cpu(), attention_mask.cpu().bool()
+        input_ids, attended = input_ids.cpu(), mask.cpu().bool()
         width = input_ids.size(1) - completion_width
         # from the first token of the prompt that attention sees to the last of the completion
         place_L = torch.arange(1, input_ids.size(1) + 1)

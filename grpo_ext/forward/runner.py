@@ -143,12 +143,8 @@ class ForwardRunner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities (S,) of this process's part of a rollout batch, without gradients; all processes together.
 
-        Args:
-            limits: completions and tokens of a forward, at most, and completions per group, which canonical units are
-                cut within.
-
-        Returns:
-            The log-probabilities, and the recorded experts, as in `LogProbs.experts_NC`; none by an override.
+        `limits` are completions and tokens of a forward, at most, and completions per group, within which canonical
+        units are cut. Returns the recorded experts too, as in `LogProbs.experts_NC`; none by an override.
         """
         if (override := self.override()) is not None:
             ids, mask, width = rows.padded(self.multiple)

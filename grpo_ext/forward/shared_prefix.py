@@ -7,7 +7,6 @@ D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -130,12 +129,7 @@ class SharedPrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        parts: Sequence[Part],
-        scale: float | None,
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: list[Part], scale: float | None
     ) -> torch.Tensor:
         batch, heads, tokens, dim = query.shape
         out = query.new_empty(tokens, batch, heads, dim).permute(1, 2, 0, 3)

@@ -24,7 +24,7 @@ def largest_term(terms: int) -> float:
 
 
 def check_terms(name: str, terms: int, largest: float) -> None:
-    """Raise a PrecisionError where the `largest` of all processes' `terms` of a gradient is not within range."""
+    """Raise a PrecisionError where the `largest` of all processes' `terms` is not finite or not within range."""
     limit = largest_term(terms)
     if not math.isfinite(largest):
         raise PrecisionError(
