@@ -101,10 +101,7 @@ def forget_absent_layers(model: Any) -> None:
 
 
 def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
-    """The tokenizer or processor of a model (its name or an object), as TRL's constructor finds it.
-
-    A ConfigError where the model is an object that does not know where it came from.
-    """
+    """The tokenizer or processor of a model (name or object) as TRL finds it; a ConfigError without a name."""
     kwargs: Any = args.model_init_kwargs or {}
     name = model if isinstance(model, str) else get_config_model_id(model.config)
     if not name:
@@ -121,10 +118,7 @@ def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
 def parse_response(
     tokenizer: Any, ids: list[int], prefix: list[int], tools: Sequence[Callable[..., Any]]
 ) -> dict[str, Any]:
-    """TRL's: the message that token ids after `prefix` stand for, plain text where they cannot be parsed.
-
-    The schemas of `tools` give arguments their types; TRL 1.15 does not look at them.
-    """
+    """TRL's: the message of ids after `prefix`, or plain text; since 1.16 `tools` give arguments their types."""
     known: dict[str, Any] = {"tools": tools} if _PARSES_BY_TOOLS else {}
     return _parse_response(tokenizer, ids, prefix=prefix, **known)
 
@@ -133,10 +127,7 @@ def parse_response(
 def unwrapped_for_generation(
     model: Any, accelerator: Any, gradient_checkpointing_kwargs: dict[str, Any] | None, **options: Any
 ) -> Iterator[Any]:
-    """TRL's `unwrap_model_for_generation`, after which gradient checkpointing is as it was.
-
-    TRL 1.15 turns it on again without its keyword arguments.
-    """
+    """TRL's context, after which gradient checkpointing is as it was; TRL 1.15 forgets its keyword arguments."""
     knows = "gradient_checkpointing_kwargs" in inspect.signature(unwrap_model_for_generation).parameters
     if knows:
         options["gradient_checkpointing_kwargs"] = gradient_checkpointing_kwargs
@@ -151,17 +142,13 @@ def unwrapped_for_generation(
 @contextmanager
 def generating(trainer: Any) -> Iterator[Any]:
     """The contexts of TRL's generation with transformers: the model unwrapped, no gradients, parameters gathered."""
+    args, wrapped, kwargs = trainer.args, trainer.model_wrapped, trainer.generation_kwargs
+    options = {"gather_deepspeed3_params": args.ds3_gather_for_generation, "generation_kwargs": kwargs}
     with (
         profiling_context(trainer, "transformers.generate"),
-        unwrapped_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
-            trainer.args.gradient_checkpointing_kwargs,
-            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-            generation_kwargs=trainer.generation_kwargs,
-        ) as model,
+        unwrapped_for_generation(wrapped, trainer.accelerator, args.gradient_checkpointing_kwargs, **options) as model,
         torch.no_grad(),
-        trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+        trainer._dist.summon_full_params(wrapped, recurse=False),
     ):
         yield model
 
@@ -173,10 +160,7 @@ def as_reference(model: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def hiding_old_names() -> Iterator[None]:
-    """Hide transformers' warnings of its old names for activation checkpointing.
-
-    TRL uses the old names, and this package supports versions without the new ones: users cannot act on the warnings.
-    """
+    """Hide transformers' warnings of old names of gradient checkpointing: TRL uses them, and no user can act on it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
         yield
@@ -192,10 +176,7 @@ def client_of(generation: Any) -> Any:
 
 @contextmanager
 def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """Let TRL start its vLLM engine with further options (`enable_lora`), which its `VLLMGeneration` does not take.
-
-    A ConfigError where vLLM does not start with them: they are newer than it, or its platform cannot keep them.
-    """
+    """Let TRL start its vLLM engine with further options; a ConfigError where vLLM does not start with them."""
     engine = getattr(vllm_generation, "LLM", None)
     if not options or engine is None:  # TRL says so where vLLM is not installed
         yield

@@ -99,10 +99,7 @@ class AdvantageRule:
     aggregation: str = "sum_then_normalize"
 
     def advantages(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """Advantages, (B,); zero for a completion that no function scored.
-
-        A ConfigError where the estimator is unknown, or does not return one finite number for each that was scored.
-        """
+        """Advantages, (B,), zero for a completion that no function scored; a ConfigError for a faulty estimator."""
         rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
         if self.estimator is not None:
             return _estimated(self.estimator, rewards_PG)

@@ -43,10 +43,7 @@ class WorkerDied(RuntimeError):
 
 
 class RewardWorkers:
-    """The processes of one training process; each is called by one thread of a pool.
-
-    A process starts at its thread's first call, and again after it has ended. `seed` is that of the run.
-    """
+    """The processes of one training process, each of one thread of a pool, which starts it at a call if none runs."""
 
     def __init__(self, number: int, seed: int) -> None:
         self.number, self.seed = number, seed

@@ -25,15 +25,12 @@ _KEPT_REMEDY = (
 
 
 def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool = False) -> dict[str, Any]:
-    """What a `rollout_func` returned, in lists of plain numbers, which are the same types on every process.
+    """What a `rollout_func` returned, in plain numbers, the same types on every process; a RolloutError if it is none.
 
     Args:
         prompts: how many it was called with, each repeated once per completion.
         needs_logprobs: why log-probabilities are needed, as a sentence; None where they are not.
         kept_ids: the ids that each token was sampled from are needed too.
-
-    Raises:
-        RolloutError: it is no rollout of these prompts.
     """
     remedy = _REMEDY + (_KEPT_REMEDY if kept_ids else "")
     if not isinstance(output, Mapping):
@@ -82,12 +79,10 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | None:
-    """Why processes need the same number of prompts to sample together, as a clause; None if they do not.
-
-    A forward is a collective where models are `sharded`; a `rollout_func` may call TRL's `VLLMGeneration.generate`.
-    """
+    """Why processes need the same number of prompts to sample together, as a clause; None if they do not."""
     if sharded:
         return "a forward of a sharded model is a collective"
+    # a `rollout_func` may call TRL's `VLLMGeneration.generate`
     shares_engine = rollout_func if args.vllm_mode == "server" else args.vllm_tensor_parallel_size > 1
     return UNEQUAL_SHARES if args.use_vllm and shares_engine else None
 

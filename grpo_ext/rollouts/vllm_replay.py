@@ -74,8 +74,7 @@ def mask_record(completion: Any, ids: list[int], logps: list[float | None] | Non
 def experts_of(completion: Any, tokens: int, routers: Sequence[Router]) -> torch.Tensor:
     """The experts (tokens, C) of a prompt and one of vLLM's completions; `LIVE` for the last token, which never ran.
 
-    A RolloutError where its array [tokens - 1, decoder layers, K] is missing, of another shape, or holds what no router
-    chooses.
+    A RolloutError where its array [tokens - 1, decoder layers, K] is missing, misshapen, or no choice of the routers.
     """
     routed = getattr(completion, "routed_experts", None)
     layers, experts = [router.layer for router in routers], [router.experts for router in routers]
