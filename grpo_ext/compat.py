@@ -94,20 +94,15 @@ def image_token(model: Any) -> int | None:
 
 
 def forget_absent_layers(model: Any) -> None:
-    """Remove layers that a model lacks from those that FSDP wraps.
+    """Remove layers that a model lacks from those that FSDP wraps; Accelerate and PEFT refuse their names.
 
-    A model with an image tower also names layers of the tower's family (CLIP's text embeddings), and Accelerate and
-    PEFT refuse names of absent layers.
+    A model with an image tower also names layers of the tower's family (CLIP's text embeddings).
     """
     model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
 
 
 def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
-    """The tokenizer or processor of a model (its name or an object), as TRL's constructor finds it.
-
-    Raises:
-        ConfigError: the model is an object that does not know where it came from.
-    """
+    """The tokenizer or processor of a model (name or object) as TRL finds it; a ConfigError without a name."""
     kwargs: Any = args.model_init_kwargs or {}
     name = model if isinstance(model, str) else get_config_model_id(model.config)
     if not name:
@@ -115,24 +110,16 @@ def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
             "the model is an object whose configuration names no place to load a tokenizer from (_name_or_path is "
             "empty); pass the tokenizer as processing_class."
         )
-    return transformers.AutoProcessor.from_pretrained(
-        name,
-        revision=kwargs.get("revision") if isinstance(model, str) else None,
-        truncation_side="left",
-        padding_side="left",
-        trust_remote_code=getattr(args, "trust_remote_code", False),
-    )
+    options: Any = {"truncation_side": "left", "padding_side": "left"}
+    options["revision"] = kwargs.get("revision") if isinstance(model, str) else None
+    trusted = getattr(args, "trust_remote_code", False)
+    return transformers.AutoProcessor.from_pretrained(name, trust_remote_code=trusted, **options)
 
 
 def parse_response(
     tokenizer: Any, ids: list[int], prefix: list[int], tools: Sequence[Callable[..., Any]]
 ) -> dict[str, Any]:
-    """TRL's: the message that token ids stand for, plain text where they cannot be parsed.
-
-    Args:
-        prefix: the ids before them.
-        tools: whose schemas give arguments their types; TRL 1.15 does not look at them.
-    """
+    """TRL's: the message of ids after `prefix`, or plain text; since 1.16 `tools` give arguments their types."""
     known: dict[str, Any] = {"tools": tools} if _PARSES_BY_TOOLS else {}
     return _parse_response(tokenizer, ids, prefix=prefix, **known)
 
@@ -141,10 +128,7 @@ def parse_response(
 def unwrapped_for_generation(
     model: Any, accelerator: Any, gradient_checkpointing_kwargs: dict[str, Any] | None, **options: Any
 ) -> Iterator[Any]:
-    """TRL's `unwrap_model_for_generation`, after which gradient checkpointing is as it was.
-
-    TRL 1.15 turns it on again without its keyword arguments.
-    """
+    """TRL's context, after which gradient checkpointing is as it was; TRL 1.15 forgets its keyword arguments."""
     knows = "gradient_checkpointing_kwargs" in inspect.signature(unwrap_model_for_generation).parameters
     if knows:
         options["gradient_checkpointing_kwargs"] = gradient_checkpointing_kwargs
@@ -159,17 +143,13 @@ def unwrapped_for_generation(
 @contextmanager
 def generating(trainer: Any) -> Iterator[Any]:
     """The contexts of TRL's generation with transformers: the model unwrapped, no gradients, parameters gathered."""
+    args, wrapped, kwargs = trainer.args, trainer.model_wrapped, trainer.generation_kwargs
+    options = {"gather_deepspeed3_params": args.ds3_gather_for_generation, "generation_kwargs": kwargs}
     with (
         profiling_context(trainer, "transformers.generate"),
-        unwrapped_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
-            trainer.args.gradient_checkpointing_kwargs,
-            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-            generation_kwargs=trainer.generation_kwargs,
-        ) as model,
+        unwrapped_for_generation(wrapped, trainer.accelerator, args.gradient_checkpointing_kwargs, **options) as model,
         torch.no_grad(),
-        trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+        trainer._dist.summon_full_params(wrapped, recurse=False),
     ):
         yield model
 
@@ -181,10 +161,7 @@ def as_reference(model: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def hiding_old_names() -> Iterator[None]:
-    """Hide transformers' warnings of its old names for activation checkpointing.
-
-    TRL uses the old names, and this package supports versions without the new ones: users cannot act on the warnings.
-    """
+    """Hide transformers' warnings of old names of gradient checkpointing: TRL uses them, and no user can act on it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
         yield
@@ -200,11 +177,7 @@ def client_of(generation: Any) -> Any:
 
 @contextmanager
 def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """Let TRL start its vLLM engine with further options (`enable_lora`), which its `VLLMGeneration` does not take.
-
-    Raises:
-        ConfigError: vLLM does not start with them: they are newer than it, or its platform cannot keep them.
-    """
+    """Let TRL start its vLLM engine with further options; a ConfigError where vLLM does not start with them."""
     engine = getattr(vllm_generation, "LLM", None)
     if not options or engine is None:  # TRL says so where vLLM is not installed
         yield
@@ -263,11 +236,7 @@ def is_batch_invariant(client: Any | None) -> bool:
 
 
 def served_rank(rank: int) -> int:
-    """The least `max_lora_rank` that vLLM can be started with for adapters of this rank.
-
-    Raises:
-        ConfigError: vLLM serves none of this rank.
-    """
+    """The least `max_lora_rank` of vLLM for adapters of this rank; a ConfigError where there is none."""
     ranks = get_args(importlib.import_module("vllm.config.lora").MaxLoRARanks)
     if rank > max(ranks):
         raise ConfigError(f"vllm_lora=True with an adapter of rank {rank}: vLLM serves {max(ranks)} at most.")
@@ -296,11 +265,7 @@ def _mismatch(ours: type, name: str) -> str | None:
 
 @functools.cache
 def verify_overrides(ours: type) -> None:
-    """Compare the methods that a subclass of TRL's trainer overrides with the installed versions.
-
-    Raises:
-        ContractError: names every method that is missing or takes other parameters.
-    """
+    """Compare overridden methods with the installed versions'; a ContractError names all that are missing or differ."""
     if broken := [sentence for name in OVERRIDES if (sentence := _mismatch(ours, name)) is not None]:
         raise ContractError(
             f"grpo_ext does not fit the installed trl {trl.__version__} and transformers {transformers.__version__}: "

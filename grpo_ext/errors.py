@@ -35,14 +35,7 @@ class ConfigError(GrpoExtError):
 
 
 def refuse_combination(setting: str, others: Mapping[str, Any], remedy: str) -> None:
-    """Refuse a setting together with others that contradict it.
-
-    Args:
-        others: descriptions, each with a value that is true where it applies.
-
-    Raises:
-        ConfigError: names all that apply.
-    """
+    """Refuse a setting with others that contradict it: a ConfigError with the descriptions whose values are true."""
     if applying := [description for description, applies in others.items() if applies]:
         raise ConfigError(f"{setting} cannot be combined with {'; '.join(applying)}. {remedy}")
 

@@ -8,15 +8,10 @@ from .errors import ConfigError
 
 
 class Replay(NamedTuple):
-    """What is recorded while sampling and replayed in every later forward.
+    """What is recorded while sampling and replayed in every later forward."""
 
-    Attributes:
-        masks: the tokens that each token was sampled from (`sampling_mask="replay"`).
-        experts: the experts of each token (`routing_replay`).
-    """
-
-    masks: bool = False
-    experts: bool = False
+    masks: bool = False  # the tokens that each token was sampled from (`sampling_mask="replay"`)
+    experts: bool = False  # of each token (`routing_replay`)
 
     def __bool__(self) -> bool:
         return any(self)
@@ -26,11 +21,7 @@ class Replay(NamedTuple):
         return " and ".join(setting for setting, replays in zip(settings, self) if replays)
 
     def refuse_other_tokens(self, problem: str) -> None:
-        """Raise a ConfigError for a forward of tokens without a record, where something is replayed.
-
-        Args:
-            problem: where the tokens come from, as a sentence.
-        """
+        """Raise a ConfigError for a forward of tokens without a record; `problem`: where they come from, a sentence."""
         if self:
             raise ConfigError(
                 f"{self}: {problem}, and what was recorded of these is not known; pass on the same tensors, or leave "

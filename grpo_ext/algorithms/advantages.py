@@ -35,10 +35,8 @@ def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
     """Register a function under a name that `GRPOConfig(advantage_estimator=name)` takes.
 
     The function gets the rewards of the whole rollout batch, (P, G), one row per group, NaN where a completion was not
-    scored, and returns the advantages alike; what it returns for a completion that was not scored counts as zero.
-
-    Raises:
-        ConfigError: an estimator of this package has the name.
+    scored, and returns the advantages alike; what it returns for a completion that was not scored counts as zero. A
+    ConfigError where an estimator of this package has the name.
     """
 
     def register(estimator: Estimator) -> Estimator:
@@ -93,25 +91,15 @@ class AdvantageRule:
 
     The methods take the rewards of the whole rollout batch in global order, (B, F), NaN where a function returned
     `None`; the weight of each reward function, (F,); and the completions per group.
-
-    Attributes:
-        estimator: a name as for `advantage_estimator`; None: the two that follow say.
-        scale_rewards: "group", "batch" or "none": which standard deviation divides the centred reward.
-        aggregation: TRL's `multi_objective_aggregation`: "sum_then_normalize" (GRPO) or "normalize_then_sum" (GDPO,
-            arXiv 2601.05242).
     """
 
-    estimator: str | None = None
-    scale_rewards: str = "group"
+    estimator: str | None = None  # a name as for `advantage_estimator`; None: the two that follow say
+    scale_rewards: str = "group"  # or "batch" or "none": which standard deviation divides the centred reward
+    # TRL's `multi_objective_aggregation`; or "normalize_then_sum" (GDPO, arXiv 2601.05242)
     aggregation: str = "sum_then_normalize"
 
     def advantages(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """Advantages, (B,); zero for a completion that no function scored.
-
-        Raises:
-            ConfigError: an unknown estimator, or one that returns something else than one finite number for every
-                completion that was scored.
-        """
+        """Advantages, (B,), zero for a completion that no function scored; a ConfigError for a faulty estimator."""
         rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
         if self.estimator is not None:
             return _estimated(self.estimator, rewards_PG)

@@ -48,8 +48,7 @@ def completion_keys(
     Args:
         stream: `TRAIN_STREAM` or `EVAL_STREAM`; keeps training and evaluation apart.
         epoch, rollout: index of the pass over the data, and of the generation phase in it.
-        prompts_B: int64, position of the prompt in the rollout batch.
-        generations_B: int64, index of the completion in its group.
+        prompts_B, generations_B: int64, position of the prompt in the rollout batch, of the completion in its group.
     """
     start = torch.full_like(prompts_B, _signed(derive_key(seed, stream, epoch, rollout)))
     return mix(mix(start, prompts_B), generations_B)
@@ -69,13 +68,9 @@ def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Ten
     A token of probability zero (score -inf) is never chosen. Computed in float64, so that neither the sum over a
     large vocabulary nor the boundary between two tokens carries float32 rounding.
 
-    Args:
-        scores_BV: logits after every filter, any float type.
-        uniforms_B: float64 in [0, 1).
-
-    Returns:
-        int64 token ids, shape (B,), and the probabilities of all tokens, (B, V or more), float32 or float64. The id is
-        V, which is no token, where the scores are no distribution (not finite).
+    `scores_BV` are logits after every filter, of any float type; `uniforms_B` are float64 in [0, 1). Returns int64
+    token ids, (B,), and the probabilities of all tokens, (B, V or more), float32 or float64. The id is V, which is no
+    token, where the scores are no distribution (not finite).
     """
     if scores_BV.device.type == "mps":  # which has no float64
         tokens_B, probabilities_BV = choose(scores_BV.cpu(), uniforms_B.cpu())

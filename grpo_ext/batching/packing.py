@@ -35,49 +35,32 @@ class PackLayout:
 
     A plain class: engines that cast a forward's arguments take dataclasses apart and pass copies on (FSDP), and the
     layers of one forward share this object.
-
-    Attributes:
-        groups: one for each prompt.
-        tokens: length N of the pack.
-        longest: tokens of the longest prompt with one of its completions.
-        readers: the attention layers that have read this layout; none after a forward means the model ignores it.
-        shared: what all attention layers use of this layout: masks, arguments of kernels.
     """
 
     def __init__(self, groups: tuple[PackedGroup, ...], tokens: int) -> None:
-        self.groups, self.tokens = groups, tokens
+        self.groups, self.tokens = groups, tokens  # one for each prompt; length N of the pack
+        # tokens of the longest prompt with one of its completions
         self.longest = max(
             g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in groups
         )
+        # the attention layers that have read this layout; none after a forward means the model ignores it
         self.readers: set[object] = set()
-        self.shared: dict[Hashable, Any] = {}
+        self.shared: dict[Hashable, Any] = {}  # what all attention layers use: masks, arguments of kernels
 
 
 @dataclass(frozen=True)
 class Pack:
-    """What the packed forward needs to know about a batch of B completions; tensors are int64, on the CPU.
-
-    Attributes:
-        layout: where the segments lie.
-        source_N: for each token of the pack, its place among the tokens of all rows, each a prompt and its completion.
-        positions_N: position of each token in its own sequence.
-        counts_N: how often the padded batch would have computed each token.
-        predictor_S: for each completion token, in row order, the token of the pack that predicts it.
-    """
+    """What the packed forward needs to know about a batch of B completions; tensors are int64, on the CPU."""
 
     layout: PackLayout
-    source_N: torch.Tensor
-    positions_N: torch.Tensor
-    counts_N: torch.Tensor
-    predictor_S: torch.Tensor
+    source_N: torch.Tensor  # place of each token among those of all rows, each a prompt and its completion
+    positions_N: torch.Tensor  # position of each token in its own sequence
+    counts_N: torch.Tensor  # how often the padded batch would have computed each token
+    predictor_S: torch.Tensor  # for each completion token, in row order, the token that predicts it
 
 
 def group_runs(same_as_previous: Sequence[bool]) -> list[tuple[int, int]]:
-    """Half-open ranges of consecutive rows with one prompt.
-
-    Args:
-        same_as_previous: for each row but the first, whether its prompt is that of the row before.
-    """
+    """Half-open ranges of consecutive rows with one prompt; `same_as_previous` is of each row but the first."""
     starts = [0, *(i + 1 for i, same in enumerate(same_as_previous) if not same)]
     return list(zip(starts, [*starts[1:], len(same_as_previous) + 1]))
 
@@ -94,8 +77,7 @@ def build_pack(
     Args:
         prompt_lengths, completion_lengths: tokens of each row, which lie one after the other without padding.
         groups: ranges of rows with one prompt (`group_runs`).
-        keep_last: whether the last token of a completion, which predicts nothing, goes through the model; a router's
-            statistics count it.
+        keep_last: a completion's last token, which predicts nothing, runs too: a router's statistics count it.
         multiple: the pack is filled up to a multiple of this many tokens, with a prompt that nothing sees.
     """
     starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths)))]

@@ -49,27 +49,16 @@ def require_whole(name: str, value: Any, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """The resolved batch sizes of a run. All sizes are completions over all processes unless they say otherwise.
+    """The resolved batch sizes of a run. All sizes are completions over all processes unless they say otherwise."""
 
-    Attributes:
-        num_generations: completions per prompt (one group).
-        global_batch_size: completions per optimizer step; may cut groups.
-        rollout_batch_size: completions per generation phase: whole groups and whole steps.
-        num_iterations: times a rollout batch is trained on (mu in the GRPO paper).
-        micro_batch_size: completions per forward on one device.
-        num_processes: processes the run is laid onto.
-        rollout_chunk_size: completions of a chunk of the rollout batch, in whole groups.
-        together: a process samples its chunks in one `generate` call, instead of one call for each.
-    """
-
-    num_generations: int
-    global_batch_size: int
-    rollout_batch_size: int
-    num_iterations: int
-    micro_batch_size: int
-    num_processes: int
-    rollout_chunk_size: int
-    together: bool = False
+    num_generations: int  # per prompt (one group)
+    global_batch_size: int  # per optimizer step; may cut groups
+    rollout_batch_size: int  # per generation phase: whole groups and whole steps
+    num_iterations: int  # times a rollout batch is trained on (mu in the GRPO paper)
+    micro_batch_size: int  # per forward on one device
+    num_processes: int  # processes the run is laid onto
+    rollout_chunk_size: int  # of a chunk of the rollout batch, in whole groups
+    together: bool = False  # a process samples its chunks in one `generate` call, instead of one call for each
 
     @property
     def prompts_per_rollout(self) -> int:
@@ -125,9 +114,8 @@ SETTINGS: dict[str, int | None] = {
 def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometry:
     """The batch sizes of settings by their names in GRPOConfig, with TRL's defaults for what is missing.
 
-    `gradient_accumulation_steps`, `generation_batch_size` and `steps_per_generation` carry TRL's meaning: micro-batches
-    per optimizer step, completions per generation phase, micro-batches per generation phase. Without
-    `global_batch_size`, TRL's product of micro-batch, accumulation and processes is used.
+    As in TRL, `gradient_accumulation_steps` and `steps_per_generation` count micro-batches, `generation_batch_size`
+    completions. Without `global_batch_size`, TRL's product of micro-batch, accumulation and processes is used.
 
     Raises:
         ConfigError: a size that is no positive integer, a multiple that does not hold, or fields that contradict.
@@ -218,13 +206,9 @@ def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any
 
 
 def _chunk_size(requested: int | None, num_generations: int, rollout: int, bitwise: bool) -> int:
-    """Completions of a chunk; the default follows from what the run means, never from how it is laid out.
-
-    Args:
-        rollout: completions of a rollout batch.
-        bitwise: bitwise mode, whose chunks are what `generate` sees, and as large as they can be.
-    """
+    """Completions of a chunk; the default follows from what the run means, never from how it is laid out."""
     if requested is None:
+        # in bitwise mode chunks are what `generate` sees, and as large as they can be
         most = CHUNK if bitwise else min(CHUNK, rollout // CHUNKS)
         return max(1, most // num_generations) * num_generations
     if requested % num_generations:
@@ -237,24 +221,13 @@ def _chunk_size(requested: int | None, num_generations: int, rollout: int, bitwi
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where one optimizer step stands in its epoch. Prompt positions count along the epoch's prompt order.
+    """Where an optimizer step stands in its epoch; a step may begin and end within a group."""
 
-    The completions of a rollout batch, in the order of its prompts, are cut into steps; a step may begin and end within
-    a group.
-
-    Attributes:
-        rollout: index of the generation phase in the epoch.
-        iteration: which reuse of the rollout batch this is, from 0.
-        step: which optimizer step of the rollout batch this is, from 0.
-        rollout_prompts: positions of the rollout batch's prompts in the epoch's order.
-        step_rows: this step's completions, as rows of the rollout batch.
-    """
-
-    rollout: int
-    iteration: int
-    step: int
-    rollout_prompts: range
-    step_rows: range
+    rollout: int  # index of the generation phase in the epoch
+    iteration: int  # which reuse of the rollout batch this is, from 0
+    step: int  # which optimizer step of the rollout batch this is, from 0
+    rollout_prompts: range  # positions of the rollout batch's prompts in the epoch's order
+    step_rows: range  # this step's completions, as rows of the rollout batch
 
     @property
     def starts_rollout(self) -> bool:
@@ -310,12 +283,9 @@ def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num
 
 
 def check_equal_slices(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
-    """Refuse rollout batches that cannot be split evenly over the processes, for vLLM.
+    """Refuse rollout batches, the last of an epoch too, that vLLM's processes cannot share evenly, with a ConfigError.
 
     Tensor parallel engines need equal shares; other engines were run with equal shares alone.
-
-    Raises:
-        ConfigError: a rollout batch, or the smaller last one of an epoch, is no multiple of the number of processes.
     """
     processes, prompts, tail = geometry.num_processes, geometry.prompts_per_rollout, 0
     if num_prompts is not None:

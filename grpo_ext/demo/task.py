@@ -29,32 +29,22 @@ MAX_COMPLETION_LENGTH = 8  # tokens; the longest answer is five letters and the 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """The arguments of a trainer: a model with its tokenizer, data with `prompt` and `answer`, reward functions.
+    """The arguments of a trainer: a model with its tokenizer, data with `prompt` and `answer`, reward functions."""
 
-    Attributes:
-        about: a description of the problem and the initial weights.
-        model_path: folder or id.
-        reward_funcs: the first returns 1.0 for right answers.
-    """
-
-    about: str
-    model_path: Path | str
+    about: str  # the problem and the initial weights
+    model_path: Path | str  # folder or id
     train_dataset: Dataset
     eval_dataset: Dataset
-    reward_funcs: list[Callable[..., Any]]
+    reward_funcs: list[Callable[..., Any]]  # the first returns 1.0 for right answers
 
 
 @dataclass(frozen=True)
 class Demo:
-    """A problem that `--demo` names.
+    """A problem that `--demo` names."""
 
-    Attributes:
-        load: makes or downloads the model, once; the id or folder of another model takes its place.
-        settings: of the run, known before anything is loaded: fields of `GRPOConfig`, and `rewards` by name.
-    """
-
+    # makes or downloads the model, once; the id or folder of another model takes its place
     load: Callable[[str | None], DemoTask]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # known before anything is loaded: fields of `GRPOConfig`, and `rewards` by name
 
 
 def sorted_letters_reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:

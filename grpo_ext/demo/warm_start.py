@@ -39,30 +39,16 @@ def build_tokenizer(symbols: str = SEPARATOR + LETTERS, positions: int = 64) -> 
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="left",
-        model_max_length=positions,
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNK}
+    layout = {"padding_side": "left", "model_max_length": positions, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **special, **layout)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, positions: int = 64) -> LlamaForCausalLM:
     """A Llama of about half a million float32 parameters without dropout; the caller's random state stays as it was."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=positions,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    shape: Any = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    ends: Any = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=positions, **shape, **ends)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).float()

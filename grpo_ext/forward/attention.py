@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -55,10 +56,8 @@ def split_is_cheaper(group: PackedGroup, device: torch.device) -> bool:
 def visible_mask(group: PackedGroup, window: int | None, device: torch.device) -> torch.Tensor:
     """Which tokens of a group see which, (n, n) for the n tokens of prompt and completions, rows are queries.
 
-    A completion's tokens see the whole prompt and what comes before them in the same completion.
-
-    Args:
-        window: a query sees keys less than this many positions back; None without a sliding window.
+    A completion's tokens see the whole prompt and what comes before them in the same completion; under a `window` keys
+    less than this many positions back.
     """
     start, stop = group.prompt[0], max(group.answers[1], group.prompt[1])
     segment = torch.zeros(stop - start, dtype=torch.long, device=device)  # 0: the prompt
@@ -71,7 +70,7 @@ def visible_mask(group: PackedGroup, window: int | None, device: torch.device) -
     return mask if window is None else mask & (back < window)
 
 
-def _reference(module: torch.nn.Module, name: str) -> Callable[..., Any]:
+def _reference(module: nn.Module, name: str) -> Callable[..., Any]:
     """The model's own attention function of that name."""
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
@@ -122,23 +121,12 @@ def _tokens_first(out: torch.Tensor) -> torch.Tensor:
 
 
 def packed_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **options: Any,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention over a pack, for transformers' `AttentionInterface`.
+    """Attention over a pack, for transformers' `AttentionInterface`: the output (1, N, H, D), and None for the weights.
 
-    Args:
-        query, key, value: (1, H, N, D); key and value may have fewer heads.
-
-    Returns:
-        The output (1, N, H, D), and None for the weights.
-
-    Raises:
-        TakesNoPacks: the model keeps the layout from its attention layers, or makes a mask of its own.
+    Query, key and value are (1, H, N, D); key and value may have fewer heads. Raises TakesNoPacks where the model keeps
+    the layout from its attention layers, or makes a mask of its own.
     """
     name, has_mask = cast(Any, module).config.grpo_ext_attention, isinstance(attention_mask, torch.Tensor)
     if LAYOUT not in options and has_mask:
@@ -197,9 +185,8 @@ def _by_group(
 ) -> torch.Tensor:
     """Attention (1, N, H, D) of each group, computed the same whatever other groups the pack has.
 
-    Args:
-        attend: the output (1, n, H, D) for query, key, value and a mask.
-        by_flash: attention of a group by torch's flash kernel of the CPU.
+    `attend` returns the output (1, n, H, D) for query, key, value and a mask; `by_flash`, for a group, that of torch's
+    flash kernel of the CPU.
     """
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
     outputs = []
@@ -219,8 +206,7 @@ def _segments(
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Query, key, value and mask of the prompt and of each completion, whose keys are the prompt's and its own.
 
-    Args:
-        mask: of one sequence that is at least as long as the prompt with any of its completions.
+    `mask` is that of one sequence at least as long as the prompt with any of its completions.
     """
     query, key, value = states
     base = group.prompt[0]
@@ -250,7 +236,7 @@ AttentionInterface.register(PACKED, packed_attention_forward)
 AttentionMaskInterface.register(PACKED, _window)
 
 
-def _configs(model: torch.nn.Module, packed: bool) -> list[Any]:
+def _configs(model: nn.Module, packed: bool) -> list[Any]:
     """The configurations in a model whose attention is that of packs, or another one."""
     configs: Any = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     named = [config for config in configs if getattr(config, "_attn_implementation", None) is not None]
@@ -258,7 +244,7 @@ def _configs(model: torch.nn.Module, packed: bool) -> list[Any]:
 
 
 @contextmanager
-def packed_attention(model: torch.nn.Module) -> Iterator[None]:
+def packed_attention(model: nn.Module) -> Iterator[None]:
     """Inside, `model` runs packs: its attention layers call `packed_attention_forward`. May be nested."""
     configs = [(config, config._attn_implementation) for config in _configs(model, packed=False)]
     for config, name in configs:
@@ -274,7 +260,7 @@ def packed_attention(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def plain_attention(model: torch.nn.Module) -> Iterator[None]:
+def plain_attention(model: nn.Module) -> Iterator[None]:
     """Inside, `model` attends as it does outside `packed_attention`, for the forward of a padded batch."""
     packing = _configs(model, packed=True)
     for config in packing:

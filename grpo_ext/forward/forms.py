@@ -63,11 +63,7 @@ def why_not_packed(policy: Any) -> str | None:
 
 
 def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
-    """Why a model cannot run the prefix form, as a sentence; None if its class and configuration allow it.
-
-    Args:
-        reentrant: gradient checkpointing is reentrant, and passes no gradient through a cache.
-    """
+    """Why a model cannot run the prefix form, as a sentence; None if its class and configuration allow it."""
     if reentrant and policy.supports_gradient_checkpointing:
         return "gradient checkpointing with use_reentrant=True passes no gradient through a cache"
     if (reason := why_own_cache(policy)) is not None:
@@ -82,22 +78,17 @@ def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
 
 @dataclass(frozen=True)
 class FormBatch:
-    """Rows as a form lays them out for a model.
-
-    Attributes:
-        targets: the completion tokens, and the positions in the flattened batch that predict them. In the prefix form
-            that is the batch of the prompts, and after it that of the completions.
-        counts_BL: how often the padded batch would have computed each token.
-        places_2S: of `TokenRows.places`.
-        source_N: for each token of the flattened batch its place among the tokens of all rows, on the CPU; -1 for
-            padding, but the filling of a pack repeats the first token.
-    """
+    """Rows as a form lays them out for a model."""
 
     form: Form
     inputs: dict[str, Any]
+    # the completion tokens, and the positions that predict them in the flattened batch: in the prefix form that of the
+    # prompts, and after it that of the completions
     targets: Targets
-    counts_BL: torch.Tensor
-    places_2S: torch.Tensor
+    counts_BL: torch.Tensor  # how often the padded batch would have computed each token
+    places_2S: torch.Tensor  # of `TokenRows.places`
+    # for each token of the flattened batch its place among the tokens of all rows, on the CPU; -1 for padding, but the
+    # filling of a pack repeats the first token
     source_N: torch.Tensor
 
 
@@ -161,14 +152,7 @@ def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
-    """Run a model with the head of forward.lm_head on a batch.
-
-    Args:
-        model: as the loop calls it (wrapped by DDP, PEFT, ...).
-
-    Raises:
-        TakesNoPacks: the model does not read the layout of the pack.
-    """
+    """Run a model, as the loop calls it, on a batch; raises TakesNoPacks where it does not read the pack."""
     policy = base_model_of(model)
     with in_form(policy, batch.form):
         logps_S, entropies_S, routers = model(**batch.inputs, **{TARGETS: batch.targets})
@@ -196,12 +180,8 @@ def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
 def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
     pack = build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), with_router, multiple)
     ids = rows.ids_N[pack.source_N].unsqueeze(0)
-    inputs: dict[str, Any] = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "position_ids": pack.positions_N.unsqueeze(0),
-        LAYOUT: pack.layout,
-    }
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), LAYOUT: pack.layout}
+    inputs["position_ids"] = pack.positions_N.unsqueeze(0)
     return inputs, pack.predictor_S, pack.counts_N.unsqueeze(0), pack.source_N
 
 
@@ -226,13 +206,8 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
         position = position[..., prompt : prompt + columns]
     after = ids[:, prompt : prompt + columns]
     types = {name: torch.zeros_like(after) for name in TOKEN_TYPES if name in images}
-    inputs[PREFIX] = {
-        "input_ids": after,
-        "attention_mask": attended,
-        "position_ids": position,
-        "prompt_B": prompt_B,
-        "instead": dict.fromkeys(images) | types,
-    }
+    inputs[PREFIX] = {"input_ids": after, "attention_mask": attended, "position_ids": position, "prompt_B": prompt_B}
+    inputs[PREFIX]["instead"] = dict.fromkeys(images) | types
     # the last token of the prompt predicts the first of a completion; each other token is predicted by the one before
     before_BT = torch.arange(-1, width - 1) + torch.arange(len(rows))[:, None] * columns
     before_BT += len(runs) * prompt
@@ -277,11 +252,7 @@ def positions_of(
 ) -> torch.Tensor | None:
     """The `position_ids` of a padded batch, which count real tokens only; None for a model that takes none.
 
-    Args:
-        images: the model's image arguments, with or without pixels.
-
-    Returns:
-        (B, L), or (3, B, L) where images have rows and columns.
+    (B, L), or (3, B, L) where images have rows and columns; `images` are its image arguments, with or without pixels.
     """
     if not accepts_positions(model):
         return None

@@ -15,14 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import Cache, DynamicCache, cache_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import CACHE, DummyLayer
@@ -30,31 +23,21 @@ from ..runtime.attributes import assigned
 from .routing import Routing, routed
 
 _KNOWN = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+    *(cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.LinearAttentionLayer),
+    cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
     *filter(None, [DummyLayer]),
 )
 
 
 class Continuation(SimpleNamespace):
-    """The completions' pass after that of the prompts; no dataclass, because FSDP copies dataclass arguments.
+    """The completions' pass after that of the prompts; no dataclass, because FSDP copies dataclass arguments."""
 
-    Attributes:
-        input_ids: (B, T), of the completions, padded on the right.
-        attention_mask: (B, width of the prompts + T).
-        position_ids: (B, T), or (3, B, T) as the model has it, or None for a model that takes none.
-        prompt_B: the row of each completion's prompt, int64 (B,).
-        instead: replaces further arguments of the prompts' pass in that of the completions; None for absent ones.
-    """
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    position_ids: torch.Tensor | None
-    prompt_B: torch.Tensor
-    instead: dict[str, torch.Tensor | None]
+    input_ids: torch.Tensor  # (B, T), of the completions, padded on the right
+    attention_mask: torch.Tensor  # (B, width of the prompts + T)
+    position_ids: torch.Tensor | None  # (B, T), or (3, B, T) as the model has it; None: it takes none
+    prompt_B: torch.Tensor  # the row of each completion's prompt, int64
+    instead: dict[str, torch.Tensor | None]  # arguments that differ from the prompts' pass; None: absent
 
 
 class _Recorded:
@@ -154,10 +137,7 @@ def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int)
 
 @contextmanager
 def cached_under_checkpointing(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, layers under gradient checkpointing get the caches too. May be nested.
-
-    transformers drops a cache there, because it would grow twice; these do not grow.
-    """
+    """Inside, checkpointed layers get caches too; transformers drops its own, which would grow twice. May be nested."""
     with ExitStack() as restored:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -170,13 +150,8 @@ def run_after_prompts(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Run prompts, and completions after them, through the layers of a model.
 
-    Args:
-        prompts: the backbone's arguments, (P, width), padded on the left.
-        routing: of the tokens of both passes, the prompts' first.
-
-    Returns:
-        Hidden states (tokens of both passes, H), the prompts' first; router logits of each layer alike, where asked
-        for.
+    `prompts` are the backbone's arguments, (P, width), padded on the left. Returns hidden states (tokens of both
+    passes, H), the prompts' first, and each layer's router logits, if asked for.
     """
     config = backbone.config.get_text_config(decoder=True)
     recorded = Cache(layers=_layers(config, _Recorded))

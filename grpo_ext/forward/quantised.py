@@ -31,11 +31,7 @@ def trained_values(model: Any) -> dict[str, torch.Tensor]:
 
 
 def train_in_float32(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
-    """Cast the trained parameters of a quantised model to float32; TRL casts them to bfloat16.
-
-    Args:
-        before: the `trained_values` of the model before TRL's cast, so that a trained adapter loses no digits.
-    """
+    """Cast trained parameters of a quantised model to float32, from the values `before` TRL's cast to bfloat16."""
     if not getattr(model, "is_quantized", False):
         return
     for name, parameter in model.named_parameters():
@@ -46,10 +42,8 @@ def train_in_float32(model: nn.Module, before: Mapping[str, torch.Tensor]) -> No
 def keep_4bit_weights(model: nn.Module) -> None:
     """Keep bitsandbytes from repacking 4-bit weights, as it does on CPUs in the first forward in evaluation mode.
 
-    A repacked layer computes in bfloat16 and passes no gradient on, in training mode too; unpacking rounds again.
-
-    Raises:
-        ModelError: a layer is repacked already.
+    A repacked layer computes in bfloat16 and passes no gradient on, in training mode too; unpacking rounds again. A
+    ModelError where a layer is repacked already.
     """
     for path, module in model.named_modules():
         if not hasattr(module, "support_avx512bf16_for_cpu"):

@@ -43,9 +43,8 @@ def covered_length(config: Any) -> int | None:
 def _length_dependent(model: nn.Module) -> Iterator[tuple[str, Any, str | None, int]]:
     """The rotary modules whose frequencies change with the length of a forward, once for each layer type they serve.
 
-    Yields:
-        The module as text, the module, the layer type (None where all share one), and the longest sequence in tokens
-        that does not change the frequencies.
+    Yields the module as text, the module, the layer type (None where all share one), and the longest sequence in tokens
+    that does not change the frequencies.
     """
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
@@ -75,14 +74,10 @@ def _is_pinned(module: Any, kind: str | None) -> bool:
 
 
 def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> str | None:
-    """Give every forward of a run the same rotary frequencies.
+    """Give every forward of a run, of policy and reference, the same rotary frequencies.
 
-    Args:
-        models: the policy, and the reference where there is one.
-        longest: returns the tokens of the longest prompt and completion of the run, or None; called only if needed.
-
-    Returns:
-        What still depends on the micro-batch, as a sentence; None where nothing does.
+    `longest` returns the tokens of the run's longest prompt and completion, or None; it is called only if needed.
+    Returns what still depends on the micro-batch, as a sentence; None where nothing does.
     """
     rotaries = [rotary for model in models for rotary in _length_dependent(model)]
     if not rotaries:

@@ -1,13 +1,12 @@
 """Replays which experts each token of a mixture-of-experts model was sent to.
 
 Two forwards of the same tokens choose other experts where scores lie close, above all in half precision (Ma et al.,
-arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. The experts' weights come
-from the live router's scores, so gradients reach it; the load-balancing loss is the live router's too, because it is
-there to change what the router chooses next.
+arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. Weights and the
+load-balancing loss are of the live router's scores, so gradients reach it.
 
-transformers' routers turn scores into weights in different ways, and all of them choose by `torch.topk` over the scores
-of the experts. Inside a router's forward that call is recorded, or it returns the recorded experts with their live
-scores. Shapes: N tokens of a forward, X experts, K of them chosen by a router, C choices of all routers.
+transformers' routers all choose by `torch.topk` over the scores of the experts. Inside a router's forward that call is
+recorded, or it returns the recorded experts with their live scores. Shapes: N tokens of a forward, X experts, K of them
+chosen by a router, C choices of all routers.
 """
 
 from __future__ import annotations
@@ -33,18 +32,12 @@ _CHOICES = (torch.topk, torch.Tensor.topk)
 
 @dataclass(frozen=True)
 class Router:
-    """The router of one layer.
+    """The router of one layer."""
 
-    Attributes:
-        columns: of its choices among those of all routers; choices: the number of these.
-        experts: how many it chooses from.
-        layer: its number among the decoder layers, with and without experts; -1: unknown.
-    """
-
-    columns: slice
-    choices: int
-    experts: int
-    layer: int = -1
+    columns: slice  # of its choices among those of all routers
+    choices: int  # of all routers, for a token
+    experts: int  # how many it chooses from
+    layer: int = -1  # its number among the decoder layers, with and without experts; -1: unknown
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,15 +55,11 @@ class Router:
 
 
 class Routing:
-    """The experts of a forward's tokens, to record or to replay; no dataclass, because FSDP copies dataclass arguments.
-
-    Attributes:
-        experts_NC: the experts to replay, `LIVE` where the router chooses; None: record.
-        counts_N: how often the padded batch would have computed each token; None: nothing is counted.
-    """
+    """Experts of a forward's tokens, to record or to replay; no dataclass, because FSDP copies dataclass arguments."""
 
     def __init__(self, experts_NC: torch.Tensor | None = None, counts_N: torch.Tensor | None = None) -> None:
-        self.experts_NC, self.counts_N = experts_NC, counts_N
+        self.experts_NC = experts_NC  # to replay, `LIVE` where the router chooses; None: record
+        self.counts_N = counts_N  # how often the padded batch would have computed each; None: nothing is counted
         self._choices = 0  # of all routers
         # by first token, and by first column; a layer that gradient checkpointing runs again counts once
         self._recorded: dict[int, dict[int, torch.Tensor]] = {}
@@ -87,12 +76,7 @@ class Routing:
         return sum(replayed for _, replayed in self._counted.values())
 
     def choose(self, router: Router, first: int, scores_NX: torch.Tensor, live: Any) -> Any:
-        """What `topk` returns to a router: values (N, K) and experts (N, K).
-
-        Args:
-            first: number of the first of these tokens in the forward.
-            live: what `topk` returned.
-        """
+        """Values and experts (N, K) for a router in the place of `topk`'s `live`; `first`: the first token's number."""
         live_NK = live[1]
         if self.experts_NC is None:
             self._recorded.setdefault(first, {})[router.columns.start] = live_NK.to(router.dtype)
@@ -148,9 +132,7 @@ def _inside(routing: Routing, first: int) -> Iterator[None]:
 def routed(model: Any, routing: Routing | None, first: int = 0) -> Iterator[None]:
     """Inside, the routers of a model record or replay; so do those of layers that gradient checkpointing runs again.
 
-    Args:
-        routing: of the forward; None: nothing is recorded or replayed.
-        first: number of the first of these tokens in the forward.
+    `first` is the number in the forward of the first of these tokens. Without `routing` nothing happens.
     """
     if routing is None:
         yield
@@ -174,11 +156,7 @@ def _checkpoint(
 
 
 def install_routers(model: Any) -> None:
-    """Let the routers of a model record and replay inside `routed`.
-
-    Raises:
-        ModelError: the model has no experts, or chooses them in a way that is not known.
-    """
+    """Let the routers of a model record and replay inside `routed`; a ModelError where they are absent or unknown."""
     layers = list(_layers(model))
     if not layers:
         raise ModelError(
@@ -237,11 +215,7 @@ def _unknown(reason: str) -> ModelError:
 
 
 def _verify(module: Any) -> None:
-    """Check on random inputs that a router returns the recorded and the replayed experts.
-
-    Raises:
-        ModelError: it does not, it gives a replayed expert no weight, or it cannot be run.
-    """
+    """Check on random inputs that a router returns recorded and replayed experts, with weights; else a ModelError."""
     name, generator = type(module).__name__, torch.Generator().manual_seed(0)
     router = Router(slice(0, module.top_k), module.top_k, module.num_experts)
     tensors = [*module.named_parameters(), *module.named_buffers()]

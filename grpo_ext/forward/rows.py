@@ -26,38 +26,25 @@ def same_prompts(same_text: list[bool], images: RowImages | None) -> list[bool]:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Token ids of some completions, each after its prompt; tensors on the CPU.
+    """Token ids of some completions, each after its prompt; tensors on the CPU."""
 
-    Attributes:
-        ids_N: token ids of all rows, concatenated.
-        prompts_B, completions_B: tokens of each prompt and completion; 0 for a completion that is masked out.
-        same_prompt: for each row but the first, whether its prompt is that of the row before.
-        images: of the prompts; None for a model that takes none.
-        attended_N: whether attention sees each token; None where it sees all. As in TRL, a token that is masked out
-            keeps its position and gets no log-probability, and the next token is predicted from it.
-        kept_B: the ids that the tokens of each completion were sampled from; None: the whole vocabulary.
-        experts_NC: the experts of each token to replay (forward.routing); None: the routers choose.
-    """
-
-    ids_N: torch.Tensor
-    prompts_B: Sequence[int]
-    completions_B: Sequence[int]
-    same_prompt: Sequence[bool]
-    images: RowImages | None = None
+    ids_N: torch.Tensor  # of all rows, concatenated
+    prompts_B: Sequence[int]  # tokens of each
+    completions_B: Sequence[int]  # tokens of each; 0 for a completion that is masked out
+    same_prompt: Sequence[bool]  # for each row but the first, whether its prompt is that of the row before
+    images: RowImages | None = None  # of the prompts; None for a model that takes none
+    # whether attention sees each token; None where it sees all. As in TRL, a token that is masked out keeps its
+    # position and gets no log-probability, and the next token is predicted from it
     attended_N: torch.Tensor | None = None
-    kept_B: Sequence[KeptIds] | None = None
-    experts_NC: torch.Tensor | None = None
+    kept_B: Sequence[KeptIds] | None = None  # what each completion was sampled from; None: the whole vocabulary
+    experts_NC: torch.Tensor | None = None  # to replay (forward.routing); None: the routers choose
 
     @classmethod
     def of_padded(
-        cls,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        completion_width: int,
-        images: RowImages | None = None,
+        cls, input_ids: torch.Tensor, mask: torch.Tensor, completion_width: int, images: RowImages | None = None
     ) -> TokenRows:
         """The rows of a batch (B, L) in TRL's layout: prompts padded on the left, completions on the right."""
-        input_ids, attended = input_ids.cpu(), attention_mask.cpu().bool()
+        input_ids, attended = input_ids.cpu(), mask.cpu().bool()
         width = input_ids.size(1) - completion_width
         # from the first token of the prompt that attention sees to the last of the completion
         place_L = torch.arange(1, input_ids.size(1) + 1)

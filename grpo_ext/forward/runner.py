@@ -38,35 +38,22 @@ LogProbsOverride = Callable[..., Any]  # a user's `_get_per_token_logps_and_entr
 
 @dataclass
 class Request:
-    """Rows that go through a user's `_get_per_token_logps_and_entropies` as padded tensors.
+    """Rows that go through a user's `_get_per_token_logps_and_entropies` as padded tensors."""
 
-    Attributes:
-        runner: of this thread.
-        rows: the rows without padding.
-        tensors: ids and attention mask of the padded batch; `rows` are valid for these tensors alone.
-        limits: of `rollout_log_probs`, for the rows of a rollout; None for a micro-batch.
-        router: the router output of a MoE model, set once the micro-batch has run.
-    """
-
-    runner: ForwardRunner
-    rows: TokenRows
-    tensors: Unchanged
-    limits: tuple[Any, ...] | None = None
-    router: RouterOutput | None = None
+    runner: ForwardRunner  # of this thread
+    rows: TokenRows  # without padding
+    tensors: Unchanged  # ids and attention mask of the padded batch, for which alone `rows` are valid
+    limits: tuple[Any, ...] | None = None  # of `rollout_log_probs`, for the rows of a rollout; None for a micro-batch
+    router: RouterOutput | None = None  # of a MoE model, once the micro-batch has run
 
 
 class MicroBatchScores(NamedTuple):
-    """Log-probabilities and entropies (B, T) of a micro-batch, in nats.
-
-    Attributes:
-        router: the router output of a MoE model, where requested.
-        routing: the experts that were replayed; None where none were.
-    """
+    """Log-probabilities and entropies (B, T) of a micro-batch, in nats."""
 
     logps: torch.Tensor
     entropies: torch.Tensor
-    router: RouterOutput | None
-    routing: Routing | None = None
+    router: RouterOutput | None  # of a MoE model, where requested
+    routing: Routing | None = None  # the experts that were replayed; None where none were
 
 
 _request: ContextVar[Request | None] = ContextVar("request", default=None)  # of this thread
@@ -76,11 +63,9 @@ class ForwardRunner:
     """Runs models on completions, in the form of each.
 
     Args:
-        args: `forward`, `unit_rows`, `pad_to_multiple_of` and the arguments of gradient checkpointing.
         refused: forms that no model of this run takes, with the reason.
         suppressed: sets of token ids that sampling suppresses, which completions refer to (`sampling_mask="replay"`).
-        override: returns the user's `_get_per_token_logps_and_entropies`, which is called as TRL calls it; None
-            without one.
+        override: returns the user's `_get_per_token_logps_and_entropies`, which is called as TRL calls it, or None.
     """
 
     def __init__(
@@ -158,13 +143,8 @@ class ForwardRunner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities (S,) of this process's part of a rollout batch, without gradients; all processes together.
 
-        Args:
-            limits: completions and tokens of a forward, at most, and completions per group, which canonical units are
-                cut within.
-            record_experts: record the experts of each token.
-
-        Returns:
-            The log-probabilities, and the recorded experts, as in `LogProbs.experts_NC`; none by an override.
+        `limits` are completions and tokens of a forward, at most, and completions per group, within which canonical
+        units are cut. Returns the recorded experts too, as in `LogProbs.experts_NC`; none by an override.
         """
         if (override := self.override()) is not None:
             ids, mask, width = rows.padded(self.multiple)
@@ -209,13 +189,9 @@ class ForwardRunner:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What `_get_per_token_logps_and_entropies` returns for a padded batch, in forwards of `batch_size` rows.
 
-        The tensors of a request run as its rows, and the request gets the router output.
-
-        Returns:
-            Log-probabilities (B, T), entropies (B, T) or None, and the mean auxiliary loss or None.
-
-        Raises:
-            ConfigError: sampling masks or experts are replayed, and those of these tokens are not known.
+        Log-probabilities (B, T), entropies (B, T) or None, and the mean auxiliary loss or None. The tensors of a
+        request run as its rows, and the request gets the router output. A ConfigError where sampling masks or experts
+        are replayed, and those of these tokens are not known.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
         if request is None:

@@ -16,16 +16,11 @@ import torch
 
 
 class KeptIds(NamedTuple):
-    """The ids that each token of a completion was sampled from, on the CPU.
+    """The ids that each token of a completion was sampled from, on the CPU."""
 
-    Attributes:
-        counts_T: the number of ids of each token, int32. 0: the whole vocabulary; -m: all ids but the m-th set that the
-            run suppresses.
-        ids_K: the ids, int32, token after token.
-    """
-
+    # number of ids of each token, int32. 0: the whole vocabulary; -m: all but the m-th set that the run suppresses
     counts_T: torch.Tensor
-    ids_K: torch.Tensor
+    ids_K: torch.Tensor  # int32, token after token
 
     def first(self, tokens: int) -> KeptIds:
         """The ids of the first tokens."""
@@ -34,19 +29,13 @@ class KeptIds(NamedTuple):
 
 
 class SamplingMasks(NamedTuple):
-    """The masks of the logits of S tokens, made tile by tile.
+    """The masks of the logits of S tokens, made tile by tile."""
 
-    Attributes:
-        bounds: where the ids of each token begin, and where the last end; in NumPy, so that it stays on the host, and
-            no tile waits for the device.
-        ids_K: the kept ids, token after token; rows_K: the token that each belongs to.
-        kinds_S: 0 for a token with ids, 1 for one of the whole vocabulary, 1 + m for the m-th set of `suppressed`.
-    """
-
+    # where the ids of each token begin, and where the last end; in NumPy, so that no tile waits for the device
     bounds: np.ndarray
-    ids_K: torch.Tensor
-    rows_K: torch.Tensor
-    kinds_S: torch.Tensor
+    ids_K: torch.Tensor  # the kept ids, token after token
+    rows_K: torch.Tensor  # the token that each belongs to
+    kinds_S: torch.Tensor  # 0: a token with ids; 1: the whole vocabulary; 1 + m: the m-th set of `suppressed`
     suppressed: Sequence[torch.Tensor]
 
     @classmethod

@@ -7,7 +7,6 @@ D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -27,20 +26,14 @@ _Tokens = tuple[int, int]  # a half-open range
 
 
 class Part(NamedTuple):
-    """One call of a kernel: which tokens are queries, and which are keys.
-
-    Attributes:
-        causal: a segment's attention to itself; else that of completions to their prompt.
-        bounds: for several sequences in one call, where each begins and ends among the queries and the keys (int32),
-            and the longest of both.
-        window: a query sees keys less than this many positions back; None without a sliding window.
-    """
+    """One call of a kernel: which tokens are queries, and which are keys."""
 
     queries: slice | torch.Tensor
     keys: slice | torch.Tensor
-    causal: bool
+    causal: bool  # a segment's attention to itself; else that of completions to their prompt
+    # of several sequences: where each begins and ends among queries and keys (int32), and the longest of both
     bounds: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
-    window: int | None = None
+    window: int | None = None  # a query sees keys less than this many positions back
 
 
 def parts_of(group: PackedGroup) -> list[Part]:
@@ -136,12 +129,7 @@ class SharedPrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        parts: Sequence[Part],
-        scale: float | None,
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: list[Part], scale: float | None
     ) -> torch.Tensor:
         batch, heads, tokens, dim = query.shape
         out = query.new_empty(tokens, batch, heads, dim).permute(1, 2, 0, 3)

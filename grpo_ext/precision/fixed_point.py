@@ -24,11 +24,7 @@ def largest_term(terms: int) -> float:
 
 
 def check_terms(name: str, terms: int, largest: float) -> None:
-    """Raise a PrecisionError where a term of a parameter's gradient was not finite or not within range.
-
-    Args:
-        terms, largest: how many terms the sum has, and the largest absolute value of one, over all processes.
-    """
+    """Raise a PrecisionError where the `largest` of all processes' `terms` is not finite or not within range."""
     limit = largest_term(terms)
     if not math.isfinite(largest):
         raise PrecisionError(
@@ -48,11 +44,7 @@ def to_fixed(values: torch.Tensor) -> torch.Tensor:
 
 
 class FixedPointSum:
-    """Adds up tensors of one shape.
-
-    Args:
-        like: a tensor of the shape, on the device of the sum.
-    """
+    """Adds up tensors of the shape of `like`, on its device."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.total = torch.zeros(like.shape, dtype=torch.int64, device=like.device)

@@ -24,9 +24,7 @@ class LossScaler:
     """Scales the loss, unscales the gradients, and skips steps whose gradients overflow.
 
     Accelerate calls `scale`, `unscale_`, `step` and `update` in the place of those of `torch.amp.GradScaler`.
-
-    Args:
-        overflow_anywhere: from whether this process found an overflow to whether any did (a collective).
+    `overflow_anywhere` is a collective: from whether this process found an overflow to whether any did.
     """
 
     # the values are DeepSpeed's
@@ -111,11 +109,7 @@ class LossScaler:
 
 
 def install_loss_scaler(accelerator: Any) -> None:
-    """Give an accelerator in fp16 this loss scale, before models and optimizers are prepared.
-
-    Raises:
-        ConfigError: Accelerate would silently compute in float32.
-    """
+    """Give an accelerator in fp16 this scale; a ConfigError where Accelerate would silently compute in float32."""
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         return
     device = accelerator.device

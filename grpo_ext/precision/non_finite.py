@@ -48,8 +48,7 @@ def first_module(model: torch.nn.Module) -> Iterator[list[str]]:
 def explaining(what: str, model: torch.nn.Module, fp16: bool, sharded: bool) -> Iterator[None]:
     """Inside, forwards of a step whose loss is not finite run again without gradients, to find where that began.
 
-    Raises:
-        PrecisionError: at the end, on every process, with the weight or the first module that is not finite.
+    At the end, on every process, a PrecisionError names the weight or the first module that is not finite.
     """
     weight = None if sharded else bad_weight(model)
     with torch.no_grad(), first_module(model) as first:

@@ -43,14 +43,7 @@ class WorkerDied(RuntimeError):
 
 
 class RewardWorkers:
-    """The processes of one training process; each is called by one thread of a pool.
-
-    A process starts at its thread's first call, and again after it has ended.
-
-    Args:
-        number: of processes.
-        seed: of the run.
-    """
+    """The processes of one training process, each of one thread of a pool, which starts it at a call if none runs."""
 
     def __init__(self, number: int, seed: int) -> None:
         self.number, self.seed = number, seed
@@ -63,11 +56,7 @@ class RewardWorkers:
         self._threads = ThreadPoolExecutor(number, "reward worker")
 
     def add(self, function: Callable[..., Any], name: str) -> None:
-        """Pickle a function, before it is called.
-
-        Raises:
-            ConfigError: it cannot be sent to another process.
-        """
+        """Pickle a function, before it is called; a ConfigError where it cannot be sent to another process."""
         if id(function) in self._packed:
             return
         try:
@@ -80,11 +69,7 @@ class RewardWorkers:
             ) from error
 
     def submit(self, guarded: GuardedCall) -> Future[ChunkRewards]:
-        """Make a call in the next process that is free.
-
-        Raises:
-            ConfigError: the function cannot be sent to another process.
-        """
+        """Make a call in the next process that is free; errors as of `add`."""
         self.add(guarded.function, guarded.record.function)
         ended = self._ended
         return self._threads.submit(
@@ -92,11 +77,7 @@ class RewardWorkers:
         )
 
     def _attempt(self, guarded: GuardedCall, ended: threading.Event) -> Attempt:
-        """Call a function in the process of this thread.
-
-        Raises:
-            CallCancelled: `ended` is set.
-        """
+        """Call a function in the process of this thread; raises CallCancelled once `ended` is set."""
         keywords, record, state = dict(guarded.keywords), guarded.record, guarded.keywords["trainer_state"]
         if (step := getattr(state, "global_step", None)) is not None:
             # its class would import transformers there, and its log grows with the run
@@ -118,15 +99,9 @@ class RewardWorkers:
     def _call(
         self, key: int, seed: int, keywords: dict[str, Any], record: RewardCall, seconds: float | None
     ) -> Attempt:
-        """Run `rewards.worker.call_loaded` in this thread's process within `seconds`; None: no limit.
+        """Run `rewards.worker.call_loaded` in this thread's process within `seconds`, after loading; None: no limit.
 
-        Loading the function has no limit.
-
-        Raises:
-            ConfigError: the function cannot be loaded.
-            CallTimeout: it took longer; the process is killed.
-            WorkerDied: the process ended.
-            RemoteError: the function raised.
+        Raises a CallTimeout after killing the process, WorkerDied where it ended, or what the function raises.
         """
         thread = threading.get_ident()
         process = self._processes.get(thread)

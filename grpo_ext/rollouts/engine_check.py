@@ -42,9 +42,7 @@ def surplus_of(generation: Any, logprobs_mode: str) -> float | None:
     The trainer's are those of the whole distribution at the temperature. vLLM's "processed" ones are of the part that
     filters leave: at least `top_p` of it; what `top_k` and `min_p` leave is taken to be half of it or more. Its "raw"
     ones are before filters and temperature. None: they cannot be compared (penalties, a grammar, logits instead).
-
-    Args:
-        generation: TRL's `VLLMGeneration`, for its settings.
+    `generation` is TRL's `VLLMGeneration`, for its settings.
     """
     further = generation.generation_kwargs or {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -60,29 +58,17 @@ def surplus_of(generation: Any, logprobs_mode: str) -> float | None:
 
 @dataclass
 class EngineCheck:
-    """Compares the log-probabilities of rollout batches.
+    """Compares the log-probabilities of rollout batches."""
 
-    Attributes:
-        surplus: see `surplus_of`; read once, before the first comparison.
-        bound: see `rounding_bound`.
-        done: a rollout batch was compared.
-    """
-
-    surplus: Callable[[], float | None]
-    bound: float
-    done: bool = False
+    surplus: Callable[[], float | None]  # see `surplus_of`; read once, before the first comparison
+    bound: float  # see `rounding_bound`
+    done: bool = False  # a rollout batch was compared
 
     def compare(self, batch: RolloutBatch) -> None:
-        """Compare the tokens of a rollout batch that the engine sampled.
-
-        Raises:
-            RolloutError: on every process, where the mean difference is above the bound.
-        """
+        """Compare the tokens that the engine sampled; a RolloutError, on every process, above the bound."""
         self.done, surplus = True, self.surplus()
-        if surplus is None:
-            return
         names = ("old_per_token_logps", "sampling_per_token_logps")
-        if not all(name in batch.columns for name in names):
+        if surplus is None or not all(name in batch.columns for name in names):
             return
         rows = zip(batch.loss_masks, *(batch[name] for name in names))
         excess = torch.cat([(engine - trainer)[mask.bool()] for mask, trainer, engine in rows]).double()

@@ -23,17 +23,11 @@ from .transcript import Transcript
 
 @dataclass
 class ImageSource:
-    """Where the images of a run's completions come from.
+    """Where the images of a run's completions come from."""
 
-    Attributes:
-        prepare: makes the model's arguments from a row; None for a model that takes no images.
-        carry_images: every completion carries all images of its row, as a column of the rollout batch.
-        prompts: the data set of the latest loader, by whether it is for training.
-    """
-
-    prepare: PromptProcessor | None = None
-    carry_images: bool = False
-    prompts: dict[bool, Any] = field(default_factory=dict)
+    prepare: PromptProcessor | None = None  # makes the model's arguments from a row; None: it takes no images
+    carry_images: bool = False  # every completion carries all images of its row, as a column
+    prompts: dict[bool, Any] = field(default_factory=dict)  # latest data set, by training or not
 
     def of_transcripts(self, transcripts: Sequence[Transcript]) -> RowImages | None:
         """The images that transcripts show so far; None for a model that takes none."""
@@ -45,11 +39,7 @@ class ImageSource:
         return RowImages([t.number for t in transcripts], lambda number: prepare(rows[number]))  # type: ignore[misc]
 
     def columns_of(self, transcripts: Sequence[Transcript], masked: Sequence[bool]) -> dict[str, Column]:
-        """The column from which `of_batch` reads the images; empty for a model that takes none.
-
-        Args:
-            masked: for each transcript whether it is masked out; it keeps the images of its prompt only.
-        """
+        """The column that `of_batch` reads, if any; `masked` completions keep the images of their prompts only."""
         if self.prepare is None:
             return {}
         if not self.carry_images:

@@ -25,15 +25,12 @@ _KEPT_REMEDY = (
 
 
 def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool = False) -> dict[str, Any]:
-    """What a `rollout_func` returned, in lists of plain numbers, which are the same types on every process.
+    """What a `rollout_func` returned, in plain numbers, the same types on every process; a RolloutError if it is none.
 
     Args:
         prompts: how many it was called with, each repeated once per completion.
         needs_logprobs: why log-probabilities are needed, as a sentence; None where they are not.
-        kept_ids: the ids that each token was sampled from are needed too (`kept_ids`).
-
-    Raises:
-        RolloutError: it is no rollout of these prompts.
+        kept_ids: the ids that each token was sampled from are needed too.
     """
     remedy = _REMEDY + (_KEPT_REMEDY if kept_ids else "")
     if not isinstance(output, Mapping):
@@ -82,24 +79,16 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | None:
-    """Why processes need the same number of prompts to sample together, as a clause; None if they do not.
-
-    Args:
-        sharded: a forward is a collective.
-        rollout_func: a `rollout_func` samples, which may call TRL's `VLLMGeneration.generate`.
-    """
+    """Why processes need the same number of prompts to sample together, as a clause; None if they do not."""
     if sharded:
         return "a forward of a sharded model is a collective"
+    # a `rollout_func` may call TRL's `VLLMGeneration.generate`
     shares_engine = rollout_func if args.vllm_mode == "server" else args.vllm_tensor_parallel_size > 1
     return UNEQUAL_SHARES if args.use_vllm and shares_engine else None
 
 
 def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
-    """Raise a RolloutError, on every process, where processes have different numbers of rows; a collective.
-
-    Args:
-        reason: why processes need the same number (`why_equal`).
-    """
+    """Raise a RolloutError, on every process, where they have unequal numbers of rows (`why_equal`); a collective."""
     counts = gather_lists([rows])
     if len(set(counts)) > 1:
         raise RolloutError(

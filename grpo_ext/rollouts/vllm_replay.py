@@ -33,10 +33,8 @@ def vllm_filters(args: Any) -> dict[str, Any]:
 def mask_bound(args: Any, rollout_func: Any) -> int | None:
     """The most ids of a mask that vLLM is asked for; None: it is asked for no masks.
 
-    A `rollout_func` returns `kept_ids` itself, and without filters there is nothing to ask for.
-
-    Raises:
-        ConfigError: vLLM returns no masks that describe this sampling.
+    A `rollout_func` returns `kept_ids` itself, and without filters there is nothing to ask for. A ConfigError where
+    vLLM returns no masks that describe this sampling.
     """
     if not (args.use_vllm and args.replay.masks) or rollout_func is not None:
         return None
@@ -60,11 +58,7 @@ def mask_bound(args: Any, rollout_func: Any) -> int | None:
 
 
 def mask_record(completion: Any, ids: list[int], logps: list[float | None] | None) -> TokenRecord:
-    """The record of the tokens of one of vLLM's completions.
-
-    Raises:
-        RolloutError: its mask is missing, of another length, or does not contain a sampled token.
-    """
+    """The record of one of vLLM's completions; a RolloutError where its mask is missing or does not fit the tokens."""
     returned, mask = "none", getattr(completion, "sampling_mask", None)
     if mask is not None:
         returned = f"{len(mask.token_ids)}, or some without the token that was sampled,"
@@ -80,12 +74,7 @@ def mask_record(completion: Any, ids: list[int], logps: list[float | None] | Non
 def experts_of(completion: Any, tokens: int, routers: Sequence[Router]) -> torch.Tensor:
     """The experts (tokens, C) of a prompt and one of vLLM's completions; `LIVE` for the last token, which never ran.
 
-    Args:
-        tokens: of prompt and completion.
-
-    Raises:
-        RolloutError: its array [tokens - 1, decoder layers, K] is missing, of another shape, or holds what no router
-            chooses.
+    A RolloutError where its array [tokens - 1, decoder layers, K] is missing, misshapen, or no choice of the routers.
     """
     routed = getattr(completion, "routed_experts", None)
     layers, experts = [router.layer for router in routers], [router.experts for router in routers]

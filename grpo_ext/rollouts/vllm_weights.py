@@ -40,9 +40,7 @@ def why_not_alone(model: Any, max_rank: int | None = None) -> str | None:
     """Why vLLM cannot serve the adapter of a model by itself, as a clause; None where it can.
 
     vLLM ignores what it does not know of PEFT's settings, so everything but the plain LoRA of linear layers is named.
-
-    Args:
-        max_rank: `max_lora_rank` of the engine; None: an engine is started with the rank that is needed.
+    `max_rank` is the engine's `max_lora_rank`; None: an engine is started with the rank that is needed.
     """
     if not isinstance(model, PeftModel):
         return "the model has no adapter"
@@ -70,25 +68,15 @@ class AdapterVersions:
 
     A version's name holds a token of this process's start, so what a server still has of an earlier run, or of the same
     run before a resume, is never taken for it.
-
-    Attributes:
-        folder: where versions are saved; a server reads them there.
-        run: the token.
-        client: of this process, where a server samples.
-        number: of the version that the engine has; 0: none yet.
     """
 
-    folder: Path
-    run: str
-    client: Any | None = None
-    number: int = field(default=0, init=False)
+    folder: Path  # where versions are saved; a server reads them there
+    run: str  # the token
+    client: Any | None = None  # of this process, where a server samples
+    number: int = field(default=0, init=False)  # of the version that the engine has; 0: none yet
 
     def send(self, generation: Generation) -> None:
-        """Save the adapter as the next version and let the engine sample with it.
-
-        Raises:
-            RolloutError: the server does not load it.
-        """
+        """Save the adapter as the next version, which the engine then samples with; a RolloutError if it does not."""
         earlier, self.number = self._name, self.number + 1
         writes = self.client is None or generation.accelerator.is_main_process
         if writes:
@@ -123,17 +111,13 @@ class AdapterVersions:
 
 
 class ColocatedEngine:
-    """vLLM's engine in this process, which TRL calls without seeds and without an adapter.
-
-    Attributes:
-        seeds: one for each row of the next call; None: vLLM draws all rows from one generator.
-        adapter: vLLM's request for the adapter; None: without one.
-        completions: what vLLM returned of each in the latest call, with masks and experts where it was told to.
-    """
+    """vLLM's engine in this process, which TRL calls without seeds and without an adapter."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.seeds, self.adapter = engine, None, None
-        self.completions: list[Any] = []
+        self.engine = engine
+        self.seeds: Any = None  # one for each row of the next call; None: vLLM draws all rows from one generator
+        self.adapter: Any = None  # vLLM's request for the adapter; None: without one
+        self.completions: list[Any] = []  # of the latest call, with masks and experts where it was told to
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -149,17 +133,11 @@ class ColocatedEngine:
 
 
 class Generation(compat.VLLMGeneration):
-    """TRL's `VLLMGeneration`, which sends weights without writing into the model.
+    """TRL's `VLLMGeneration`, which sends weights without writing into the model."""
 
-    Attributes:
-        versions: of the adapter that is sent by itself; None where weights are sent.
-        mask_bound: the most ids of a replayed mask; None: none is replayed.
-        unfiltered: masks are replayed, and every token is sampled from the whole vocabulary.
-    """
-
-    versions: AdapterVersions | None
-    mask_bound: int | None
-    unfiltered: bool
+    versions: AdapterVersions | None  # of the adapter that is sent by itself; None where weights are sent
+    mask_bound: int | None  # the most ids of a replayed mask; None: none is replayed
+    unfiltered: bool  # masks are replayed, and every token is sampled from the whole vocabulary
 
     @classmethod
     def of(
@@ -182,11 +160,7 @@ class Generation(compat.VLLMGeneration):
             self.versions.send(self)
 
     def save_adapter(self, folder: Path, writes: bool) -> Path:
-        """Save the adapter as PEFT does, gathered from all processes; returns the absolute path of its folder.
-
-        Args:
-            writes: this process saves; the others take part in the gathering.
-        """
+        """Save the adapter as PEFT does, gathered from all processes, of which one `writes`; returns its folder."""
         model: Any = self.model
         (name,) = model.active_adapters
         state = {key: value for key, value in model.state_dict(keep_vars=True).items() if "lora_" in key}
@@ -246,13 +220,9 @@ def _copy_of(parameter: Any) -> Any:
 
 
 def versions_of(trainer: Any, client: Any | None) -> AdapterVersions | None:
-    """How the adapter of a trainer is sent by itself; None where weights are sent.
+    """How the adapter of a trainer is sent by itself (`client`: to a server); None where weights are sent.
 
-    Args:
-        client: of this process, where a server samples.
-
-    Raises:
-        ConfigError: `vllm_lora=True`, and vLLM cannot serve the adapter.
+    Raises a ConfigError where `vllm_lora=True` and vLLM cannot serve the adapter.
     """
     args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     if args.vllm_lora is False or (args.vllm_lora is None and client is None):

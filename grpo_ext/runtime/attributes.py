@@ -24,11 +24,7 @@ def assigned(target: Any, **values: Any) -> Iterator[None]:
 
 
 def replace_forward(module: Any, run: Callable[..., Any], mark: Any = True) -> None:
-    """Let `run(below, module, *args, **kwargs)` run in the place of a module's forward, which becomes `below`.
-
-    Args:
-        mark: becomes the attribute `of_grpo_ext` of the new forward.
-    """
+    """Let `run(below, module, *args, **kwargs)` replace a module's forward, `below`; `mark` is its `of_grpo_ext`."""
     # the function: a deep copy of the module would call a bound method with these weights
     bound = module.forward
     below: Callable[..., Any] = getattr(bound, "__func__", lambda module, *args, **kwargs: bound(*args, **kwargs))

@@ -63,11 +63,7 @@ def computing_with(threads: int | None) -> Iterator[None]:
 
 
 def unfit_kernels(device: torch.device, linear_attention: bool) -> dict[str, Any]:
-    """Kernels whose bits depend on another library, or on the kind of GPU, as `refuse_combination` takes them.
-
-    Args:
-        linear_attention: the model has such layers, which transformers gives to `fla` where it is installed.
-    """
+    """Kernels whose bits depend on another library or the kind of GPU, as `refuse_combination` takes them."""
     attention, on_gpu = current_flash_attention_impl(), device.type == "cuda"
     names = sorted(set(gather_lists([torch.cuda.get_device_name(device)]))) if on_gpu else []
     by_timing = on_gpu and linear_attention and is_flash_linear_attention_available()
@@ -82,12 +78,8 @@ def unfit_kernels(device: torch.device, linear_attention: bool) -> dict[str, Any
 
 @contextmanager
 def pinned(threads: int | None) -> Iterator[None]:
-    """Inside, kernels are deterministic and `threads` CPU threads compute; None changes nothing.
-
-    Raises:
-        ConfigError: CUDA was started with a workspace setting that is not deterministic.
-    """
-    if threads is None:
+    """Inside, kernels are deterministic and `threads` CPU threads compute; a ConfigError where CUDA began otherwise."""
+    if threads is None:  # not bitwise: nothing changes
         yield
         return
     if torch.cuda.is_available() and os.environ.get(CUBLAS) not in CUBLAS_VALUES:

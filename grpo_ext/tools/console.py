@@ -42,7 +42,7 @@ class Console(ProgressCallback):
     """Shows a run as it goes: a bar and one line per log on a terminal, plain lines in a file, a pipe or a notebook.
 
     Args:
-        measure: from the model to named figures of your own, such as a held-out score. It is called on the main process
+        measure: from the model to named figures of your own, such as a held-out score; called on the main process
             alone, so not for sharded models (FSDP, ZeRO-3), whose forwards every process has to join.
         every: optimizer steps between two measurements; those steps are logged, and lines printed for them alone.
     """
@@ -67,12 +67,9 @@ class Console(ProgressCallback):
         """Show the bar, where there is a terminal; a resumed run begins at its step."""
         self.current_step = state.global_step
         if state.is_world_process_zero:
+            shown = _on_terminal()
             self.training_bar = tqdm(
-                total=state.max_steps,
-                initial=state.global_step,
-                unit="step",
-                dynamic_ncols=True,
-                disable=not _on_terminal(),
+                total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True, disable=not shown
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -37,9 +37,7 @@ class DataArguments:
 def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset | None]:
     """(train, held-out or None) prompts for `GRPOTrainer`; held-out rows are drawn by `seed`.
 
-    Raises:
-        DataError: no such file, folder, set, split or column; unknown kind; an empty prompt or answer; no rows to hold
-            out or to train on. Names the options and what is wrong.
+    A DataError names the options and what is wrong: source, split, column, an empty row, no rows on one side.
     """
     try:
         dataset = _read(str(data.dataset_name), data)

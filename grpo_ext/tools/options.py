@@ -51,11 +51,7 @@ OPTIONS: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)
 def parse(
     argv: list[str], demos: Mapping[str, str] | None = None
 ) -> tuple[Demo | None, ScriptArguments, GRPOConfig, ModelConfig]:
-    """(demo, script arguments, GRPOConfig, ModelConfig); a demo's settings are defaults that options override.
-
-    Args:
-        demos: short names of demos in files, `path/to/file.py:name`.
-    """
+    """(demo, arguments of each kind); a demo's settings are defaults. `demos`: short names of demos in files."""
     settings = read_settings(argv)
     if demos and settings.get("demo") in demos:
         settings["demo"] = demos[settings["demo"]]
@@ -111,11 +107,7 @@ def _settings_in(path: str) -> dict[str, Any]:
 
 
 def demo_of(settings: Mapping[str, Any]) -> Demo | None:
-    """The demo that settings name, or the embedded one where they name neither a model nor data.
-
-    Raises:
-        ConfigError: it is unknown, or does not take that model or data; only one of model and data is named.
-    """
+    """The demo that settings name, without model and data the embedded one; a ConfigError where settings contradict."""
     name, model, dataset = (settings.get(option) for option in ("demo", "model_name_or_path", "dataset_name"))
     if name is not None and dataset is not None:
         raise ConfigError(f"--demo {name} brings its own data; leave --dataset_name out, or --demo.")
@@ -128,11 +120,7 @@ def demo_of(settings: Mapping[str, Any]) -> Demo | None:
 
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
-    """Settings as the dataclasses that they configure.
-
-    Raises:
-        ConfigError: a setting is refused, by this package, TRL or transformers.
-    """
+    """Settings as the dataclasses that they configure; a ConfigError where one of these refuses a setting."""
     try:
         script, training, model = (kind(**fields_of({"lora_dropout": 0.0, **settings}, kind)) for kind in OPTIONS)
     except GrpoExtError:
@@ -158,10 +146,5 @@ def output_settings(settings: Mapping[str, Any]) -> set[str]:
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:
     """How the model is loaded: arguments of `from_pretrained`, those of `--model_init_kwargs` before the others."""
     model_init_kwargs: Any = training.model_init_kwargs or {}  # a dictionary, whatever its annotation
-    return {
-        "revision": model.model_revision,
-        "trust_remote_code": training.trust_remote_code,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **model_init_kwargs,
-    }
+    others = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    return {**others, "trust_remote_code": training.trust_remote_code, **model_init_kwargs}

@@ -27,16 +27,13 @@ from ..run.log import LOG, LoggedRun, read_log
 Series = tuple[list[int], list[float]]  # optimizer steps, values
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement
 
+_SHARES = ("completions/clipped_ratio", "clip_ratio/region_mean", "cispo_clip_ratio", "frac_reward_zero_std")
 # for each plot: title, unit, patterns of the names of its values
 _PLOTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Evaluation", "mean over prompts", (HELD_OUT, f"eval_{PASS}", "eval_reward")),
     ("Reward", "reward", ("reward", "rewards/.+/mean")),
     ("Completion length", "tokens", ("completions/(mean|min|max)_length",)),
-    (
-        "Cut completions, clipped tokens, groups without variance",
-        "share",
-        (*("completions/clipped_ratio", "clip_ratio/region_mean", "cispo_clip_ratio", "frac_reward_zero_std"),),
-    ),
+    ("Cut completions, clipped tokens, groups without variance", "share", _SHARES),
     ("Entropy, KL to the reference", "nats per token", ("entropy", "kl")),
     ("Gradient norm before clipping", "norm", ("grad_norm",)),
     ("Time by phase", "seconds per step", ("step_time", "time/.+")),
@@ -65,11 +62,7 @@ def _changes(log: LoggedRun) -> list[tuple[str, Any, Any]]:
 
 
 def report(run: str | Path) -> Path:
-    """Write the report of a run into its folder; returns the page.
-
-    Raises:
-        ConfigError: the folder holds no run, another page would be replaced, or a library is missing.
-    """
+    """Write the report of a run into its folder; returns the page. A ConfigError says why there is none."""
     try:
         import jinja2
         import matplotlib.figure  # noqa: F401
@@ -94,11 +87,7 @@ def report(run: str | Path) -> Path:
 
 
 def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:
-    """The log in a run's folder, and every number in it by name, in the order of first appearance.
-
-    Raises:
-        ConfigError: there is no log of a run in it.
-    """
+    """The log in a run's folder and every number in it, by name in order; a ConfigError where there is none."""
     folder = Path(path)
     log = read_log(folder / LOG) if (folder / LOG).is_file() else LoggedRun()
     if not log.entries:

@@ -36,9 +36,7 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
 def stock_config(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
     """The same run in the fields of `trl.GRPOConfig`; TRL's defaults where a setting is missing.
 
-    Raises:
-        GrpoExtError: stock TRL cannot express the run: a setting in `ALGORITHM`, or micro-batches that do not divide
-            the step.
+    Raises a GrpoExtError for what it cannot express: settings in `ALGORITHM`, a step that micro-batches do not divide.
     """
     from trl import GRPOConfig
 

@@ -26,23 +26,15 @@ class Split:
 
 @dataclass
 class SplitResult:
-    """How a split compares with the reference split of the same trainer; errors are NaN where there are none.
-
-    Attributes:
-        verdict: "reference", "same", "same bits", "rounding", "differs", "nothing learned" or "refused".
-        reason: the cause, where it is known.
-        update_error: relative update error.
-        gradient_error: relative error of the first gradient.
-        metric_error: the largest difference of a logged value.
-    """
+    """How a split compares with the reference split of the same trainer; errors are NaN where there are none."""
 
     split: Split
     trainer: str
-    verdict: str = "refused"
-    reason: str = ""
-    update_error: float = math.nan
-    gradient_error: float = math.nan
-    metric_error: float = math.nan
+    verdict: str = "refused"  # "reference", "same", "same bits", "rounding", "differs", "nothing learned" or "refused"
+    reason: str = ""  # the cause, where it is known
+    update_error: float = math.nan  # relative
+    gradient_error: float = math.nan  # relative, of the first gradient
+    metric_error: float = math.nan  # the largest difference of a logged value
 
     def __str__(self) -> str:
         """The result in a line."""

@@ -34,41 +34,23 @@ OUTPUT, RUNS = "output.txt", "runs.pickle"  # in the folder of a launch: what it
 
 @dataclass(frozen=True)
 class Run:
-    """One training run.
+    """One training run; `rewards` and `rollout_func` as for the trainer."""
 
-    Attributes:
-        name: unique among the runs of a launch.
-        model_path: folder or id of the initial model, loaded in float32, with its tokenizer.
-        data_path: folder of the training set (`Dataset.save_to_disk`).
-        rewards: reward functions, as for the trainer.
-        config: keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply.
-        trainer: "grpo_ext", or "trl" for stock TRL with the same settings.
-        peft: None for full training.
-        quantization: a `transformers.BitsAndBytesConfig`, or None.
-        eval_path: folder of an evaluation set; evaluated once after training.
-        trace: hash every parameter and optimizer tensor after every step.
-        gradients: return the first gradient that is not zero.
-        resume_from: a checkpoint to resume from.
-        rollout_func: as for the trainer.
-        nameless: clear the model's name, as for a model built in memory.
-        within: from the model to a context in which it is trained.
-    """
-
-    name: str
-    model_path: str
-    data_path: str
+    name: str  # unique among the runs of a launch
+    model_path: str  # folder or id of the initial model, loaded in float32, with its tokenizer
+    data_path: str  # folder of the training set (`Dataset.save_to_disk`)
     rewards: tuple[Any, ...]
-    config: dict[str, Any]
-    trainer: str = OURS
-    peft: PeftConfig | None = None
-    quantization: Any = None
-    eval_path: str | None = None
-    trace: bool = False
-    gradients: bool = False
-    resume_from: str | None = None
+    config: dict[str, Any]  # keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply
+    trainer: str = OURS  # or STOCK: TRL's with the same settings
+    peft: PeftConfig | None = None  # None: full training
+    quantization: Any = None  # a `transformers.BitsAndBytesConfig`
+    eval_path: str | None = None  # folder of a set that is evaluated once after training
+    trace: bool = False  # hash every parameter and optimizer tensor after every step
+    gradients: bool = False  # return the first gradient that is not zero
+    resume_from: str | None = None  # a checkpoint
     rollout_func: Any = None
-    nameless: bool = False
-    within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
+    nameless: bool = False  # clear the model's name, as for a model built in memory
+    within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext  # around the training, from the model
 
     @property
     def half(self) -> str | None:
@@ -83,21 +65,14 @@ class Run:
 
 @dataclass
 class RunResult:
-    """The outcome of a run.
-
-    Attributes:
-        delta: parameters after minus before, per trainable parameter, float64.
-        log: the Trainer's log lines.
-        error: the message, where the run ended with one.
-        trace: for each step, the hash of every parameter and optimizer tensor.
-        gradients: per parameter, of the first step with a gradient that is not zero, as the optimizer gets it.
-    """
+    """The outcome of a run."""
 
     name: str
-    delta: dict[str, torch.Tensor] = field(default_factory=dict)
-    log: list[dict[str, Any]] = field(default_factory=list)
-    error: str | None = None
-    trace: list[dict[str, str]] = field(default_factory=list)
+    delta: dict[str, torch.Tensor] = field(default_factory=dict)  # trained parameters after minus before, float64
+    log: list[dict[str, Any]] = field(default_factory=list)  # the Trainer's log lines
+    error: str | None = None  # the message, where the run ended with one
+    trace: list[dict[str, str]] = field(default_factory=list)  # by step, the hash of every tensor
+    # the first that is not zero, as the optimizer gets it
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -107,16 +82,10 @@ Starter = Callable[[Path, dict[str, str], Connection], Any]
 
 def launched(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
     """A `Starter`: a fresh interpreter, which Ctrl-C does not reach."""
+    command = [sys.executable, "-m", WORKER, str(folder), str(pipe.fileno())]
     with (folder / OUTPUT).open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(folder), str(pipe.fileno())],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[pipe.fileno()],
-            start_new_session=True,
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "pass_fds": [pipe.fileno()]}
+        return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
 
 def train(
@@ -124,9 +93,7 @@ def train(
 ) -> Iterator[RunResult]:
     """Train every run on `processes` real processes, one after the other; yield each result as soon as it exists.
 
-    Raises:
-        LaunchError: a process ended or had an error, or a run took more than `timeout_s`; the message has the error or
-            the end of the output.
+    A LaunchError, with the error or the end of the output, where a process ended or a run took over `timeout_s`.
     """
     what = f"{len(runs)} run(s) on {processes} process(es)"
     with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_", ignore_cleanup_errors=True) as name, ExitStack() as stack:

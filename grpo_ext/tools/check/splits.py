@@ -45,8 +45,6 @@ def check(
 
     Args:
         run: with a `global_batch_size`; the micro-batch size in its settings is replaced.
-        splits: the first one is the reference.
-        steps: optimizer steps to train.
         against: "trl" runs stock TRL under the same splits.
         tolerance: the largest relative update error that counts as the same; `comparison` has the other tolerances.
         bitwise: train with `bitwise_invariant=True` and compare hashes of every tensor after every step.

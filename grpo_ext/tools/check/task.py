@@ -26,11 +26,7 @@ def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
     """(the run of these settings, with its data in `folder`; a sentence about it, with the settings it leaves out).
 
     Settings that name neither a model nor data are those of the demo, here with smaller steps. Without
-    `global_batch_size` the step is that of the run on one process.
-
-    Raises:
-        ConfigError: a setting is refused, or only one of model and data is named. DataError: rows that cannot be
-            trained on.
+    `global_batch_size` the step is that of the run on one process. A ConfigError or DataError where that is refused.
     """
     demo = demo_of(run_settings)
     defaults: dict[str, Any] = {"bf16": False}

@@ -25,15 +25,8 @@ from .runs import RUNS, Run, RunResult
 
 
 def _build(run: Run, folder: Path, processes: int) -> Any:
-    config: dict[str, Any] = {
-        "output_dir": str(folder / run.name / "out"),
-        "report_to": "none",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "bf16": False,
-        **run.config,
-    }
+    defaults = {"report_to": "none", "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "bf16": False}
+    config: dict[str, Any] = {"output_dir": str(folder / run.name / "out"), **defaults, **run.config}
     if run.trainer == STOCK:
         on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True}  # bf16 needs it; our GRPOConfig sets it
         args: Any = trl.GRPOConfig(**{**on_cpu, **stock_config(config, processes)})
