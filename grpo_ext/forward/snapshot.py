@@ -82,6 +82,17 @@ def refuse_replaced_forward(model: nn.Module, by_user: bool = False) -> None:
             )
 
 
+def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of a model object, by `copy.deepcopy`; a ModelError where its class does not allow that."""
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied ({error}), for rollout_lag or the reference of beta > 0. Use "
+            "rollout_lag=0, and for the reference pass a folder that it was saved to with save_pretrained, or beta=0."
+        ) from None
+
+
 def sharing_copy(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
     """A copy on the device that shares the memory of all parameters but `moving`; its forward is that of its class."""
     refuse_replaced_forward(model)
@@ -93,13 +104,7 @@ def sharing_copy(model: nn.Module, moving: Set[str], device: torch.device) -> nn
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
         elif name not in moving:  # bitsandbytes' kinds of parameters are shared; another kind that moves is copied
             memo[id(parameter)] = parameter
-    try:
-        twin = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot be copied ({error}), for rollout_lag or the reference of some adapters. "
-            "Use rollout_lag=0, or beta=0."
-        ) from None
+    twin = deep_copy(model, memo)
     for module in (twin, base_model_of(twin)):
         for name in _REPLACED:
             vars(module).pop(name, None)

@@ -171,11 +171,7 @@ class GuardedCall:
         logger.warning(f"reward function '{self.record.function}' failed ({failure}); {tries}.")
 
     def _failed(self, error: Exception) -> ChunkRewards:
-        """No rewards after the last attempt.
-
-        Raises:
-            RewardError: a failure is an error.
-        """
+        """No rewards after the last attempt; a RewardError where a failure is an error."""
         failure, name, rows = _text(error), f"reward function '{self.record.function}'", self.record.rows
         if self.faults.on_failure == "none":
             logger.warning(f"{name} failed ({failure}); its {rows} completions get None (reward_on_failure='none').")
@@ -189,17 +185,13 @@ class GuardedCall:
         raise RewardError(f"{name} raised {failure}; {getattr(error, 'remedy', remedy)}") from error
 
     def _checked(self, rewards: Any) -> list[float | None]:
-        """The rewards as floats or `None`.
-
-        Raises:
-            RewardError: not a sequence, the wrong number of values, or a value that is not a finite number.
-        """
+        """The rewards as floats or `None`; a RewardError that names what is not one."""
         returned = f"reward function '{self.record.function}' returned"
         remedy = f"return one number or None for each of the {self.record.rows} completions."
         try:
             values = list(rewards)
         except TypeError:
-            raise RewardError(f"{returned} {_short(rewards)}, which is no list; {remedy}") from None
+            raise RewardError(f"{returned} {_short(rewards)}, which is not a list; {remedy}") from None
         if len(values) != self.record.rows:
             raise RewardError(f"{returned} {len(values)} rewards; {remedy}")
         numbers = [None if value is None else _as_float(value) for value in values]

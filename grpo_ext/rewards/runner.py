@@ -126,11 +126,7 @@ class RewardRunner:
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def pack_functions(self, sources: RewardFunctions) -> None:
-        """Pickle the synchronous functions for `workers`.
-
-        Raises:
-            ConfigError: a function cannot be sent to another process.
-        """
+        """Pickle the synchronous functions for `workers`; a ConfigError for one that cannot be sent to them."""
         for name, function in zip(sources.names, sources.functions, strict=True):
             if self.workers is not None and not isinstance(function, nn.Module) and not is_async(function):
                 self.workers.add(function, name)
@@ -175,12 +171,7 @@ class RewardRunner:
         return rewards_BF, records
 
     def _begin(self, sources: RewardFunctions, number: int, rows: RewardRows) -> list[Callable[[], ChunkRewards]]:
-        """A function for each chunk, which returns its rewards. Asynchronous chunks and those of `workers` run by now.
-
-        Raises:
-            RewardError: there is no loop for an asynchronous function.
-            ConfigError: a function cannot be sent to the processes of `workers`.
-        """
+        """A function for each chunk that returns its rewards; asynchronous chunks and those of `workers` run by now."""
         function, name = sources.functions[number], sources.names[number]
         if isinstance(function, nn.Module):
             return [partial(self._run_model, sources, number, rows)]

@@ -194,10 +194,7 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
 
 
 def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """The tensors of a rollout batch, and its Python objects.
-
-    A column is "<name>/values", with "<name>/lengths" where the number of values differs between rows.
-    """
+    """The tensors of a rollout batch ("<name>/values", "<name>/lengths" where rows differ), and its Python objects."""
     tensors: dict[str, torch.Tensor] = {}
     layout = {"widths": rollout.widths, "items_per_token": rollout.items_per_token}
     objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": layout}

@@ -161,9 +161,9 @@ def together(place: str, sharded: bool = False, again: bool = False) -> Iterator
 
 
 @of_ours()
-def equal_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Concatenate tensors of one shape along the first dimension, in process order, on every process."""
-    return tensor if _alone.get() else gather(tensor)
+def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
+    """Stack tensors of one shape over all processes: (processes, ...)."""
+    return values[None] if _alone.get() else gather(values[None])
 
 
 @of_ours()
@@ -190,8 +190,7 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
         return flat
     padded = flat.new_zeros((longest, *flat.shape[1:]))
     padded[: flat.size(0)] = flat
-    gathered = equal_gather(padded).view(len(lengths), longest, *flat.shape[1:])
-    return torch.cat([part[:n] for part, n in zip(gathered, lengths, strict=True)])
+    return torch.cat([part[:n] for part, n in zip(stack_over_processes(padded), lengths, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -270,11 +269,6 @@ def uneven_collectives(
             f"code of yours ran a collective of accelerate.utils or torch.distributed, and {others_refused}. Use "
             "accelerator.gather, reduce or gather_for_metrics, which leave these rows out; see docs/overrides.md."
         )
-
-
-def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
-    """Stack tensors of one shape over all processes: (processes, ...)."""
-    return equal_gather(values[None])
 
 
 def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -383,9 +377,8 @@ def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[]
 def leave_in_order(seconds: float = 0.2) -> None:
     """Let gloo's threads finish with the last collective before the interpreter is torn down.
 
-    The threads release tensors after the collective has returned, which takes the GIL. CPython ends a thread that asks
-    for the GIL during shutdown, here inside a destructor, and the process aborts ("terminate called without an active
-    exception"; torch 2.13, CPython 3.11). `destroy_process_group` waits for nothing while DDP holds the group.
+    They release tensors after it has returned, which takes the GIL; CPython ends a thread that asks for the GIL during
+    shutdown, and the process aborts (torch 2.13, CPython 3.11). `destroy_process_group` does not wait for them.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
         atexit.register(time.sleep, seconds)
