@@ -88,33 +88,20 @@ _FINAL = (ConfigError, CallCancelled)  # no further attempt is made
 
 @dataclass(frozen=True)
 class Faults:
-    """How a reward function that hangs or raises is handled.
+    """How a reward function that hangs or raises is handled."""
 
-    Attributes:
-        timeout: seconds a call may take; None: any time.
-        retries: retries after a call that failed.
-        on_failure: after the last one: "error", or "none" for `None` as the reward of every completion of the call.
-    """
-
-    timeout: float | None = None
-    retries: int = 0
-    on_failure: str = "error"
+    timeout: float | None = None  # seconds a call may take; None: any time
+    retries: int = 0  # after a call that failed
+    on_failure: str = "error"  # after the last retry; "none": every completion of the call gets `None`
 
 
 @dataclass(frozen=True)
 class GuardedCall:
-    """A call of a reward function for one chunk of completions.
-
-    Attributes:
-        function: the reward function.
-        record: an empty record of the call. Each attempt logs into a copy, so a failed attempt logs nothing.
-        keywords: of the call, without `log_metric` and `log_extra`.
-        faults: how a call that hangs or raises is handled.
-    """
+    """A call of a reward function for one chunk of completions."""
 
     function: Callable[..., Any]
-    record: RewardCall
-    keywords: dict[str, Any]
+    record: RewardCall  # empty: each attempt logs into a copy, so a failed attempt logs nothing
+    keywords: dict[str, Any]  # without `log_metric` and `log_extra`
     faults: Faults
 
     def run_here(self) -> ChunkRewards:

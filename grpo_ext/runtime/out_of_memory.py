@@ -114,10 +114,7 @@ class MicroBatchLimits:
     failures: int = 0  # how often memory ran out
 
     def shrink(self, largest_rows: int, largest_tokens: int) -> str:
-        """Halve after a step that failed; returns the new limit as text.
-
-        Args:
-            largest_rows, largest_tokens: of the micro-batches of that step, over all processes.
+        """Halve after a step with micro-batches up to this large, over all processes; returns the new limit as text.
 
         Raises:
             MemoryShortageError: a single completion does not fit.
