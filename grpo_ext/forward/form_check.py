@@ -40,15 +40,10 @@ Outputs = dict[str, torch.Tensor]  # (tokens, channels), by module
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one comparison on one process.
+    """The result of one comparison on one process."""
 
-    Attributes:
-        refused: why the model does not run the form, as a sentence without its end; None if it does.
-        tokens: completion tokens compared that can show a fault.
-    """
-
-    refused: str | None = None
-    tokens: int = 0
+    refused: str | None = None  # why the model does not run the form, as a sentence without its end
+    tokens: int = 0  # completion tokens compared that can show a fault
 
 
 def discriminating_rows(completions_B: Sequence[int], same: Sequence[bool]) -> slice | None:

@@ -29,17 +29,11 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a moment, by parameter.
+    """The weights of a moment, by parameter."""
 
-    Attributes:
-        progress: of the run, by the names of the Trainer's state.
-        policy: its trained parameters, and its buffers.
-        reference: the parameters of the reference model, where it moves (`sync_ref_model`), and its buffers.
-    """
-
-    progress: dict[str, Any]
-    policy: Tensors
-    reference: Tensors
+    progress: dict[str, Any]  # of the run, by the names of the Trainer's state
+    policy: Tensors  # its trained parameters, and its buffers
+    reference: Tensors  # its parameters where it moves (`sync_ref_model`), and its buffers
 
     @property
     def step(self) -> int:
@@ -161,11 +155,7 @@ class Snapshot:
         return Weights(progress, *parts)
 
     def put_in_place(self, weights: Weights) -> None:
-        """Let the copies compute with these weights.
-
-        Raises:
-            ModelError: names the parameters that the copies or the weights lack.
-        """
+        """Let the copies compute with these weights; a ModelError names parameters that either of them lacks."""
         for tensors, part in zip(self._copied, (weights.policy, weights.reference)):
             if missing := tensors.keys() ^ part.keys():
                 raise ModelError(f"the weights to sample with and the model have other parameters: {sorted(missing)}")

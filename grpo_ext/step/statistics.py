@@ -1,6 +1,6 @@
 """Step-wide statistics: the counts every loss is divided by, the entropy threshold and the experts' shares.
 
-The entropy quantile and the MoE load-balancing loss are no sums over tokens; with their step-wide threshold and expert
+The entropy quantile and the MoE load-balancing loss are not sums over tokens; with their step-wide threshold and expert
 shares measured first (one pass without gradients), they are. Both are measured once per attempt.
 """
 
@@ -98,8 +98,8 @@ def _kind_in_loss(kind: type) -> type:
         steps, rows = view.micro_batch.accumulation_steps, view.per_device_train_batch_size
         if view.training and steps % 1:
             raise ConfigError(
-                f"args.gradient_accumulation_steps is {steps:g} for this micro-batch of {rows} completions, no whole "
-                "number; divide by self.current_gradient_accumulation_steps, or let micro-batches divide the step."
+                f"args.gradient_accumulation_steps is {steps:g} for this micro-batch of {rows} completions; use "
+                "self.current_gradient_accumulation_steps, which may be a fraction, or sizes that divide the step."
             )
         return steps
 
