@@ -333,7 +333,7 @@ class RunKeeper(TrainerCallback):
             state.best_model_checkpoint = str(best)
         with failing_together(explain):
             complete = functools.partial(self._complete, written, state, run_state)
-            without_long_waits(complete if saves else lambda: None, self.accelerator.device)
+            without_long_waits(complete if saves else lambda: None)
             # on a local disk a node has a part of the checkpoint too; on a shared one the main process has all of it
             publishes = saves or (
                 self.accelerator.is_local_main_process

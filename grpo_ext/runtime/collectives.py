@@ -304,14 +304,14 @@ def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
     return stack_over_processes(values).sum(0)
 
 
-def max_over_processes(value: int, device: torch.device) -> int:
+def max_over_processes(value: int) -> int:
     """Largest of one integer per process."""
     return max(_meet("an exchange of numbers", value))
 
 
-def any_process(value: bool, device: torch.device) -> bool:
+def any_process(value: bool) -> bool:
     """Whether a value is true on any process."""
-    return bool(max_over_processes(int(value), device))
+    return bool(max_over_processes(int(value)))
 
 
 def first_of_all_processes(value: Any) -> Any:
@@ -339,7 +339,7 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
         raise CheckpointError(explain(cause)) from error
 
 
-def without_long_waits(work: Callable[[], Any], device: torch.device) -> Any:
+def without_long_waits(work: Callable[[], Any]) -> Any:
     """The result of `work`, which holds no collectives, once all processes are done with theirs.
 
     A process that is done asks the others again and again: a single collective would end the run after its timeout.
@@ -350,7 +350,7 @@ def without_long_waits(work: Callable[[], Any], device: torch.device) -> Any:
     result = ThreadPoolExecutor(1).submit(work)
     while True:
         wait([result], _PULSE)
-        if not any_process(not result.done(), device):
+        if not any_process(not result.done()):
             return result.result()
 
 
@@ -358,7 +358,7 @@ def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[]
     """The result of `make` on the main process, on every process; all raise its error, and the main one prints it."""
     value, failure = None, None
     try:
-        value = without_long_waits(make if accelerator.is_main_process else lambda: None, accelerator.device)
+        value = without_long_waits(make if accelerator.is_main_process else lambda: None)
     except GrpoExtError as error:
         failure = error
     except Exception as error:  # its class may not be picklable

@@ -258,7 +258,7 @@ class StepPlanner:
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` did not fit; a MemoryShortageError where nothing smaller is left."""
-        unit_rows, device, reason = self.args.unit_rows, self.accelerator.device, attempt.shortage
+        unit_rows, reason = self.args.unit_rows, attempt.shortage
         limits, what = (self.limits, "step") if attempt.settings.training else (self.eval_limits, "evaluation")
         if unit_rows is not None:
             if number:
@@ -270,9 +270,9 @@ class StepPlanner:
             limits.failures += 1
             logger.warning(f"Out of memory in the {what} ({reason}); its units run again after freeing memory.")
             return
-        rows = max_over_processes(max(len(part.rows) for part in attempt.plan), device)
+        rows = max_over_processes(max(len(part.rows) for part in attempt.plan))
         tokens = max(attempt.sizes.tokens(part.rows, attempt.form) for part in attempt.plan)
-        allowed = limits.shrink(rows, max_over_processes(tokens, device))
+        allowed = limits.shrink(rows, max_over_processes(tokens))
         logger.warning(
             f"Out of memory in the {what} ({reason}); it runs again with {allowed}, and so do all that follow. What it "
             "computes is the same."
