@@ -259,21 +259,21 @@ class StepPlanner:
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` did not fit; a MemoryShortageError where nothing smaller is left."""
         unit_rows, reason = self.args.unit_rows, attempt.shortage
-        limits, what = (self.limits, "step") if attempt.settings.training else (self.eval_limits, "evaluation")
+        limits, what = (self.limits, "a step") if attempt.settings.training else (self.eval_limits, "an evaluation")
         if unit_rows is not None:
             if number:
                 raise MemoryShortageError(
-                    f"the {what} ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), "
+                    f"{what} ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), "
                     "which bitwise_invariant=True does not cut. What helps: a smaller canonical_unit_size (it belongs "
                     "to what the run means), gradient_checkpointing=True, a smaller max_completion_length."
                 )
             limits.failures += 1
-            logger.warning(f"Out of memory in the {what} ({reason}); its units run again after freeing memory.")
+            logger.warning(f"Out of memory in {what} ({reason}); its units run again after freeing memory.")
             return
         rows = max_over_processes(max(len(part.rows) for part in attempt.plan))
         tokens = max(attempt.sizes.tokens(part.rows, attempt.form) for part in attempt.plan)
-        allowed = limits.shrink(rows, max_over_processes(tokens))
+        allowed = limits.shrink(rows, max_over_processes(tokens), what)
         logger.warning(
-            f"Out of memory in the {what} ({reason}); it runs again with {allowed}, and so do all that follow. What it "
+            f"Out of memory in {what} ({reason}); it runs again with {allowed}, and so do all that follow. What it "
             "computes is the same."
         )
