@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import os
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -25,23 +24,6 @@ from .replay import Replay
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
 from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_metric, check_bitwise, check_values
-
-# settings that earlier versions had, and what to write now
-REMOVED_SETTINGS = {
-    "packed_forward": "use forward='padded' in place of False, and leave True out",
-    "score_completions_only": "leave it out: only completion tokens go through the language-model head",
-    "balance_by_cost": "leave it out: groups are always assigned to processes by their cost",
-    "bitwise_fraction_bits": "leave it out: gradient sums always have 48 fraction bits",
-    "recompute_granularity": "leave it out: gradient_checkpointing=True runs whole layers again, False runs none",
-    "rollout_threads": "leave it out: sampling ahead on a CPU has half of torch's threads (OMP_NUM_THREADS)",
-    "float32_adapters": "leave it out: the adapter of a model in 4 or 8 bits trains in float32",
-    "rollout_device": "leave it out, and let a vLLM server sample on other devices (vllm_mode='server')",
-    **dict.fromkeys(
-        [f"fp16_{name}" for name in ("loss_scale", "initial_scale", "scale_window", "hysteresis", "min_scale")]
-        + ["fp16_fixed_scale"],
-        "leave it out: the loss scale has DeepSpeed's defaults; under DeepSpeed its file's fp16 section sets it",
-    ),
-}
 
 
 def setting(help: str, default: Any = None, **metadata: Any) -> Any:
@@ -341,18 +323,6 @@ class GRPOConfig(trl.GRPOConfig):
         args.accelerator_config = accelerator
         return args
 
-
-_init = GRPOConfig.__init__
-
-
-@functools.wraps(_init)
-def _refuse_removed(self: Any, *args: Any, **kwargs: Any) -> None:
-    for name in kwargs.keys() & REMOVED_SETTINGS.keys():
-        raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
-    _init(self, *args, **kwargs)
-
-
-GRPOConfig.__init__ = _refuse_removed  # type: ignore[method-assign]
 
 # help of fields that mean something else here than TRL and transformers say
 _HELP = {

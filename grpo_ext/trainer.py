@@ -325,10 +325,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         return context.add_loss(loss)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
-
-        The step-wide counts come with `inputs` or, in `compute_loss`, `args`; without them the batch is the whole step.
-        """
+        """A micro-batch's part of the loss of the step; a batch without a context is a whole step."""
+        # a dictionary that an override makes anew lacks it; inside `compute_loss`, `args_in_loss` has it
         if (context := inputs.get(CONTEXT_KEY, getattr(self.args, "micro_batch", None))) is None:
             inputs = self._step_planner.as_step(self.model, inputs, self._group_size, step_settings_of(self))
         else:

@@ -82,21 +82,13 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Step-wide denominators, counted once over all processes before the first forward.
-
-    Attributes:
-        completions: completions of the step.
-        tokens: completion tokens of the step that carry loss.
-        entropy_tokens: tokens the entropy bonus acts on (those above the entropy quantile, or all).
-        group_tokens: by group, the tokens of its completions in the step that carry loss; for "prompt_mean".
-        items: what TRL's token mean divides by in the step, where a user's override of the rollout has left another
-            number than the tokens; None: the tokens.
-    """
+    """Step-wide denominators, counted once over all processes before the first forward."""
 
     completions: float
-    tokens: float
-    entropy_tokens: float
-    group_tokens: Mapping[int, int] = field(default_factory=dict)
+    tokens: float  # that carry loss
+    entropy_tokens: float  # that the entropy bonus acts on: those above the entropy quantile, or all
+    group_tokens: Mapping[int, int] = field(default_factory=dict)  # `tokens` by group; for "prompt_mean"
+    # what TRL's token mean divides by, where a user's override of the rollout has left another number than `tokens`
     items: float | None = None
 
 

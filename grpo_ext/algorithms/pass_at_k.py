@@ -67,6 +67,6 @@ def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None)
 
 
 def first_and_last(names: Iterable[str]) -> list[str]:
-    """Of logged names those of pass@1 and of pass@k for the largest k, of every evaluation set."""
+    """The logged names of pass@1, and of pass@k for the largest k, of every evaluation set."""
     sizes = {name: int(name.partition("@")[2]) for name in names if re.fullmatch(PASS, name)}
     return [name for name, k in sizes.items() if k in (1, max(sizes.values()))]

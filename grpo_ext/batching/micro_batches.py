@@ -24,19 +24,12 @@ WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest l
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Tokens of the completions of a step.
+    """Tokens of the completions of a step."""
 
-    Attributes:
-        groups_B: number of the group of each completion.
-        prompts_B: tokens of the prompt of each completion, alike within a group.
-        completions_B: tokens of each completion.
-        multiple: packs, and the widths of padded batches, are filled up to a multiple of this.
-    """
-
-    groups_B: Sequence[int]
-    prompts_B: Sequence[int]
-    completions_B: Sequence[int]
-    multiple: int = 1
+    groups_B: Sequence[int]  # number of the group of each completion
+    prompts_B: Sequence[int]  # tokens of the prompt of each completion, alike within a group
+    completions_B: Sequence[int]  # tokens of each completion
+    multiple: int = 1  # packs, and the widths of padded batches, are filled up to a multiple of this
 
     def up(self, tokens: int) -> int:
         """The number rounded up to the multiple."""
@@ -66,15 +59,10 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """What a token costs in training, in units of one token's pass through the layers without attention.
+    """What a token costs in training, in units of one token's pass through the layers without attention."""
 
-    Attributes:
-        attention: of one (query, key) pair.
-        head: of one completion token in the language-model head.
-    """
-
-    attention: float = 0.0
-    head: float = 0.0
+    attention: float = 0.0  # of one (query, key) pair
+    head: float = 0.0  # of one completion token in the language-model head
 
     def prompt(self, tokens: int) -> float:
         """Cost of a prompt, once."""
@@ -95,25 +83,16 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MicroBatchLayout:
-    """How a step is laid onto processes and micro-batches; nothing here changes the update.
+    """How a step is laid onto processes and micro-batches; nothing here changes the update."""
 
-    Attributes:
-        max_rows: completions per micro-batch.
-        max_tokens: tokens per micro-batch, or None.
-        cost: what a token costs, to assign groups to processes by.
-        unit_rows: completions per canonical unit, which is then the micro-batch; None cuts by the sizes above.
-        processes, rank: of the run, and which of them this process is.
-        equal_counts: a micro-batch may hold collectives, so all processes run the same number.
-    """
-
-    max_rows: int
-    max_tokens: int | None = None
+    max_rows: int  # completions per micro-batch
+    max_tokens: int | None = None  # per micro-batch
     form: Form = "padded"
-    cost: TokenCost = field(default_factory=TokenCost)
-    unit_rows: int | None = None
+    cost: TokenCost = field(default_factory=TokenCost)  # of a token, by which groups are assigned to processes
+    unit_rows: int | None = None  # completions per canonical unit, then the micro-batch; None: cut by the sizes above
     processes: int = 1
     rank: int = 0
-    equal_counts: bool = False
+    equal_counts: bool = False  # a micro-batch may hold collectives, so all processes run the same number
 
 
 def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[MicroBatch]:

@@ -24,24 +24,15 @@ from .sizes import BatchGeometry, EpochLayout, StepLayout, ceil_div, process_pro
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Which prompts of a rollout batch this process samples.
-
-    Attributes:
-        epoch, layout: where the step stands.
-        prompts: positions in the rollout batch that this process samples from.
-        empty: the process has no prompts; its rows are a stand-in that must not reach any result.
-        num_generations: completions per prompt; rows repeat each prompt this often.
-        first_prompt: what the prompts of a further round (dynamic sampling) are numbered from, for their keys.
-        columns: of the rows of all processes: the keys that any of them has.
-    """
+    """Which prompts of a rollout batch this process samples."""
 
     epoch: int
     layout: StepLayout
-    prompts: range
-    empty: bool
-    num_generations: int
-    first_prompt: int = 0
-    columns: Sequence[str] = ()
+    prompts: range  # positions in the rollout batch
+    empty: bool  # the process has no prompts; its rows are a stand-in that must not reach any result
+    num_generations: int  # completions per prompt; rows repeat each prompt this often
+    first_prompt: int = 0  # what the prompts of a further round (dynamic sampling) are numbered from, for their keys
+    columns: Sequence[str] = ()  # the keys that any row of any process has
 
     @property
     def name(self) -> tuple[int, int]:
@@ -51,17 +42,11 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class StepRows(Sequence[dict[str, Any]]):
-    """The rows of one process for one rollout batch, in the place of TRL's list of rows.
+    """The rows of one process for one rollout batch, in the place of TRL's list of rows."""
 
-    Attributes:
-        rows: one for each completion; empty in a map-style data set's step that continues a rollout batch.
-        request: the part of the rollout batch that they belong to.
-        numbers: of the rows in the data set; none for a stream.
-    """
-
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]]  # one for each completion; empty in a map-style set's step that goes on with a batch
     request: RolloutRequest
-    numbers: Sequence[int] = ()
+    numbers: Sequence[int] = ()  # of the rows in the data set; none for a stream
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -162,20 +147,14 @@ class _OverPrompts:
 
 @dataclass(eq=False)
 class StepDataset(_OverPrompts, Dataset):
-    """A map-style data set of optimizer steps over a map-style data set of prompts.
-
-    Attributes:
-        layout: the steps of an epoch.
-        seed, shuffle: what the order of the prompts follows from.
-        ahead: rows are asked for before their step (`rows`), so the steps come without.
-    """
+    """A map-style data set of optimizer steps over a map-style data set of prompts."""
 
     prompts: Any
-    layout: EpochLayout | list[StepLayout]
+    layout: EpochLayout | list[StepLayout]  # the steps of an epoch
     rule: ProcessSlices
     seed: int = 0
     shuffle: bool = False
-    ahead: bool = False
+    ahead: bool = False  # rows are asked for before their step (`rows`), so the steps come without
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -248,13 +227,9 @@ class StepStream(_OverPrompts, IterableDataset):
 
 
 class StepLoader(DataLoader):
-    """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since it is cut inside.
+    """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since it is cut inside."""
 
-    Attributes:
-        micro_batches: the length of an evaluation for progress bars; None: the number of items.
-    """
-
-    micro_batches: int | None = None
+    micro_batches: int | None = None  # the length of an evaluation for progress bars; None: the number of items
 
     def __len__(self) -> int:
         return super().__len__() if self.micro_batches is None else self.micro_batches

@@ -93,7 +93,7 @@ def layer_windows(config: Any) -> set[int | None]:
 
 
 def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
-    """Of each layer that attends: heads times head dimension, numbers cached of a token, tokens of its window."""
+    """For each layer that attends: heads times head dimension, numbers cached of a token, tokens of its window."""
     kinds = layer_kinds(config)
     for number, layer in enumerate(_layer_configs(config)):
         kind = kinds[number] if number < len(kinds) else ""

@@ -142,7 +142,7 @@ class ForwardChoice:
         while not self.settled(model):
             forms = self._of(model)
             chosen = discriminating_rows(rows.completions_B, rows.same_prompt)
-            if not any_process(chosen is not None, self.device):
+            if not any_process(chosen is not None):
                 return
             # a forward may be a collective, so all processes run it
             with together("the comparison of two forms", sharded=not self._memory.enabled):

@@ -32,6 +32,7 @@ from .rows import TokenRows
 LIMIT = 4.0  # times the rounding; healthy models reach 1.6 (600 starts), a planted fault 8 and more
 _ROWS = 8  # completions compared at most
 _TOKENS, _CHANNELS = 256, 64  # of a module's output that are compared, at most
+_BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt"}
 _DRAWS = 2  # the rounding is estimated from this many perturbed forwards
 
 Outputs = dict[str, torch.Tensor]  # (tokens, channels), by module
@@ -39,15 +40,10 @@ Outputs = dict[str, torch.Tensor]  # (tokens, channels), by module
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one comparison on one process.
+    """The result of one comparison on one process."""
 
-    Attributes:
-        refused: why the model does not run the form, as a sentence without its end; None if it does.
-        tokens: completion tokens compared that can show a fault.
-    """
-
-    refused: str | None = None
-    tokens: int = 0
+    refused: str | None = None  # why the model does not run the form, as a sentence without its end
+    tokens: int = 0  # completion tokens compared that can show a fault
 
 
 def discriminating_rows(completions_B: Sequence[int], same: Sequence[bool]) -> slice | None:
@@ -97,7 +93,8 @@ def try_form(
         except Exception as error:  # whatever a model does with what it does not expect
             if is_out_of_memory(error):
                 raise
-            return Trial(refused=f"{name} fails on {_described(form, error)}")
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return Trial(refused=f"{name} fails on {_BATCHES[form]} ({reason})")
         unit, perturbed = rounding_unit(policy, device), []
         for seed in range(_DRAWS):
             with _perturbed(policy, unit, seed):
@@ -115,11 +112,6 @@ def try_form(
                 "rounding): the model does something between tokens that this form does not keep"
             )
     return Trial(tokens=tokens)
-
-
-def _described(form: Form, error: Exception) -> str:
-    what = "completions after a cached prompt" if form == "prefix" else "a pack"
-    return f"{what} ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
 
 
 def _keeps_cache(
@@ -219,12 +211,7 @@ def _perturbed(policy: Any, unit: float, seed: int) -> Iterator[None]:
 
 
 def _in_roundings(values: torch.Tensor, padded: torch.Tensor, perturbed: list[torch.Tensor], unit: float) -> float:
-    """The difference between a form and padding at one place, in units of the rounding there.
-
-    Args:
-        perturbed: the padded values, rounded otherwise.
-        unit: relative rounding of one operation, the least that a place is taken to have.
-    """
+    """The difference between a form and padding at one place, in units of the rounding there: `unit` at least."""
 
     def size(values: torch.Tensor) -> float:
         return float(values.square().mean().sqrt())

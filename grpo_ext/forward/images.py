@@ -23,17 +23,11 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # one value per token of 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The output of a processor for one row, without the token ids.
+    """The output of a processor for one row, without the token ids."""
 
-    Attributes:
-        tensors: image tensors, by the names of the model's arguments; empty without images.
-        types: types of the prompt's tokens, 1-D, by name; empty for most models.
-        images: number of images.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    types: dict[str, torch.Tensor]
-    images: int
+    tensors: dict[str, torch.Tensor]  # of images, by the names of the model's arguments; empty without images
+    types: dict[str, torch.Tensor]  # of the prompt's tokens, 1-D, by name; empty for most models
+    images: int  # their number
 
 
 def images_of(row: dict[str, Any]) -> list[Any]:
@@ -112,17 +106,12 @@ class PromptProcessor:
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of some rows.
+    """The images of some rows."""
 
-    Attributes:
-        numbers_B: number of each row in the data set; rows with the same number have the same prompt. Where images are
-            part of the rows, all numbers differ.
-        prepare: prepares the row of a number.
-        types_of: from ids (B, L) to the types of the tokens; None where `prepare` returns them.
-    """
-
+    # of each row in the data set; rows of one number have one prompt. Where images are part of the rows, all differ
     numbers_B: Sequence[int]
-    prepare: Callable[[int], Prepared]
+    prepare: Callable[[int], Prepared]  # prepares the row of a number
+    # from ids (B, L) to the types of the tokens; None where `prepare` returns them
     types_of: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
 
     def of(self, rows: Sequence[int]) -> RowImages:

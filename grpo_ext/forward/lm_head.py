@@ -106,42 +106,27 @@ class RouterOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The result of a forward for the completions of its rows.
+    """The result of a forward for the completions of its rows."""
 
-    Attributes:
-        logps_S, entropies_S: of the completion tokens, row by row, in nats; entropies only where requested.
-        router: of a MoE model, where requested.
-        places_2S: of `TokenRows.places`, on the device.
-        routing: of the forward's tokens; None where nothing is recorded or replayed.
-        experts_NC: the experts that were recorded for each token of the rows, on the CPU; a prompt that ran once for
-            several completions has them in the first of these.
-    """
-
-    logps_S: torch.Tensor
-    entropies_S: torch.Tensor | None
-    router: RouterOutput | None
-    places_2S: torch.Tensor
-    routing: Routing | None = None
+    logps_S: torch.Tensor  # of the completion tokens, row by row, in nats
+    entropies_S: torch.Tensor | None  # in nats, where requested
+    router: RouterOutput | None  # of a MoE model, where requested
+    places_2S: torch.Tensor  # of `TokenRows.places`, on the device
+    routing: Routing | None = None  # of the forward's tokens; None where nothing is recorded or replayed
+    # the experts recorded for each token of the rows, on the CPU; those of a prompt that ran once for several
+    # completions are in the first of these
     experts_NC: torch.Tensor | None = None
 
 
 class Targets(types.SimpleNamespace):
-    """The tokens whose log-probabilities a forward returns; no dataclass, because FSDP copies dataclass arguments.
+    """The tokens whose log-probabilities a forward returns; not a dataclass: FSDP copies dataclass arguments."""
 
-    Attributes:
-        predictor_S: positions in the flattened input whose hidden states predict the tokens.
-        tokens_S: ids of the tokens.
-        entropy, router: also return entropies, and the router logits of a MoE model.
-        masks: the tokens that each was sampled from; None: the whole vocabulary.
-        routing: records or replays the experts of the input's tokens; None: neither.
-    """
-
-    predictor_S: torch.Tensor
-    tokens_S: torch.Tensor
-    entropy: bool = True
-    router: bool = False
-    masks: SamplingMasks | None = None
-    routing: Routing | None = None
+    predictor_S: torch.Tensor  # positions in the flattened input whose hidden states predict the tokens
+    tokens_S: torch.Tensor  # their ids
+    entropy: bool = True  # also return entropies
+    router: bool = False  # also return the router logits of a MoE model
+    masks: SamplingMasks | None = None  # the tokens that each was sampled from; None: the whole vocabulary
+    routing: Routing | None = None  # records or replays the experts of the input's tokens
 
 
 def _backbone(model: Any) -> Any:

@@ -6,7 +6,6 @@ have been changed, and an adapter may start anywhere. Used once, while the train
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import trl
 from peft import PeftModel
-from torch import nn
 
 from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
 from ..errors import ConfigError, ModelError
@@ -23,7 +21,7 @@ from ..runtime.collectives import copy_from_main_process
 from .architecture import base_model_of as base_model_of
 from .lm_head import gathered, install
 from .quantised import keep_4bit_weights, outlier_thresholds
-from .snapshot import refuse_replaced_forward, sharing_copy
+from .snapshot import deep_copy, refuse_replaced_forward, sharing_copy
 
 # PEFT's kinds of adapters that change nothing before they are trained, with the initialisations below
 _NEUTRAL = {"LORA", "IA3", "OFT", "VERA", "LOHA", "LOKR"}
@@ -52,7 +50,9 @@ def reference_loader(
     # a copy of what ZeRO-3 has partitioned would be whole on every process
     name = model if isinstance(model, str) else _is_partitioned(model) and model.config._name_or_path
     if not name:
-        return functools.partial(lambda copied, policy: copied, _copied(model))
+        with gathered(*model.parameters()):
+            start = deep_copy(model).eval()
+        return lambda policy: start
     load: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if quantization_config is not None:
         load["quantization_config"] = quantization_config
@@ -66,10 +66,7 @@ def reference_loader(
 
 
 def _holds_its_start(model: Any, peft_config: Any) -> bool:
-    """Whether the start of an adapter is the model without it, or what TRL copies: one loaded LoRA named "default".
-
-    PEFT makes that copy by the adapter's settings, which must not change the base a second time.
-    """
+    """Whether the start of an adapter is the model without it, or what TRL copies: one loaded LoRA named "default"."""
     config = peft_config or model.peft_config.get("default")
     kind = str(getattr(peft_type := getattr(config, "peft_type", None), "value", peft_type))
     if kind not in _NEUTRAL or getattr(config, "bias", "none") != "none":  # biases belong to the base
@@ -78,6 +75,7 @@ def _holds_its_start(model: Any, peft_config: Any) -> bool:
     if peft_config is not None:
         return start is True or start == "gaussian"
     copied = all(".default." in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    # PEFT makes that copy by the adapter's settings, which must not change the base a second time
     plain = kind == "LORA" and start in (True, False, "gaussian") and not config.layer_replication
     return plain and copied and len(model.peft_config) == 1
 
@@ -116,18 +114,6 @@ def _loaded(name: str, load: dict[str, Any], policy: Any) -> Any:
 def _is_partitioned(model: Any) -> bool:
     """Whether ZeRO-3 has given every process a part of the weights."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """An independent copy of a model object, in evaluation mode; ties between weights are kept."""
-    try:
-        with gathered(*model.parameters()):
-            return copy.deepcopy(model).eval()
-    except (TypeError, RuntimeError) as error:
-        raise ModelError(
-            f"the reference of beta > 0 is a copy of the model, and {type(model).__name__} cannot be copied ({error}); "
-            "save it with save_pretrained and pass the folder, or set beta=0."
-        ) from None
 
 
 @torch.no_grad()

@@ -243,7 +243,7 @@ class ForwardRunner:
             return self._forward(model, rows.part(slice(piece[0], piece[-1] + 1)), **options)
 
         # where a forward is a collective, every process runs as many; a process with fewer chunks repeats its last one
-        forwards = max_over_processes(len(chunks), self.accelerator.device) if self.sharded else len(chunks)
+        forwards = max_over_processes(len(chunks)) if self.sharded else len(chunks)
         outputs: list[LogProbs] = []
         for number in range(forwards):
             chunk = chunks[min(number, len(chunks) - 1)]

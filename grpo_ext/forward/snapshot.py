@@ -29,17 +29,11 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a moment, by parameter.
+    """The weights of a moment, by parameter."""
 
-    Attributes:
-        progress: of the run, by the names of the Trainer's state.
-        policy: its trained parameters, and its buffers.
-        reference: the parameters of the reference model, where it moves (`sync_ref_model`), and its buffers.
-    """
-
-    progress: dict[str, Any]
-    policy: Tensors
-    reference: Tensors
+    progress: dict[str, Any]  # of the run, by the names of the Trainer's state
+    policy: Tensors  # its trained parameters, and its buffers
+    reference: Tensors  # its parameters where it moves (`sync_ref_model`), and its buffers
 
     @property
     def step(self) -> int:
@@ -82,6 +76,17 @@ def refuse_replaced_forward(model: nn.Module, by_user: bool = False) -> None:
             )
 
 
+def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of a model object, by `copy.deepcopy`; a ModelError where its class does not allow that."""
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied ({error}), for rollout_lag or the reference of beta > 0. Use "
+            "rollout_lag=0, and for the reference pass a folder that it was saved to with save_pretrained, or beta=0."
+        ) from None
+
+
 def sharing_copy(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
     """A copy on the device that shares the memory of all parameters but `moving`; its forward is that of its class."""
     refuse_replaced_forward(model)
@@ -93,13 +98,7 @@ def sharing_copy(model: nn.Module, moving: Set[str], device: torch.device) -> nn
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
         elif name not in moving:  # bitsandbytes' kinds of parameters are shared; another kind that moves is copied
             memo[id(parameter)] = parameter
-    try:
-        twin = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot be copied ({error}), for rollout_lag or the reference of some adapters. "
-            "Use rollout_lag=0, or beta=0."
-        ) from None
+    twin = deep_copy(model, memo)
     for module in (twin, base_model_of(twin)):
         for name in _REPLACED:
             vars(module).pop(name, None)
@@ -156,11 +155,7 @@ class Snapshot:
         return Weights(progress, *parts)
 
     def put_in_place(self, weights: Weights) -> None:
-        """Let the copies compute with these weights.
-
-        Raises:
-            ModelError: names the parameters that the copies or the weights lack.
-        """
+        """Let the copies compute with these weights; a ModelError names parameters that either of them lacks."""
         for tensors, part in zip(self._copied, (weights.policy, weights.reference)):
             if missing := tensors.keys() ^ part.keys():
                 raise ModelError(f"the weights to sample with and the model have other parameters: {sorted(missing)}")

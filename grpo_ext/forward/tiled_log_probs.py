@@ -29,19 +29,12 @@ _REMOVED = -1e30  # a logit that sampling removed, or -inf: its probability is 0
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to the output of its head: `cap * tanh(scale * x / cap) / temperature`.
-
-    Attributes:
-        scale: factor of the head's output.
-        cap: soft-capping, None without.
-        temperature: the logits are divided by it at the end.
-        vocabulary: how many of the head's rows are tokens; None for all.
-    """
+    """What a model does to the output of its head: `cap * tanh(scale * x / cap) / temperature`."""
 
     scale: float = 1.0
-    cap: float | None = None
+    cap: float | None = None  # None: no soft-capping
     temperature: float = 1.0
-    vocabulary: int | None = None
+    vocabulary: int | None = None  # how many of the head's rows are tokens; None for all
 
 
 class _Tiles:

@@ -118,7 +118,7 @@ def install_loss_scaler(accelerator: Any) -> None:
             f"fp16=True needs an accelerator: on {device.type} Accelerate computes in float32 without a word. Use "
             "bf16=True, or neither."
         )
-    accelerator.scaler = LossScaler(lambda overflow: any_process(overflow, device))
+    accelerator.scaler = LossScaler(any_process)
 
 
 def reduce_in_float32(accelerator: Any) -> None:

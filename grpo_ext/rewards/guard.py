@@ -88,33 +88,20 @@ _FINAL = (ConfigError, CallCancelled)  # no further attempt is made
 
 @dataclass(frozen=True)
 class Faults:
-    """How a reward function that hangs or raises is handled.
+    """How a reward function that hangs or raises is handled."""
 
-    Attributes:
-        timeout: seconds a call may take; None: any time.
-        retries: retries after a call that failed.
-        on_failure: after the last one: "error", or "none" for `None` as the reward of every completion of the call.
-    """
-
-    timeout: float | None = None
-    retries: int = 0
-    on_failure: str = "error"
+    timeout: float | None = None  # seconds a call may take; None: any time
+    retries: int = 0  # after a call that failed
+    on_failure: str = "error"  # after the last retry; "none": every completion of the call gets `None`
 
 
 @dataclass(frozen=True)
 class GuardedCall:
-    """A call of a reward function for one chunk of completions.
-
-    Attributes:
-        function: the reward function.
-        record: an empty record of the call. Each attempt logs into a copy, so a failed attempt logs nothing.
-        keywords: of the call, without `log_metric` and `log_extra`.
-        faults: how a call that hangs or raises is handled.
-    """
+    """A call of a reward function for one chunk of completions."""
 
     function: Callable[..., Any]
-    record: RewardCall
-    keywords: dict[str, Any]
+    record: RewardCall  # empty: each attempt logs into a copy, so a failed attempt logs nothing
+    keywords: dict[str, Any]  # without `log_metric` and `log_extra`
     faults: Faults
 
     def run_here(self) -> ChunkRewards:
@@ -171,11 +158,7 @@ class GuardedCall:
         logger.warning(f"reward function '{self.record.function}' failed ({failure}); {tries}.")
 
     def _failed(self, error: Exception) -> ChunkRewards:
-        """No rewards after the last attempt.
-
-        Raises:
-            RewardError: a failure is an error.
-        """
+        """No rewards after the last attempt; a RewardError where a failure is an error."""
         failure, name, rows = _text(error), f"reward function '{self.record.function}'", self.record.rows
         if self.faults.on_failure == "none":
             logger.warning(f"{name} failed ({failure}); its {rows} completions get None (reward_on_failure='none').")
@@ -189,17 +172,13 @@ class GuardedCall:
         raise RewardError(f"{name} raised {failure}; {getattr(error, 'remedy', remedy)}") from error
 
     def _checked(self, rewards: Any) -> list[float | None]:
-        """The rewards as floats or `None`.
-
-        Raises:
-            RewardError: not a sequence, the wrong number of values, or a value that is not a finite number.
-        """
+        """The rewards as floats or `None`; a RewardError that names what is not one."""
         returned = f"reward function '{self.record.function}' returned"
         remedy = f"return one number or None for each of the {self.record.rows} completions."
         try:
             values = list(rewards)
         except TypeError:
-            raise RewardError(f"{returned} {_short(rewards)}, which is no list; {remedy}") from None
+            raise RewardError(f"{returned} {_short(rewards)}, which is not a list; {remedy}") from None
         if len(values) != self.record.rows:
             raise RewardError(f"{returned} {len(values)} rewards; {remedy}")
         numbers = [None if value is None else _as_float(value) for value in values]

@@ -42,52 +42,31 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """The trainer's reward functions at the start of a rollout batch.
+    """The trainer's reward functions at the start of a rollout batch."""
 
-    Attributes:
-        functions: callables, and reward models (modules with one logit).
-        names: of the functions.
-        processing_classes: the tokenizers of reward models; None for callables.
-        chat_template_kwargs: arguments of the chat template that a reward model's conversations are written with.
-    """
-
-    functions: Sequence[Any]
+    functions: Sequence[Any]  # callables, and reward models (modules with one logit)
     names: Sequence[str]
-    processing_classes: Sequence[Any]
+    processing_classes: Sequence[Any]  # the tokenizers of reward models; None for callables
+    # arguments of the chat template that a reward model's conversations are written with
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RewardRows:
-    """The completions of one process.
+    """The completions of one process."""
 
-    Attributes:
-        inputs: rows of the data set; all columns but the prompt and the completion become keywords.
-        names: of columns; those of `inputs` alone would depend on the split where rows have different keys.
-        ended: done once a call failed for good, so that asynchronous ones do not go on.
-        prompts, completions: texts, or lists of messages.
-        completion_ids: token ids of each completion.
-        environments: the environment of each completion; None without environments.
-        retired: the `id` of each environment that has no reward, because a call has not come back.
-        first: place of the first of these completions in the rollout batch, over all processes.
-        chunk: completions in one call; the rows are whole chunks, so cutting them from the first cuts by global order;
-            None: all rows in one call.
-        state: of the Trainer, for the functions.
-        recorders: the user's overrides of `log_metric` and `log_extra`, by these names.
-    """
-
-    inputs: Sequence[Mapping[str, Any]]
-    prompts: list[Any]
+    inputs: Sequence[Mapping[str, Any]]  # rows of the data set
+    prompts: list[Any]  # texts, or lists of messages, as the completions
     completions: list[Any]
     completion_ids: list[Any]
-    environments: list[Any] | None = None
-    retired: Collection[int] = ()
-    first: int = 0
-    chunk: int | None = None
-    state: Any = None
-    recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
-    names: Sequence[str] = ()
-    ended: Future[None] = field(default_factory=Future)
+    environments: list[Any] | None = None  # that of each completion
+    retired: Collection[int] = ()  # the `id` of each environment without a reward: a call has not come back
+    first: int = 0  # place of the first of these completions in the rollout batch, over all processes
+    chunk: int | None = None  # completions in one call, of which the rows are a multiple; None: all in one call
+    state: Any = None  # of the Trainer, for the functions
+    recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)  # the user's `log_metric`, `log_extra`
+    names: Sequence[str] = ()  # of columns; those of `inputs` alone depend on the split where rows have different keys
+    ended: Future[None] = field(default_factory=Future)  # done once a call failed for good, which ends the others
 
     def columns(self) -> dict[str, Any]:
         """The keywords with one value for each completion."""
@@ -109,28 +88,16 @@ class RewardRows:
 
 @dataclass(frozen=True)
 class RewardRunner:
-    """Calls reward functions and reward models.
+    """Calls reward functions and reward models."""
 
-    Attributes:
-        device: where the rewards are, and the inputs of reward models.
-        faults: how a function that hangs or raises is handled.
-        workers: processes that run synchronous functions; None: they run here, in order.
-        async_loop: the running loop of asynchronous functions; None where the trainer was built without any.
-        profile: a context around a function's work, by its name.
-    """
-
-    device: torch.device
+    device: torch.device  # of the inputs of reward models
     faults: Faults = field(default_factory=Faults)
-    workers: RewardWorkers | None = None
-    async_loop: asyncio.AbstractEventLoop | None = None
-    profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    workers: RewardWorkers | None = None  # run synchronous functions; None: they run here, in order
+    async_loop: asyncio.AbstractEventLoop | None = None  # None where the trainer was built without such functions
+    profile: Callable[[str], AbstractContextManager[Any]] = nullcontext  # around a function's work, by its name
 
     def pack_functions(self, sources: RewardFunctions) -> None:
-        """Pickle the synchronous functions for `workers`.
-
-        Raises:
-            ConfigError: a function cannot be sent to another process.
-        """
+        """Pickle the synchronous functions for `workers`; a ConfigError for one that cannot be sent to them."""
         for name, function in zip(sources.names, sources.functions, strict=True):
             if self.workers is not None and not isinstance(function, nn.Module) and not is_async(function):
                 self.workers.add(function, name)
@@ -175,12 +142,7 @@ class RewardRunner:
         return rewards_BF, records
 
     def _begin(self, sources: RewardFunctions, number: int, rows: RewardRows) -> list[Callable[[], ChunkRewards]]:
-        """A function for each chunk, which returns its rewards. Asynchronous chunks and those of `workers` run by now.
-
-        Raises:
-            RewardError: there is no loop for an asynchronous function.
-            ConfigError: a function cannot be sent to the processes of `workers`.
-        """
+        """A function for each chunk that returns its rewards; asynchronous chunks and those of `workers` run by now."""
         function, name = sources.functions[number], sources.names[number]
         if isinstance(function, nn.Module):
             return [partial(self._run_model, sources, number, rows)]

@@ -140,7 +140,7 @@ class TransformersEngine:
         """
         assert config is not None
         chunks = self.settings.chunks(transcripts, num_generations)
-        calls = max_over_processes(len(chunks), self.settings.device) if self.settings.sharded else len(chunks)
+        calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
         stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
         sampled: list[Sampled] = []
         policy = self.model()

@@ -58,13 +58,13 @@ class ImageSource:
         prompts = self.prompts[training]
         return RowImages(torch.as_tensor(numbers).flatten().tolist(), lambda number: prepare(prompts[number]))
 
-    def refuse_mixed(self, rows: StepRows, device: torch.device) -> None:
+    def refuse_mixed(self, rows: StepRows) -> None:
         """Raise a DataError, on every process, for prompts with and without images in one batch; a collective."""
         if self.prepare is None:
             return
         prompts = dict(zip(rows.numbers, rows.rows)).values()
         shown = [isinstance(row["prompt"], list) and images_in(messages_of(row)) for row in prompts]
-        if any_process(any(shown), device) and any_process(not all(shown), device):
+        if any_process(any(shown)) and any_process(not all(shown)):
             raise DataError(
                 "prompts with and without images are in one rollout batch of a model whose weights the processes share "
                 "(FSDP, DeepSpeed), where every process has to run the image tower in every forward or none; give each "

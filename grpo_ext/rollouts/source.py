@@ -181,7 +181,7 @@ class Rollouts:
             self.worker.show_environments(local.transcripts)
             return self._joined(local, terms)
         if self.worker.settings.sharded:
-            self.images.refuse_mixed(rows, self.accelerator.device)
+            self.images.refuse_mixed(rows)
         return self._joined(self._sampled(rows, terms), terms)
 
     def _sampled(self, rows: StepRows, terms: Terms, repeat: int = 0) -> LocalRollout:
@@ -203,7 +203,7 @@ class Rollouts:
         some = request.empty or self.args.dynamic_sampling  # found now, not in a further round or at an epoch's end
         if isinstance(self.steps, StepDataset):
             some = some or self.steps.request(min(len(self.steps.layout), terms.state.max_steps) - 1).empty
-        refused = any_process(some, self.accelerator.device) and not self.worker.settings.sharded
+        refused = any_process(some) and not self.worker.settings.sharded
         return uneven_collectives(
             self.accelerator, lambda: request.empty, others_refused=_STAND_INS if refused else None
         )

@@ -135,7 +135,7 @@ class RolloutWorker:
                 continue_with(transcript, turn, terms.chat, terms.limits)
 
     def _any(self, active: Sequence[Transcript]) -> bool:
-        return any_process(bool(active), self.settings.device) if self.settings.sharded else bool(active)
+        return any_process(bool(active)) if self.settings.sharded else bool(active)
 
     def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """One turn of some transcripts; where a forward is a collective every process calls this for every turn."""

@@ -108,7 +108,7 @@ def why_broken(folder: str | Path) -> str | None:
     """
     root = Path(folder)
     if not root.is_dir():
-        return f"{root} {'is no folder' if root.exists() else 'does not exist'}"
+        return f"{root} {'is not a folder' if root.exists() else 'does not exist'}"
     if inside := checkpoints(root):
         return f"{root} is a run, not a checkpoint; the newest in it is {inside[-1]}"
     try:

@@ -95,12 +95,9 @@ def _plain(value: Any, without: Collection[str] = ()) -> Any:
     """A value in JSON types; a dictionary without these names, at any depth."""
     if isinstance(value, dict):  # JSON takes no tuples as keys
         return {str(name): _plain(part, without) for name, part in value.items() if name not in without}
-    return json.loads(json.dumps(value, default=_in_json))
-
-
-def _in_json(value: Any) -> Any:
     # the modules of an adapter are a set, whose order is another in every process
-    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
+    text = json.dumps(value, default=lambda v: sorted(v, key=str) if isinstance(v, set | frozenset) else str(v))
+    return json.loads(text)
 
 
 def settings_of(args: Any, geometry: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class InterruptWatch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Stop all processes if one of them was asked to stop."""
-        if not any_process(self.requested, self.accelerator.device):
+        if not any_process(self.requested):
             return
         self.stopping, self.ends_anyway = True, control.should_training_stop
         self._ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()

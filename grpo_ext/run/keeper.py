@@ -68,16 +68,10 @@ logger = get_logger(__name__)
 
 
 class RunKeeper(TrainerCallback):
-    """Begins, logs and ends runs, and writes their checkpoints.
+    """Begins, logs and ends the runs of a trainer, and writes their checkpoints.
 
     Args:
-        trainer: owns this object.
         user_args: the user's configuration; its `output_dir` follows that of the loop's.
-
-    Attributes:
-        checkpoint: the one that the run resumes from; None for a new run.
-        output_dir: the folder that transformers' saving writes to; None: the run's.
-        resumed: the loop's state in the checkpoint that the run resumes from.
     """
 
     def __init__(self, trainer: Any, user_args: trl.GRPOConfig | None) -> None:
@@ -86,9 +80,9 @@ class RunKeeper(TrainerCallback):
         self.args: GRPOConfig = trainer.args
         self.watch = InterruptWatch(self.accelerator)
         self.say = self.watch.say
-        self.checkpoint: str | None = None
-        self.output_dir: str | None = None
-        self.resumed = TrainerState()
+        self.checkpoint: str | None = None  # that the run resumes from; None for a new run
+        self.output_dir: str | None = None  # that transformers' saving writes to; None: the run's
+        self.resumed = TrainerState()  # the loop's state in the checkpoint
         self._stopped_early = False  # the run that is resumed
         self._geometry: BatchGeometry = trainer.geometry  # as it was configured
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
@@ -217,12 +211,13 @@ class RunKeeper(TrainerCallback):
         """Why nothing is left to train, as sentences; None where something is."""
         if self.trainer.state.global_step >= self.trainer.state.max_steps:
             return "The run is finished: nothing is left to train, and the weights stay as they are."
-        early = (
+        if not self._stopped_early:
+            return None
+        return (
             f"The run was stopped early, after step {self.resumed.global_step} of {self.resumed.max_steps}. "
             "To train on, set allow_changed_on_resume=['stopped_early'] (as an option: --allow_changed_on_resume "
             "stopped_early), and leave out or change the callback that stopped it."
         )
-        return early if self._stopped_early else None
 
     def _resize_chunks(self, saved: Mapping[str, Any]) -> None:
         """Take the chunk size of a checkpoint's settings (none for a new run) where the configuration sets none."""
@@ -266,7 +261,15 @@ class RunKeeper(TrainerCallback):
         first = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
         with self.watch.listening(), assigned(self.args, eval_on_start=first):
             if self.args.should_save:
-                self._log_start(checkpoint, plan)
+                config = getattr(self.accelerator.unwrap_model(self.trainer.model), "config", None)
+                about = {
+                    "model_name": base_name(getattr(config, "_name_or_path", None)),
+                    "environment": environment(),
+                    "geometry": dataclasses.asdict(self.trainer.geometry),
+                    "plan": plan,
+                    **self.fingerprint,
+                }
+                self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)
             try:
                 yield
                 end["ended"] = "interrupted" if self.watch.stopping else "finished"
@@ -277,17 +280,6 @@ class RunKeeper(TrainerCallback):
                     end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
             finally:
                 self._log.end(self.trainer.state.global_step, end)
-
-    def _log_start(self, checkpoint: str | None, plan: str) -> None:
-        config = getattr(self.accelerator.unwrap_model(self.trainer.model), "config", None)
-        about = {
-            "model_name": base_name(getattr(config, "_name_or_path", None)),
-            "environment": environment(),
-            "geometry": dataclasses.asdict(self.trainer.geometry),
-            "plan": plan,
-            **self.fingerprint,
-        }
-        self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)
 
     def interrupted(self, path: Path, step: int) -> TrainingInterrupted:
         """The exception that ends the program after an interrupt; `path`: where the last checkpoint would be."""
@@ -341,7 +333,7 @@ class RunKeeper(TrainerCallback):
             state.best_model_checkpoint = str(best)
         with failing_together(explain):
             complete = functools.partial(self._complete, written, state, run_state)
-            without_long_waits(complete if saves else lambda: None, self.accelerator.device)
+            without_long_waits(complete if saves else lambda: None)
             # on a local disk a node has a part of the checkpoint too; on a shared one the main process has all of it
             publishes = saves or (
                 self.accelerator.is_local_main_process

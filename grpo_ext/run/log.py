@@ -50,12 +50,6 @@ class RunLog:
 
         Appends, after it has removed a last line that a kill left unfinished. A start at step 0 supersedes all lines
         before it. A run that resumes from a checkpoint of another folder first appends the log of that folder.
-
-        Args:
-            folder: of the run; it exists.
-            checkpoint: the checkpoint that the run resumes from, or None.
-            step: optimizer steps done before.
-            about: model, settings and data.
         """
         self.path, self._start = Path(folder) / LOG, time.perf_counter()
         before = b""
@@ -69,14 +63,7 @@ class RunLog:
         self._append(step, before, start=start)
 
     def write(self, step: int, epoch: float | None, values: Mapping[str, Any], device: torch.device) -> None:
-        """Append one line.
-
-        Args:
-            step: optimizer steps done.
-            epoch: passes over the training set done.
-            values: what was logged, by name; a number that is not finite is written as null.
-            device: of the model; memory is that of the accelerator, or of the process on a CPU.
-        """
+        """Append what was logged after so many optimizer steps and epochs, and the peak memory of a device."""
         self._append(
             step,
             epoch=epoch,
@@ -104,19 +91,13 @@ class RunLog:
 
 @dataclass
 class LoggedRun:
-    """A log without the lines that a later start supersedes.
+    """A log without the lines that a later start supersedes, oldest first."""
 
-    Attributes:
-        starts: one for each training call, oldest first; with "ended" and the last "step" where the call has ended.
-        entries: log lines, oldest first; each has step, epoch, time and values.
-        resumed_from: the steps that were resumed from.
-        seconds: spent in training calls, superseded steps included.
-    """
-
+    # one for each training call, with "ended" and the last "step" where the call has ended
     starts: list[dict[str, Any]] = field(default_factory=list)
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    resumed_from: list[int] = field(default_factory=list)
-    seconds: float = 0.0
+    entries: list[dict[str, Any]] = field(default_factory=list)  # each has step, epoch, time and values
+    resumed_from: list[int] = field(default_factory=list)  # steps
+    seconds: float = 0.0  # spent in training calls, superseded steps included
 
 
 def read_log(path: str | Path) -> LoggedRun:

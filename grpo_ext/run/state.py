@@ -34,36 +34,23 @@ WEIGHTS = "grpo_ext_rollout_weights.safetensors"
 
 @dataclass
 class RunState:
-    """What a checkpoint holds beside model, optimizer and scheduler.
+    """What a checkpoint holds beside model, optimizer and scheduler."""
 
-    Attributes:
-        rollout: the scored rollout batch that is being trained on.
-        rollout_name: its epoch and its index in the epoch.
-        metrics: values of the steps since the last log line, by name.
-        loss: sums of the Trainer since the last log line and since the start, and the step of the last log line.
-        losses: of every step so far.
-        limits: sizes that fit into the memory of a kind of device, where they are smaller than those configured.
-        waiting: rollout batches that are being sampled (`rollout_lag`): for each the first optimizer step, from 0, that
-            trains on it, and the weights that sample it. Those with the same weights share one object.
-        sampled_at: optimizer steps made before the weights that sampled `rollout`.
-        reference: the weights of a reference model that moves during the run (`sync_ref_model`).
-        evaluation_due: an interrupt left the evaluation of the last step to the run that resumes.
-        pass_or_fail: every reward so far was 0 or 1.
-        stopped_early: a callback ended the run before its last step.
-    """
-
-    rollout: RolloutBatch | None = None
-    rollout_name: tuple[int, int] | None = None
-    metrics: dict[str, list[float]] = field(default_factory=dict)
+    rollout: RolloutBatch | None = None  # scored, and being trained on
+    rollout_name: tuple[int, int] | None = None  # its epoch and its index in the epoch
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # of the steps since the last log line, by name
+    # sums of the Trainer since the last log line and since the start, and the step of the last log line
     loss: dict[str, float] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    limits: dict[str, Any] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # of every step so far
+    limits: dict[str, Any] = field(default_factory=dict)  # sizes that fit into the memory of a kind of device
+    # rollout batches that are being sampled (`rollout_lag`): for each the first optimizer step, from 0, that trains on
+    # it, and the weights that sample it. Those with the same weights share one object
     waiting: list[tuple[int, Weights]] = field(default_factory=list)
-    sampled_at: int = 0
-    reference: dict[str, torch.Tensor] = field(default_factory=dict)
-    evaluation_due: bool = False
-    pass_or_fail: bool = True
-    stopped_early: bool = False
+    sampled_at: int = 0  # optimizer steps made before the weights that sampled `rollout`
+    reference: dict[str, torch.Tensor] = field(default_factory=dict)  # the weights of one that moves (`sync_ref_model`)
+    evaluation_due: bool = False  # an interrupt left the evaluation of the last step to the run that resumes
+    pass_or_fail: bool = True  # every reward so far was 0 or 1
+    stopped_early: bool = False  # a callback ended the run before its last step
 
     @classmethod
     def of(cls, trainer: Any) -> RunState:
@@ -194,10 +181,7 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
 
 
 def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """The tensors of a rollout batch, and its Python objects.
-
-    A column is "<name>/values", with "<name>/lengths" where the number of values differs between rows.
-    """
+    """The tensors of a rollout batch ("<name>/values", "<name>/lengths" where rows differ), and its Python objects."""
     tensors: dict[str, torch.Tensor] = {}
     layout = {"widths": rollout.widths, "items_per_token": rollout.items_per_token}
     objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": layout}

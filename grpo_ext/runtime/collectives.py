@@ -161,9 +161,9 @@ def together(place: str, sharded: bool = False, again: bool = False) -> Iterator
 
 
 @of_ours()
-def equal_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Concatenate tensors of one shape along the first dimension, in process order, on every process."""
-    return tensor if _alone.get() else gather(tensor)
+def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
+    """Stack tensors of one shape over all processes: (processes, ...)."""
+    return values[None] if _alone.get() else gather(values[None])
 
 
 @of_ours()
@@ -190,8 +190,7 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
         return flat
     padded = flat.new_zeros((longest, *flat.shape[1:]))
     padded[: flat.size(0)] = flat
-    gathered = equal_gather(padded).view(len(lengths), longest, *flat.shape[1:])
-    return torch.cat([part[:n] for part, n in zip(gathered, lengths, strict=True)])
+    return torch.cat([part[:n] for part, n in zip(stack_over_processes(padded), lengths, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -272,11 +271,6 @@ def uneven_collectives(
         )
 
 
-def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
-    """Stack tensors of one shape over all processes: (processes, ...)."""
-    return equal_gather(values[None])
-
-
 def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Give the parameters and buffers of a model their values on the main process; returns the model."""
     _refuse_alone()
@@ -310,14 +304,14 @@ def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
     return stack_over_processes(values).sum(0)
 
 
-def max_over_processes(value: int, device: torch.device) -> int:
+def max_over_processes(value: int) -> int:
     """Largest of one integer per process."""
     return max(_meet("an exchange of numbers", value))
 
 
-def any_process(value: bool, device: torch.device) -> bool:
+def any_process(value: bool) -> bool:
     """Whether a value is true on any process."""
-    return bool(max_over_processes(int(value), device))
+    return bool(max_over_processes(int(value)))
 
 
 def first_of_all_processes(value: Any) -> Any:
@@ -345,7 +339,7 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
         raise CheckpointError(explain(cause)) from error
 
 
-def without_long_waits(work: Callable[[], Any], device: torch.device) -> Any:
+def without_long_waits(work: Callable[[], Any]) -> Any:
     """The result of `work`, which holds no collectives, once all processes are done with theirs.
 
     A process that is done asks the others again and again: a single collective would end the run after its timeout.
@@ -356,7 +350,7 @@ def without_long_waits(work: Callable[[], Any], device: torch.device) -> Any:
     result = ThreadPoolExecutor(1).submit(work)
     while True:
         wait([result], _PULSE)
-        if not any_process(not result.done(), device):
+        if not any_process(not result.done()):
             return result.result()
 
 
@@ -364,7 +358,7 @@ def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[]
     """The result of `make` on the main process, on every process; all raise its error, and the main one prints it."""
     value, failure = None, None
     try:
-        value = without_long_waits(make if accelerator.is_main_process else lambda: None, accelerator.device)
+        value = without_long_waits(make if accelerator.is_main_process else lambda: None)
     except GrpoExtError as error:
         failure = error
     except Exception as error:  # its class may not be picklable
@@ -383,9 +377,8 @@ def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[]
 def leave_in_order(seconds: float = 0.2) -> None:
     """Let gloo's threads finish with the last collective before the interpreter is torn down.
 
-    The threads release tensors after the collective has returned, which takes the GIL. CPython ends a thread that asks
-    for the GIL during shutdown, here inside a destructor, and the process aborts ("terminate called without an active
-    exception"; torch 2.13, CPython 3.11). `destroy_process_group` waits for nothing while DDP holds the group.
+    They release tensors after it has returned, which takes the GIL; CPython ends a thread that asks for the GIL during
+    shutdown, and the process aborts (torch 2.13, CPython 3.11). `destroy_process_group` does not wait for them.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
         atexit.register(time.sleep, seconds)

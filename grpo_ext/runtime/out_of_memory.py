@@ -113,11 +113,8 @@ class MicroBatchLimits:
     tokens: int | None = None
     failures: int = 0  # how often memory ran out
 
-    def shrink(self, largest_rows: int, largest_tokens: int) -> str:
-        """Halve after a step that failed; returns the new limit as text.
-
-        Args:
-            largest_rows, largest_tokens: of the micro-batches of that step, over all processes.
+    def shrink(self, largest_rows: int, largest_tokens: int, what: str = "a step") -> str:
+        """Halve after `what` failed with micro-batches up to these sizes on any process; returns the new limit as text.
 
         Raises:
             MemoryShortageError: a single completion does not fit.
@@ -125,7 +122,7 @@ class MicroBatchLimits:
         self.failures += 1
         if largest_rows <= 1:
             raise MemoryShortageError(
-                f"a step ran out of memory with one completion of {largest_tokens} tokens (prompt included), the "
+                f"{what} ran out of memory with one completion of {largest_tokens} tokens (prompt included), the "
                 "smallest micro-batch there is. What helps: gradient_checkpointing=True, a smaller "
                 "max_completion_length, bf16=True, LoRA, or sharding (FSDP, ZeRO-3)."
             )

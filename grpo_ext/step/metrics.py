@@ -82,10 +82,9 @@ class StepMetrics:
 def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:
     """The step-wide value of a metric, from pairs of a value and a count."""
     values, counts = [value for value, _ in pairs], [count for _, count in pairs]
-    if kind in ("highest", "lowest"):
-        nothing = -math.inf if kind == "highest" else math.inf
-        extreme = max(values, default=nothing) if kind == "highest" else min(values, default=nothing)
-        return math.nan if extreme == nothing else extreme
+    if kind in ("highest", "lowest"):  # infinite where nothing was counted
+        extreme = max(values, default=math.inf) if kind == "highest" else min(values, default=math.inf)
+        return extreme if math.isfinite(extreme) else math.nan
     total, count = exact_sum(values), exact_sum(counts)
     return total if kind == "total" else total / count if count else math.nan
 

@@ -56,30 +56,20 @@ Inputs = dict[str, Any]  # a micro-batch as TRL's loss takes it
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One run through the micro-batches of this process.
-
-    Attributes:
-        model: as the loop calls it.
-        rollout: the completions of the step, those of all processes.
-        sizes, form: the tokens of the completions, and how a forward holds them.
-        rows: the completions that are run, on all processes; the others add nothing to the step.
-        gradients: how gradients are added up; None where an engine (FSDP, DeepSpeed) does it.
-        context: the step-wide counts and statistics; set by `measure`.
-        shortage: why memory ran out, on this process or another; None where it did not.
-    """
+    """One run through the micro-batches of this process."""
 
     planner: StepPlanner
-    model: Any
-    rollout: RolloutBatch
+    model: Any  # as the loop calls it
+    rollout: RolloutBatch  # the completions of the step, those of all processes
     settings: StepSettings
     sizes: StepSizes
     form: Form
-    rows: Sequence[int]
+    rows: Sequence[int]  # the completions that are run, on all processes; the others add nothing to the step
     plan: list[MicroBatch]
-    gradients: NativeGradients | None = None
-    context: StepContext = field(init=False)
+    gradients: NativeGradients | None = None  # None where an engine (FSDP, DeepSpeed) adds them up
+    context: StepContext = field(init=False)  # set by `measure`
     _current: MicroBatch = field(default=MicroBatch(()), init=False)
-    shortage: str | None = None
+    shortage: str | None = None  # why memory ran out, on this process or another
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -155,21 +145,15 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class StepPlanner:
-    """Plans optimizer steps and evaluations.
-
-    Attributes:
-        clock: takes the seconds of the phase "train".
-        images: from the columns of completions to their images.
-        cost: of a token, by which groups are assigned to processes.
-    """
+    """Plans optimizer steps and evaluations."""
 
     accelerator: Accelerator
     args: GRPOConfig
     forwards: ForwardRunner
     clock: PhaseClock
-    images: ImageSource
+    images: ImageSource  # from the columns of completions
     pad_token_id: int
-    cost: TokenCost
+    cost: TokenCost  # by which groups are assigned to processes
     limits: MicroBatchLimits = field(init=False)
     eval_limits: MicroBatchLimits = field(init=False)
 
@@ -259,11 +243,7 @@ class StepPlanner:
         return rows
 
     def as_step(self, model: Any, inputs: Inputs, num_generations: int, settings: StepSettings) -> Inputs:
-        """Treat a user's batch as a whole step: count it, and add its `MicroBatchContext`.
-
-        Args:
-            inputs: TRL's dictionary, with advantages; it begins with a whole group.
-        """
+        """Count a user's batch, which begins with a whole group, as a step of its own; add its `MicroBatchContext`."""
         rows, mask, top_k = self.tokens_of(inputs, settings.training), loss_mask(inputs), settings.experts_per_token
         whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), num_generations)
         step = StepContext(step_counts(mask.sum(1).tolist(), groups), StepMetrics(self.accelerator.device), top_k=top_k)
@@ -278,22 +258,22 @@ class StepPlanner:
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` did not fit; a MemoryShortageError where nothing smaller is left."""
-        unit_rows, device, reason = self.args.unit_rows, self.accelerator.device, attempt.shortage
-        limits, what = (self.limits, "step") if attempt.settings.training else (self.eval_limits, "evaluation")
-        if unit_rows is not None and number:
-            raise MemoryShortageError(
-                f"the {what} ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), "
-                "which bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what "
-                "the run means), gradient_checkpointing=True, a smaller max_completion_length."
-            )
+        unit_rows, reason = self.args.unit_rows, attempt.shortage
+        limits, what = (self.limits, "a step") if attempt.settings.training else (self.eval_limits, "an evaluation")
         if unit_rows is not None:
+            if number:
+                raise MemoryShortageError(
+                    f"{what} ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), "
+                    "which bitwise_invariant=True does not cut. What helps: a smaller canonical_unit_size (it belongs "
+                    "to what the run means), gradient_checkpointing=True, a smaller max_completion_length."
+                )
             limits.failures += 1
-            logger.warning(f"Out of memory in the {what} ({reason}); its units run again after freeing memory.")
+            logger.warning(f"Out of memory in {what} ({reason}); its units run again after freeing memory.")
             return
-        rows = max_over_processes(max(len(part.rows) for part in attempt.plan), device)
+        rows = max_over_processes(max(len(part.rows) for part in attempt.plan))
         tokens = max(attempt.sizes.tokens(part.rows, attempt.form) for part in attempt.plan)
-        allowed = limits.shrink(rows, max_over_processes(tokens, device))
+        allowed = limits.shrink(rows, max_over_processes(tokens), what)
         logger.warning(
-            f"Out of memory in the {what} ({reason}); it runs again with {allowed}, and so do all that follow. What it "
+            f"Out of memory in {what} ({reason}); it runs again with {allowed}, and so do all that follow. What it "
             "computes is the same."
         )

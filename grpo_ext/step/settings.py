@@ -24,25 +24,15 @@ _IN_ARGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """The settings of a step, read when it begins.
+    """The settings of a step, read when it begins."""
 
-    Attributes:
-        skip_zeros: a completion with advantage 0 adds nothing to loss or gradient, and is not run.
-        top_entropy_quantile: share of the tokens with the highest entropy that carry loss; 1: all.
-        router: a MoE model's load-balancing loss is added.
-        experts_per_token: of a MoE model.
-        custom_loss: the user overrides the loss, so a micro-batch holds its images too.
-        equal_counts: code of the user runs in every micro-batch, and may hold collectives.
-        training: the step trains; False in an evaluation.
-    """
-
-    skip_zeros: bool
-    top_entropy_quantile: float
-    router: bool
-    experts_per_token: int
-    custom_loss: bool
-    equal_counts: bool
-    training: bool
+    skip_zeros: bool  # a completion with advantage 0 adds nothing to loss or gradient, and is not run
+    top_entropy_quantile: float  # share of the tokens with the highest entropy that carry loss; 1: all
+    router: bool  # a MoE model's load-balancing loss is added
+    experts_per_token: int  # of a MoE model
+    custom_loss: bool  # the user overrides the loss, so a micro-batch holds its images too
+    equal_counts: bool  # code of the user runs in every micro-batch, and may hold collectives
+    training: bool  # False in an evaluation
 
 
 def step_settings_of(trainer: Any) -> StepSettings:

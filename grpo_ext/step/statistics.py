@@ -1,6 +1,6 @@
 """Step-wide statistics: the counts every loss is divided by, the entropy threshold and the experts' shares.
 
-The entropy quantile and the MoE load-balancing loss are no sums over tokens; with their step-wide threshold and expert
+The entropy quantile and the MoE load-balancing loss are not sums over tokens; with their step-wide threshold and expert
 shares measured first (one pass without gradients), they are. Both are measured once per attempt.
 """
 
@@ -24,21 +24,14 @@ from .metrics import StepMetrics
 
 @dataclass
 class StepContext:
-    """Counts and statistics of a step, which its micro-batches share.
-
-    Attributes:
-        entropy_threshold: entropy of the tokens at the step's quantile, in nats; None without one.
-        expert_share: how often each expert is chosen per row (a token in a layer), (E,); None without a router.
-        router_rows: rows of the step: tokens times layers, over all processes.
-        top_k: experts per token.
-    """
+    """Counts and statistics of a step, which its micro-batches share."""
 
     counts: StepCounts
     metrics: StepMetrics
-    entropy_threshold: float | None = None
-    expert_share: torch.Tensor | None = None
-    router_rows: float = 0
-    top_k: int = 1
+    entropy_threshold: float | None = None  # of the tokens at the step's quantile, in nats
+    expert_share: torch.Tensor | None = None  # how often each expert is chosen per row (a token in a layer), (E,)
+    router_rows: float = 0  # of the step: tokens times layers, over all processes
+    top_k: int = 1  # experts per token
 
 
 CONTEXT_KEY = "grpo_ext_step"  # of TRL's dictionary, for the `MicroBatchContext`
@@ -55,23 +48,15 @@ class MicroBatchContext:
 
     The dictionary that TRL's `compute_loss` and `_compute_loss` take holds it under `CONTEXT_KEY`, so it passes through
     a user's overrides of them, and into copies of the dictionary.
-
-    Attributes:
-        part: the completions, by their rows of the step.
-        groups: the group of each completion.
-        rows: the tokens, without padding.
-        padded: `token_tensors` of the dictionary, to notice when an override changes these.
-        completion_ids: of the dictionary.
-        sampler_logps_BT: what the sampler itself took the log-probabilities to be; None where another one has sampled.
     """
 
     step: StepContext
-    part: MicroBatch
-    groups: Sequence[int]
-    rows: TokenRows
-    padded: Unchanged
-    completion_ids: torch.Tensor
-    sampler_logps_BT: torch.Tensor | None = None
+    part: MicroBatch  # the completions, by their rows of the step
+    groups: Sequence[int]  # of each completion
+    rows: TokenRows  # the tokens, without padding
+    padded: Unchanged  # `token_tensors` of the dictionary, to notice when an override changes these
+    completion_ids: torch.Tensor  # of the dictionary
+    sampler_logps_BT: torch.Tensor | None = None  # by the sampler itself; None where another one has sampled
 
     @property
     def weight(self) -> float:
@@ -113,8 +98,8 @@ def _kind_in_loss(kind: type) -> type:
         steps, rows = view.micro_batch.accumulation_steps, view.per_device_train_batch_size
         if view.training and steps % 1:
             raise ConfigError(
-                f"args.gradient_accumulation_steps is {steps:g} for this micro-batch of {rows} completions, no whole "
-                "number; divide by self.current_gradient_accumulation_steps, or let micro-batches divide the step."
+                f"args.gradient_accumulation_steps is {steps:g} for this micro-batch of {rows} completions; use "
+                "self.current_gradient_accumulation_steps, which may be a fraction, or sizes that divide the step."
             )
         return steps
 

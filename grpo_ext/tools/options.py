@@ -17,7 +17,7 @@ import yaml
 from transformers import HfArgumentParser
 from trl import ModelConfig
 
-from ..config import REMOVED_SETTINGS, GRPOConfig, setting
+from ..config import GRPOConfig, setting
 from ..demo.task import EMBEDDED, Demo, demo_named
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
@@ -87,8 +87,6 @@ def read_settings(
         name = next((word for word in unknown if word.startswith("--")), unknown[0]).split("=")[0]
         known = [*more_options, *(f"--{setting}" for setting in names)]
         hint = did_you_mean(name, known, "`--help` lists the options.", show=str)
-        if (removed := REMOVED_SETTINGS.get(name[2:].replace("-", "_"))) is not None:
-            hint = f"{removed}."
         raise ConfigError(f"{name} is no option{' (in the file of --config)' if name[2:] in file else ''}; {hint}")
     return {name: value for name, value in vars(namespace).items() if name in names and value is not unset}
 

@@ -178,7 +178,6 @@ def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_nam
         (["--dataset_name", "x.jsonl"], r"Only --dataset_name is set; set both"),
         (["--config", "none.yaml"], r"--config: .*No such file or directory: 'none.yaml'"),
         (["--global_batch_size", "12"], r"global_batch_size=12"),
-        (["--fp16_hysteresis", "1"], r"--fp16_hysteresis is no option; leave it out: the loss scale has"),
         (["--max_steps", "abc"], r"--max_steps/--max-steps: invalid int value: 'abc'; `--help` lists the options"),
         (["--resume_from_checkpoint", "gone"], r"--resume_from_checkpoint gone does not exist"),
         (["--demo", "sum"], r"--demo sum is no demo; use letters, or path/to/file.py:name of a Demo"),

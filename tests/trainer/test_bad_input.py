@@ -45,7 +45,6 @@ SETTINGS = [
     ({"temperature": 0.0}, ["temperature=0.0", "above 0"]),
     ({"top_entropy_quantile": 2.0}, ["top_entropy_quantile=2.0", "from 0 to 1"]),
     ({"tool_timeout": float("inf")}, ["tool_timeout=inf", "None for no limit"]),  # a thread cannot wait for so long
-    ({"balance_by_cost": True}, ["no longer has the field 'balance_by_cost'", "leave it out"]),
     ({"routing_replay": "no"}, ["routing_replay='no': use"]),
     ({"top_p": 90}, ["top_p=90: use"]),
     ({"top_k": -1}, ["top_k=-1: use a whole number, 0 or more"]),  # vLLM takes it

@@ -164,7 +164,7 @@ SHORT, SOME = ([4], [[1, 1, 1]]), ([4], [[3, 2, 5]])
 def checking(monkeypatch: Any, others: list[Trial], elsewhere: bool = False) -> tuple[ForwardChoice, list[Any]]:
     """`ForwardChoice` beside another process that found `others`; the lengths of the completions compared here."""
     compared: list[Any] = []
-    monkeypatch.setattr(module, "any_process", lambda value, device: value or elsewhere)
+    monkeypatch.setattr(module, "any_process", lambda value: value or elsewhere)
     monkeypatch.setattr(module, "gather_lists", lambda trials: [*trials, *others])
 
     def watched(form: Any, model: Any, rows: TokenRows, device: Any, checkpointing: Any) -> Trial:

@@ -36,7 +36,12 @@ def returning(rewards: Any) -> list[float | None]:
 
 @pytest.mark.parametrize(
     ("rewards", "what"),
-    [([1.0] * 2, "2 rewards"), ([1.0] * 4, "4 rewards"), (None, "None, which is no list"), (1.0, "1.0, which is no")],
+    [
+        ([1.0] * 2, "2 rewards"),
+        ([1.0] * 4, "4 rewards"),
+        (None, "None, which is not a list"),
+        (1.0, "1.0, which is not"),
+    ],
 )
 def test_what_is_no_list_of_one_reward_for_each_completion_is_refused(rewards, what):
     with pytest.raises(RewardError, match=f"'function_0' returned {what}.*; return .* each of the 3 completions"):

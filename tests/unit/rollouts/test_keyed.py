@@ -328,7 +328,7 @@ def test_forwards_that_only_join_those_of_other_processes_change_no_tokens(model
         return [Sampled([10 * len(asked) + i]) for i in range(len(prompts))]
 
     monkeypatch.setattr(engine_module, "sample_chunk", made_up)
-    monkeypatch.setattr(engine_module, "max_over_processes", lambda own, device: max(own, 5))
+    monkeypatch.setattr(engine_module, "max_over_processes", lambda own: max(own, 5))
     found = engine_of(model, sharded=True).generate(transcripts(range(12)), sampling(), 4)
     assert found == [Sampled([10 + i if i < 8 else 20 + i - 8]) for i in range(12)]
     assert engine_of(model, sharded=True).generate([], sampling(), 4) == []  # a process without prompts

@@ -13,8 +13,6 @@ from grpo_ext.runtime import collectives as module
 from grpo_ext.runtime.collectives import max_over_processes, on_all_processes, together
 from grpo_ext.runtime.out_of_memory import StepOutOfMemory, is_out_of_memory
 
-CPU = torch.device("cpu")
-
 
 def beside(monkeypatch: Any, place: str, failure: Exception | None = None, magic: int = module._MAGIC) -> None:
     """This process is the first of two; the second is at a place, with the value 7, or has failed."""
@@ -28,7 +26,7 @@ def beside(monkeypatch: Any, place: str, failure: Exception | None = None, magic
 
 def test_processes_at_one_place_exchange_their_values(monkeypatch):
     beside(monkeypatch, "an exchange of numbers")
-    assert max_over_processes(3, CPU) == 7
+    assert max_over_processes(3) == 7
     with together("an exchange of numbers"):
         pass
 
@@ -46,7 +44,7 @@ def test_processes_at_one_place_exchange_their_values(monkeypatch):
 def test_a_failure_of_another_process_is_an_error_here(monkeypatch, failure, kind, says):
     beside(monkeypatch, "elsewhere", failure)
     with pytest.raises(kind, match=says) as caught, together("outside"):  # which lets it pass
-        max_over_processes(3, CPU)
+        max_over_processes(3)
     assert on_all_processes(caught.value)
 
 
@@ -73,10 +71,10 @@ def test_memory_that_ran_out_here_is_no_step_to_run_again_where_another_process_
 def test_processes_at_different_places_are_named(monkeypatch):
     beside(monkeypatch, "the end of the micro-batches")
     with pytest.raises(ProcessError, match=r"process 0 is at an exchange of numbers; process 1 is at the end of the"):
-        max_over_processes(3, CPU)
+        max_over_processes(3)
     beside(monkeypatch, "anywhere", magic=0)
     with pytest.raises(ProcessError, match=r"a collective of torch.distributed or accelerate.utils met"):
-        max_over_processes(3, CPU)
+        max_over_processes(3)
 
 
 def test_where_a_forward_is_a_collective_an_error_is_raised_at_once():
