@@ -111,6 +111,12 @@ def _loaded(name: str, load: dict[str, Any], policy: Any) -> Any:
     return model
 
 
+def weight_sums(model: Any) -> list[float]:
+    """The sum of each parameter of a model, by which a change of its weights shows; empty without a model."""
+    sums = [parameter.detach().sum(dtype=torch.float64) for parameter in ([] if model is None else model.parameters())]
+    return torch.stack(sums).tolist() if sums else []
+
+
 def _is_partitioned(model: Any) -> bool:
     """Whether ZeRO-3 has given every process a part of the weights."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())

@@ -23,6 +23,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ..errors import ConfigError, RewardError, shortened
+from ..runtime.collectives import on_all_processes
 from .worker import Attempt, RemoteError, RewardCall, call_function
 
 logger = get_logger(__name__)
@@ -83,7 +84,9 @@ class CallCancelled(CancelledError):
     """A call that was ended with all others."""
 
 
-_FINAL = (ConfigError, CallCancelled)  # no further attempt is made
+def _is_final(error: BaseException) -> bool:
+    """Whether no further attempt is made: other processes end with the same error, or the call cannot succeed."""
+    return isinstance(error, (ConfigError, CallCancelled)) or on_all_processes(error)
 
 
 @dataclass(frozen=True)
@@ -140,15 +143,15 @@ class GuardedCall:
             sleep=sleep,
             stop=tenacity.stop_after_attempt(self.faults.retries + 1),
             wait=tenacity.wait_exponential(multiplier=0.5, max=30),
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, Exception) and not isinstance(e, _FINAL)),
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, Exception) and not _is_final(e)),
             before_sleep=self._warn,
             reraise=True,
         )
         try:
             rewards, record = retrying(attempt)
-        except _FINAL:
-            raise
         except Exception as error:
+            if _is_final(error):
+                raise
             return self._failed(error)
         return self._checked(rewards), record
 

@@ -29,6 +29,7 @@ from ..batching.plan_text import describe_plan
 from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
 from ..errors import CheckpointError, MemoryShortageError
+from ..forward.reference import weight_sums
 from ..rollouts.build import truncating_filters
 from ..rollouts.build_ahead import described
 from ..rollouts.keyed import most_kept
@@ -83,6 +84,8 @@ class RunKeeper(TrainerCallback):
         self.checkpoint: str | None = None  # that the run resumes from; None for a new run
         self.output_dir: str | None = None  # that transformers' saving writes to; None: the run's
         self.resumed = TrainerState()  # the loop's state in the checkpoint
+        # the weights of the reference, before callbacks move them; None where an engine shards them
+        self.reference_start = None if shards_parameters(self.accelerator) else weight_sums(trainer.ref_model)
         self._stopped_early = False  # the run that is resumed
         self._geometry: BatchGeometry = trainer.geometry  # as it was configured
         self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun

@@ -19,10 +19,10 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
 from ..errors import CheckpointError
+from ..forward.reference import weight_sums
 from ..forward.snapshot import Weights
 from ..rollouts.batch import Column, RolloutBatch
 from ..rollouts.ragged import Ragged
-from ..runtime.collectives import shards_parameters
 from ..runtime.out_of_memory import device_kind
 
 logger = get_logger(__name__)
@@ -47,7 +47,7 @@ class RunState:
     # it, and the weights that sample it. Those with the same weights share one object
     waiting: list[tuple[int, Weights]] = field(default_factory=list)
     sampled_at: int = 0  # optimizer steps made before the weights that sampled `rollout`
-    reference: dict[str, torch.Tensor] = field(default_factory=dict)  # the weights of one that moves (`sync_ref_model`)
+    reference: dict[str, torch.Tensor] = field(default_factory=dict)  # the weights of one that has moved
     evaluation_due: bool = False  # an interrupt left the evaluation of the last step to the run that resumes
     pass_or_fail: bool = True  # every reward so far was 0 or 1
     stopped_early: bool = False  # a callback ended the run before its last step
@@ -58,7 +58,7 @@ class RunState:
         rollouts, reference, loop, watch = trainer._rollouts, {}, trainer.state, trainer._keeper.watch
         ends = watch.ends_anyway if watch.stopping else trainer.control.should_training_stop
         ahead = None if rollouts.ahead is None else [(job.step, job.weights) for job in rollouts.ahead.jobs]
-        if trainer.ref_model is not None and trainer.args.sync_ref_model and not shards_parameters(trainer.accelerator):
+        if trainer._keeper.reference_start not in (None, weight_sums(trainer.ref_model)):
             reference = trainer.accelerator.unwrap_model(trainer.ref_model).state_dict()
         return cls(
             rollout=rollouts.batch,
@@ -74,7 +74,7 @@ class RunState:
                 "window": asdict(trainer._step_planner.limits),
                 "scoring": trainer._forwards.memory.limit,
                 "generation": rollouts.memory.limit,
-                "device": device_kind(trainer.accelerator.device),
+                "device": _conditions(trainer),
             },
             waiting=list(rollouts.waiting) if ahead is None else ahead,
             sampled_at=rollouts.sampled_at,
@@ -85,8 +85,8 @@ class RunState:
         )
 
     def restore_limits(self, trainer: Any) -> None:
-        """Adopt the sizes that fit, on a device of the same kind; elsewhere the configured ones are tried anew."""
-        if self.limits.get("device") in (None, device_kind(trainer.accelerator.device)):
+        """Adopt the sizes that fit, where device and configuration are the same; else the configured ones run first."""
+        if self.limits.get("device") in (None, _conditions(trainer)):
             trainer._step_planner.limits.restore(**self.limits["window"])
             trainer._forwards.memory.limit = self.limits["scoring"]
             trainer._rollouts.memory.limit = self.limits["generation"]
@@ -158,6 +158,13 @@ class RunState:
         return state
 
 
+def _conditions(trainer: Any) -> str:
+    """What decides which sizes fit, beside the model: the device, and what a user changes to make more fit."""
+    args = trainer.args
+    sizes = (args.per_device_train_batch_size, args.micro_batch_tokens, args.gradient_checkpointing)
+    return f"{device_kind(trainer.accelerator.device)}, {sizes}"
+
+
 def callback_states(callbacks: Sequence[Any]) -> Any:
     """The states of callbacks that have one (transformers' `ExportableState`), by their classes' names."""
     stateful: Any = [callback for callback in callbacks if isinstance(callback, ExportableState)]
@@ -176,8 +183,15 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
                     f"{name} had {old} when {checkpoint} was written and has {new} now, which counts; "
                     "restore_callback_states_from_checkpoint=True takes the checkpoint's."
                 )
-            for attribute, value in state.get("attributes", {}).items():
-                setattr(callback, attribute, value)
+            try:  # a class may have a way of its own to read its state
+                read = type(callback).from_state({**state, "args": callback.state().get("args", {})})
+                values = {attribute: getattr(read, attribute) for attribute in state.get("attributes", {})}
+                for attribute, value in values.items():
+                    setattr(callback, attribute, value)
+            except Exception as error:
+                logger.warning(
+                    f"The state of {name} in {checkpoint} was not restored ({type(error).__name__}: {error})."
+                )
 
 
 def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:

@@ -131,7 +131,7 @@ def _known(error: Exception) -> Exception:
     return error
 
 
-def on_all_processes(error: Exception) -> bool:
+def on_all_processes(error: BaseException) -> bool:
     """Whether the other processes know of this error, and raise it too."""
     return "on_all_processes" in vars(error)
 
@@ -214,10 +214,10 @@ class _Uneven:
 
     def reduced(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
         parts = self.rows(tensor[None], "reduce")
-        total = parts.amax(0) if reduction == "max" else parts.sum(0, dtype=tensor.dtype)
+        total = parts.amax(0) if reduction == "max" and len(parts) else parts.sum(0, dtype=tensor.dtype)
         if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
             total = total + (tensor - tensor.detach())
-        return total / len(parts) if reduction == "mean" else total
+        return total / max(len(parts), 1) if reduction == "mean" else total
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         with suppress(TypeError):  # not tensors
