@@ -30,11 +30,7 @@ def with_length(train: Any, evaluation: Any) -> list[Any]:
 
 
 def check_prompts(dataset: Any, split: str) -> None:
-    """Refuse an empty set, a missing prompt column and empty prompts; a stream is checked when it is read.
-
-    Raises:
-        DataError: names the split, and the row where there is one.
-    """
+    """Raise a DataError for an empty set, a missing prompt column and empty prompts; streams are checked when read."""
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
     if not has_readable_prompts(dataset):
@@ -71,12 +67,9 @@ def iterate_prompts(dataset: Any) -> Iterator[Any]:
 
 
 def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
-    """Tokenise one prompt of every kind, as a rollout would; and those that show a token without an embedding.
+    """Raise a DataError for prompts that a rollout cannot tokenise: one of every kind is, and those of unknown tokens.
 
     A stream is left to its rollouts, and of prompts that are made row by row a few are read.
-
-    Raises:
-        DataError: names the split and the row.
     """
     some = () if not hasattr(dataset, "__len__") else ((n, dataset[n]["prompt"]) for n in sample_rows(dataset))
     beyond = [] if chat.embedded is None else list(range(chat.embedded, len(chat.tokenizer)))
@@ -99,15 +92,10 @@ def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
 def check_prompt_lengths(
     prompts: Iterable[Any], lengths_of: Callable[[list[Any]], list[int]], config: Any, max_completion_length: int
 ) -> None:
-    """Refuse prompts that the model has no positions for; rotary ones reach as far as their scaling covers them.
-
-    Only prompts long enough (in bytes) to be able to break the limit are tokenised.
+    """Raise a DataError for prompts that the model has no positions for; rotary ones reach as far as their scaling.
 
     Args:
-        lengths_of: function from a list of prompts to their lengths in tokens.
-
-    Raises:
-        DataError: names the row, its length and the limit.
+        lengths_of: from a list of prompts to their lengths in tokens.
     """
     limit, text = covered_length(config), config.get_text_config()
     if limit is None:

@@ -66,27 +66,20 @@ from .settings import check_generation, check_generation_kwargs, refuse_parallel
 logger = get_logger(__name__)
 
 _UNUSED_HOOKS = (
-    "_get_train_sampler",
-    "_get_eval_sampler",
-    "get_high_entropy_mask",
-    "get_gamma_weights",
-    "get_off_policy_mask",
+    *("_get_train_sampler", "_get_eval_sampler", "get_high_entropy_mask", "get_gamma_weights", "get_off_policy_mask"),
 )
 
 
 def check_arguments(
     config: GRPOConfig, model: Any, data_sets: tuple[Any, Any], processing_class: Any, tools: Any, factories: Any
 ) -> Any:
-    """Refuse arguments of the constructor that cannot be trained with, before anything is loaded.
+    """Raise a GrpoExtError for arguments that cannot be trained with, before anything is loaded.
 
     Args:
         data_sets: for training and evaluation; factories: of environments.
 
     Returns:
         The tokenizer or processor, the model's where none is passed.
-
-    Raises:
-        ConfigError, DataError, ModelError: with the argument, the rule and the remedy.
     """
     check_generation_kwargs(config)
     if isinstance(model, str):
@@ -199,13 +192,10 @@ def _check_tokens(trainer: Any) -> None:
 
 
 def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
-    """Refuse a trainer that cannot be trained; returns what the promise does not cover, as sentences.
+    """Raise a GrpoExtError for a trainer that cannot be trained; returns what the promise does not cover.
 
     Args:
         config: the user's, before sizes are filled in.
-
-    Raises:
-        ConfigError, DataError, ModelError, SplitDependentError: before anything is trained.
     """
     policy = trainer.model
     if config.disable_dropout:
@@ -314,13 +304,10 @@ def check_bitwise(trainer: Any) -> None:
 
 
 def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
-    """Warn of what the promise leaves out.
+    """Warn of what the promise leaves out; a ConfigError for parts that were replaced since the trainer was built.
 
     Args:
         uncovered: sentences of `check_trainer`.
-
-    Raises:
-        ConfigError, ModelError: for parts that were replaced since the trainer was built.
     """
     refuse_overrides(trainer)
     if trainer.args.bitwise_invariant:

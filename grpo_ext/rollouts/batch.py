@@ -293,10 +293,7 @@ def _column(name: str, value: Any, rows: int) -> Column | None:
 
 
 def _one_each(columns: dict[str, Column]) -> dict[str, Column]:
-    """Advantages and ratios with one value for each completion, as (B, 1).
-
-    Decided for all processes together: on one of them all completions may have one token.
-    """
+    """Advantages and ratios with one value per completion, as (B, 1); on one process all may have one token."""
     single: dict[str, Column] = {}
     for name in ("advantages", "importance_sampling_ratio"):
         if isinstance(column := columns.get(name), Ragged) and set(column.lengths) <= {1}:

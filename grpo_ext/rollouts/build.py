@@ -199,11 +199,7 @@ def load_weights(trainer: Any) -> None:
 
 
 def terms_of(trainer: Any) -> Terms:
-    """The terms of a rollout batch that begins now.
-
-    Raises:
-        ConfigError: a setting was changed, since the trainer was built, that cannot be followed.
-    """
+    """The terms of a rollout batch that begins now; a ConfigError for a changed setting that cannot be followed."""
     args, training, rollouts = trainer.args, trainer.model.training, trainer._rollouts
     if (prepare := rollouts.images.prepare) is not None and rollouts.scored_by is rollouts.ahead is None:
         prepare.processor, prepare.template = trainer.processing_class, template_of(trainer)  # nothing is sampled yet

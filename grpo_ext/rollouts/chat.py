@@ -129,11 +129,7 @@ class Chat:
             )
 
     def _render(self, messages: Messages, tools: Sequence[Callable[..., Any]] = (), prompt: bool = True) -> list[int]:
-        """Token ids of a conversation; with `prompt` the beginning of the model's next message is added.
-
-        Raises:
-            DataError: there is no chat template, or it does not take the conversation.
-        """
+        """Token ids of a conversation; with `prompt` the beginning of the model's next message is added."""
         try:
             rendered = self.processing_class.apply_chat_template(
                 conversation=[messages],
@@ -153,19 +149,14 @@ class Chat:
         return rendered["input_ids"][0]
 
     def suffix_ids(self, answers: Messages, with_end: bool = False) -> list[int]:
-        """The tokens between the model's tool calls and its next turn.
-
-        They are rendered after a short conversation that calls the first of these tools, because some templates repeat
-        its name.
+        """The tokens between the model's tool calls and its next turn; a DataError where a template rewrites the calls.
 
         Args:
             with_end: the end token of the calls too, after which some templates break the line.
-
-        Raises:
-            DataError: the template renders a call in another way once an answer follows.
         """
         if self.suffix is not None:
             return list(self.suffix(answers))
+        # after a call of the first of these tools, because some templates repeat its name
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
         before: Messages = [
             {"role": "user", "content": "dummy"},

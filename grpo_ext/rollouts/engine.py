@@ -254,11 +254,7 @@ def _model_inputs(prompts: Sequence[Sequence[int]], settings: EngineSettings) ->
 def _with_loop(
     inputs: Any, model: Any, config: GenerationConfig, settings: EngineSettings, choice: Any, numbers: Any
 ) -> GenerationConfig:
-    """Let `generate` run a loop that says how rows end; returns the configuration without its stop strings.
-
-    Args:
-        numbers: for every row the number of its prompt, where each prompt runs once; else None.
-    """
+    """Let `generate` run a loop that says how rows end, with `numbers` one that runs each prompt once."""
     of_prompts = tuple(inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES})
     if config.stop_strings:  # transformers takes no tokenizer beside a function
         criterion = StopStringCriteria(settings.tokenizer, config.stop_strings)
