@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable
 from typing import Any, cast
 
 from accelerate.logging import get_logger
@@ -19,36 +18,20 @@ from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
-from ..errors import ConfigError, DataError, did_you_mean, refuse_combination
+from ..errors import ConfigError, did_you_mean, refuse_combination
 from ..forward.architecture import layer_kinds
-from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
-from ..forward.rope import settle_rope
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
-from ..rollouts.build import chat_of, overridden, own_sampling, why_not_by_key
-from ..rollouts.decoding import own_generate
+from ..rollouts.build import overridden, own_sampling, why_not_by_key
 from ..rollouts.environments import check_names
-from ..rollouts.keyed import NEW_TOKENS
 from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
 from .changes import built_for, other_sampling, refuse_changes, refuse_overrides
-from .data import (
-    check_images,
-    check_kinds,
-    check_prompt_lengths,
-    check_prompts,
-    check_stream,
-    has_readable_prompts,
-    iterate_prompts,
-    named_sets,
-    sample_rows,
-    with_length,
-)
-from .ends import check_end_token, check_ends
+from .data import check_images, check_lengths, check_prompts, check_stream, check_tokens, named_sets, with_length
 from .model import (
     check_causal_lm,
     check_half_weights,
@@ -60,8 +43,15 @@ from .model import (
     refuse_adapters,
     split_dependence,
 )
-from .replay import check_replay
-from .settings import check_generation, check_generation_kwargs, refuse_parallelism, remarks
+from .settings import (
+    check_end_token,
+    check_ends,
+    check_generation,
+    check_generation_kwargs,
+    check_replay,
+    refuse_parallelism,
+    remarks,
+)
 
 logger = get_logger(__name__)
 
@@ -169,26 +159,8 @@ def _refuse_images_and_tools(trainer: Any) -> None:
             "vllm_tensor_parallel_size=1, a server, or one process."
         )
     for data in with_length(trainer.train_dataset, trainer.eval_dataset):
-        if prepare is not None and not may_be_shown:
+        if not may_be_shown:
             check_images(data, prepare)
-        if prepare is None and any(images_of(data[row]) for row in sample_rows(data)):
-            raise DataError(
-                "the data has images, and the processing class is a tokenizer, which ignores them: pass the processor "
-                "of a model that takes images as processing_class (default: the model's), or remove the columns image "
-                "and images."
-            )
-
-
-def _check_tokens(trainer: Any) -> None:
-    """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
-    chat, pad, ends = chat_of(trainer), trainer._rollouts.worker.settings.pad, trainer.eos_token_ids
-    for token in {*ends, None if trainer.use_vllm else pad} - {None}:  # vLLM pads nothing
-        shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
-        chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
-    own = overridden(trainer, "_generate_and_score_completions", "_generate", "_tokenize_prompts")
-    if not (own or trainer.rollout_func or trainer.environment_factories):  # which may take, or make, other prompts
-        for split, dataset in named_sets(trainer.train_dataset, trainer.eval_dataset).items():
-            check_kinds(dataset, split, chat)
 
 
 def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
@@ -211,7 +183,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     check_ends(trainer)
     refuse_overrides(trainer)
     check_generation(trainer)
-    _check_tokens(trainer)
+    check_tokens(trainer)
     _refuse_images_and_tools(trainer)
     refuse_unknown_head(base_model_of(policy))
     refuse_adapters(policy)
@@ -234,12 +206,12 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
         _check_ahead(trainer, config)
     check_replay(trainer)
     trainer._rollouts.recheck = functools.partial(refuse_changes, trainer, built_for(trainer))
-    return uncovered + _check_lengths(trainer, config)
+    return uncovered + check_lengths(trainer, config.allow_split_dependent)
 
 
 def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
     """Refuse models, data and ways to sample that `rollout_lag` cannot be combined with."""
-    sampling = other_sampling(trainer) or own_generate(trainer.model)
+    sampling = other_sampling(trainer)
     noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
         f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
@@ -255,36 +227,6 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
     }
     refuse_combination(f"rollout_lag={config.rollout_lag}", others, "Change that, or use rollout_lag=0.")
     sharing_copy(trainer.model, set(), next(trainer.model.parameters()).device)  # raises where it cannot
-
-
-def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
-    """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
-    policy, dataset = trainer.model, trainer.train_dataset
-    # tokens of a prompt with images are known once the images are prepared
-    readable = trainer.environment_factories is None and trainer._rollouts.images.prepare is None
-
-    def lengths(prompts: list[Any]) -> list[int]:
-        return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
-
-    if readable and has_readable_prompts(dataset):
-        longest = trainer.max_completion_length or NEW_TOKENS
-        check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
-    models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
-    dependent = settle_rope(models, lambda: _longest_sequence(trainer, lengths) if readable else None)
-    return refuse([] if dependent is None else [dependent], config.allow_split_dependent)
-
-
-def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
-    """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
-    train = trainer.train_dataset
-    data_sets = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
-    if all(data is not train for data in data_sets) or not trainer.max_completion_length:
-        return None
-    prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in data_sets)
-    longest = 0
-    while block := list(itertools.islice(prompts, 256)):
-        longest = max(longest, *lengths(block))
-    return longest + trainer.max_completion_length
 
 
 def check_bitwise(trainer: Any) -> None:

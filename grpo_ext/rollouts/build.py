@@ -204,7 +204,10 @@ def terms_of(trainer: Any) -> Terms:
     if (prepare := rollouts.images.prepare) is not None and rollouts.scored_by is rollouts.ahead is None:
         prepare.processor, prepare.template = trainer.processing_class, template_of(trainer)  # nothing is sampled yet
     rollouts.recheck()
-    ratios = _ratio_rule(trainer)
+    ratios = None
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        bounds = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        ratios = RatioRule(trainer.vllm_importance_sampling_mode, *bounds)
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
     return Terms(
         training=training,
@@ -239,7 +242,7 @@ def terms_of(trainer: Any) -> Terms:
         record_experts=args.replay.experts and not _samples_experts(trainer),
         truncating=truncating_filters(trainer),
         ratios=ratios,
-        hooks=hooks_of(trainer),
+        hooks=_hooks(trainer, ratios is not None),
     )
 
 
@@ -266,14 +269,6 @@ def _turn_limits(trainer: Any) -> TurnLimits:
     longest = trainer.max_completion_length or sys.maxsize
     further = (trainer.max_tool_calling_iterations, trainer.args.tool_timeout, frozenset(trainer.eos_token_ids))
     return TurnLimits(longest, context, *further)
-
-
-def _ratio_rule(trainer: Any) -> RatioRule | None:
-    """How vLLM's log-probabilities correct the loss; None where they do not."""
-    if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
-        return None
-    bounds = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
-    return RatioRule(trainer.vllm_importance_sampling_mode, *bounds)
 
 
 def chat_of(trainer: Any) -> Chat:
@@ -315,12 +310,12 @@ def suppressed_in(trainer: Any) -> list[torch.Tensor]:
     return suppressed_tokens(model, trainer.generation_config, all_end_tokens(trainer))
 
 
-def hooks_of(trainer: Any) -> Hooks:
-    """The user's overrides of TRL's sampling."""
+def _hooks(trainer: Any, corrects: bool) -> Hooks:
+    """The user's overrides of TRL's sampling; `corrects`: log-probabilities of vLLM correct the loss."""
     args = trainer.args
     reason = why_equal(args, trainer._rollouts.worker.settings.sharded, rollout_func=True)
     needs_logps = None
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+    if corrects:
         needs_logps = (
             "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
         )

@@ -68,11 +68,6 @@ class Chat:
         """Whether the model takes images."""
         return isinstance(self.processing_class, ProcessorMixin)
 
-    @property
-    def _parses(self) -> bool:
-        names = ("response_template", "response_schema")
-        return any(getattr(self.tokenizer, name, None) is not None for name in names)
-
     def tools_of(self, environment_name: str | None) -> Sequence[Callable[..., Any]]:
         """The tools shown in prompts of an environment."""
         return self.tools if self.environment_tools is None else self.environment_tools[environment_name]
@@ -179,9 +174,11 @@ class Chat:
         """Set completion and calls of transcripts after their first turn."""
         if not transcripts:
             return
+        schemas = (getattr(self.tokenizer, name, None) for name in ("response_template", "response_schema"))
+        parses = any(schema is not None for schema in schemas)
         texts = self.processing_class.batch_decode([t.ids for t in transcripts], skip_special_tokens=True)
         for t, text in zip(transcripts, texts, strict=True):
-            if (messages := bool(t.prompt) and is_conversational({"prompt": t.prompt})) and self._parses:
+            if (messages := bool(t.prompt) and is_conversational({"prompt": t.prompt})) and parses:
                 t.completion = []
                 self.add_message(t, len(t.ids))
             else:
