@@ -30,28 +30,10 @@ from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
+from . import model as models
+from . import settings
 from .changes import built_for, other_sampling, refuse_changes, refuse_overrides
 from .data import check_images, check_lengths, check_prompts, check_stream, check_tokens, named_sets, with_length
-from .model import (
-    check_causal_lm,
-    check_half_weights,
-    check_optimizer,
-    disable_random_parts,
-    find_model,
-    random_parts,
-    refuse,
-    refuse_adapters,
-    split_dependence,
-)
-from .settings import (
-    check_end_token,
-    check_ends,
-    check_generation,
-    check_generation_kwargs,
-    check_replay,
-    refuse_parallelism,
-    remarks,
-)
 
 logger = get_logger(__name__)
 
@@ -71,11 +53,11 @@ def check_arguments(
     Returns:
         The tokenizer or processor, the model's where none is passed.
     """
-    check_generation_kwargs(config)
+    settings.check_generation_kwargs(config)
     if isinstance(model, str):
-        find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
+        models.find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
-        check_causal_lm(model)
+        models.check_causal_lm(model)
         if config.rollout_lag:
             refuse_replaced_forward(model, by_user=True)
     if factories is None:
@@ -84,7 +66,7 @@ def check_arguments(
     check_names([data for data in with_length(*data_sets) if hasattr(data, "select_columns")], factories)
     if processing_class is None:
         processing_class = compat.processing_class_of(model, config)
-    check_end_token(processing_class)
+    settings.check_end_token(processing_class)
     answers = bool(tools or factories)
     if answers:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
@@ -106,7 +88,7 @@ def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
             "environments, which cannot leave the training process; use reward_workers=0."
         )
     accelerator = trainer.accelerator
-    refuse_parallelism(accelerator, trainer.get_tp_size())
+    settings.refuse_parallelism(accelerator, trainer.get_tp_size())
     if not shards_parameters(accelerator) and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         raise ConfigError(
             "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
@@ -171,40 +153,39 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     """
     policy = trainer.model
     if config.disable_dropout:
-        for module in (policy, trainer.ref_model):
-            if module is not None:
-                disable_random_parts(module)
+        for module in filter(None, (policy, trainer.ref_model)):
+            models.disable_random_parts(module)
     _refuse_settings(trainer, config)
     if method := overridden(trainer, "_prepare_inputs"):
         raise ConfigError(
             f"{method} would be given a step's rows and return a RolloutBatch of all processes, not TRL's dictionary; "
             "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
         )
-    check_ends(trainer)
+    settings.check_ends(trainer)
     refuse_overrides(trainer)
-    check_generation(trainer)
+    settings.check_generation(trainer)
     check_tokens(trainer)
     _refuse_images_and_tools(trainer)
     refuse_unknown_head(base_model_of(policy))
-    refuse_adapters(policy)
+    models.refuse_adapters(policy)
     if method := overridden(trainer, *_UNUSED_HOOKS):
         logger.warning(
             f"{method} has no effect here: stock TRL calls it and grpo_ext does not. Loaders and losses are built in "
             "batching.prompt_order and algorithms.losses."
         )
-    check_optimizer(trainer.optimizer, policy)
+    models.check_optimizer(trainer.optimizer, policy)
     if trainer.use_vllm:
         dataset = trainer.train_dataset
         length = len(dataset) if hasattr(dataset, "__len__") else None
         check_equal_slices(trainer.geometry, length, config.dataloader_drop_last)
-    uncovered = refuse(split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
+    uncovered = models.refuse(models.split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
     if config.bitwise_invariant:
         check_bitwise(trainer)
     if not trainer.is_deepspeed_enabled:  # which trains float32 copies
-        check_half_weights(policy, config.fp16)
+        models.check_half_weights(policy, config.fp16)
     if config.rollout_lag:
         _check_ahead(trainer, config)
-    check_replay(trainer)
+    settings.check_replay(trainer)
     trainer._rollouts.recheck = functools.partial(refuse_changes, trainer, built_for(trainer))
     return uncovered + check_lengths(trainer, config.allow_split_dependent)
 
@@ -212,7 +193,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
 def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
     """Refuse models, data and ways to sample that `rollout_lag` cannot be combined with."""
     sampling = other_sampling(trainer)
-    noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
+    noise = list(models.random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
         f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
         "copy of them)": sampling,
@@ -231,12 +212,12 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
 
 def check_bitwise(trainer: Any) -> None:
     """Raise a ConfigError for parts that would break the same bits."""
-    models = [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]
+    scorers = [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]
     client = getattr(trainer._rollouts.worker.engine, "client", None)
     sampling = other_sampling(trainer)
     others = {
-        f"reward models ({', '.join(models)}; the bits of a score depend on the batch it is computed in, so use a "
-        "function that scores one completion at a time)": models,
+        f"reward models ({', '.join(scorers)}; the bits of a score depend on the batch it is computed in, so use a "
+        "function that scores one completion at a time)": scorers,
         "this vLLM engine (it does not report that its bits are the same in every batch; set VLLM_BATCH_INVARIANT=1 "
         "where it starts, on an NVIDIA GPU)": trainer.use_vllm and not compat.is_batch_invariant(client),
         f"{sampling} (only this trainer's own sampling has the same bits in every split)": sampling,
@@ -254,7 +235,7 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
     refuse_overrides(trainer)
     if trainer.args.bitwise_invariant:
         check_bitwise(trainer)
-    check_replay(trainer)
+    settings.check_replay(trainer)
     # `accelerate launch` sets the address where it was asked for several processes, also where it then starts one
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
     if launched and "WORLD_SIZE" not in os.environ and trainer.accelerator.num_processes == 1:
@@ -264,7 +245,7 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
             "machines with one accelerator each add --multi_gpu. If you meant one process, ignore this."
         )
     sampling = _uncovered_sampling(trainer)
-    for sentence in remarks(trainer):
+    for sentence in settings.remarks(trainer):
         logger.warning(sentence)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
@@ -273,8 +254,6 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
 def _uncovered_sampling(trainer: Any) -> str | None:
     """What the promise does not cover of how completions are sampled, as a sentence; None where it covers all."""
     override, reason = own_sampling(trainer), why_not_by_key(trainer)
-    if override is None and reason is None:
-        return None
     if override == "rollout_func":
         return (
             "rollout_func may sample in its own way; only the update is covered. A resumed run goes on with the "
@@ -288,11 +267,10 @@ def _uncovered_sampling(trainer: Any) -> str | None:
             "vllm_seeds=False: completions depend on the split and on what was sampled before, and a resumed run "
             "samples others; only the update is covered"
         )
-    if trainer.use_vllm and trainer.args.bitwise_invariant:
-        return None
     if trainer.use_vllm:
-        return (
+        rounded = (
             "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
             "completion differs"
         )
-    return f"{reason}: completions are not sampled by key; only the update is covered"
+        return None if trainer.args.bitwise_invariant else rounded
+    return reason and f"{reason}: completions are not sampled by key; only the update is covered"

@@ -208,12 +208,9 @@ def _selected(column: Column, rows: Sequence[int]) -> Column:
 
 
 def concatenated(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """The columns of several parts, one after the other.
+    """The columns of several parts, one after the other; a RolloutError where one is missing in some.
 
-    `tool_mask` may be missing in some, where a `rollout_func` returned no `env_mask`: the model wrote all tokens.
-
-    Raises:
-        RolloutError: another column is missing in some.
+    `tool_mask` may be, where a `rollout_func` returned no `env_mask`: the model wrote all tokens.
     """
     if any("tool_mask" in part for part in parts):
         parts = [{"tool_mask": part["completion_mask"], **part} for part in parts]

@@ -49,8 +49,7 @@ def described(trainer: Any) -> str | None:
 def sample_ahead(trainer: Any, only_due: bool = False) -> None:
     """With `rollout_lag`: submit the rollout batches that the current weights sample.
 
-    Args:
-        only_due: submit the rollout batch of this step alone. Its further prompts must enter the queue before others.
+    With `only_due` that of this step alone, whose further prompts must enter the queue before others.
     """
     rollouts, lag = trainer._rollouts, trainer.args.rollout_lag
     if not lag:

@@ -75,12 +75,9 @@ class Chat:
     # ---- Prompts to ids -------------------------------------------------------------------------------------------
 
     def with_images(self, prompt: Any, row: Mapping[str, Any]) -> Any:
-        """The prompt with the images of its row of the data set in the content of its messages.
+        """The prompt with the images of its row in the content of its messages; a DataError for a text with images.
 
         Differs from TRL, where all rows of a process decide whether texts become content parts: here each row does.
-
-        Raises:
-            DataError: a row has images, and its prompt is a text.
         """
         images = images_of(dict(row))
         if isinstance(prompt, str):
@@ -96,11 +93,7 @@ class Chat:
         return prompt
 
     def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
-        """Token ids of prompts; a DataError for one that is neither a text nor messages that the template takes.
-
-        Args:
-            environment_names: one for each prompt; None where there is one environment, or none.
-        """
+        """Token ids of prompts, each with the tools of its environment; a DataError for what the template refuses."""
         ids: list[list[int]] = []
         for prompt, name in zip(prompts, environment_names, strict=True):
             check_prompt(prompt)
@@ -185,10 +178,7 @@ class Chat:
                 t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
 
     def add_message(self, transcript: Transcript, tokens: int) -> None:
-        """Add the message that the model wrote with the last `tokens` tokens, and set the calls in it.
-
-        A run without tools has no calls, whatever the model writes.
-        """
+        """Add the message that the model wrote with the last `tokens` tokens, and set its calls; none without tools."""
         ids = transcript.prompt_ids + transcript.ids
         start = len(ids) - tokens
         shown = list(self.tools_of(transcript.environment_name))

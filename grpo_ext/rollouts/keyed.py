@@ -163,13 +163,10 @@ def most_kept(filters: Mapping[str, Any]) -> int | None:
 def sampling_filters(
     model: Any, config: GenerationConfig, replay: Replay = NO_REPLAY
 ) -> tuple[LogitsProcessorList, Recorder]:
-    """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them.
+    """transformers' filters in the order of `generate(do_sample=True)`, and what records the tokens drawn after them.
 
     Args:
         replay: what is recorded: the tokens that the filters keep, at most `most_kept`, and experts.
-
-    Returns:
-        The filters, and what records the tokens that are drawn after them.
     """
     values = filter_values(model, config)
     leaving_out = truncating(values)

@@ -353,11 +353,7 @@ class Rollouts:
         return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group, columns=columns)
 
     def rewards(self, columns: tuple[Any, ...], terms: Terms) -> torch.Tensor:
-        """TRL's `_calculate_rewards`: the rewards (B, F) of all processes, in global order.
-
-        Args:
-            columns: of this process: rows, prompts, completions, token ids.
-        """
+        """TRL's `_calculate_rewards` of this process's `reward_columns`: (B, F) of all processes, in global order."""
         request = self._request(columns[0], terms.num_generations)
         local = self._rewarded or LocalRollout(request, terms)
         local.request = request
