@@ -127,10 +127,12 @@ def _settings(trainer: Any) -> EngineSettings:
     return settings
 
 
-def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:
-    def model() -> Any:
-        return trainer.accelerator.unwrap_model(trainer.model)
+def _policy(trainer: Any) -> Any:
+    return trainer.accelerator.unwrap_model(trainer.model)
 
+
+def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:
+    model = functools.partial(_policy, trainer)
     if trainer.use_vllm:
         profile = functools.partial(compat.profiling_context, trainer)
         client = compat.client_of(trainer.vllm_generation) if trainer.vllm_mode == "server" else None
@@ -257,9 +259,9 @@ def all_end_tokens(trainer: Any) -> list[int]:
 
 def sampling_config(trainer: Any) -> GenerationConfig:
     """transformers' settings for the next tokens, with all that ends a row, the model's own stop strings too."""
-    config, model = copy.deepcopy(trainer.generation_config), trainer.accelerator.unwrap_model(trainer.model)
+    config = copy.deepcopy(trainer.generation_config)
     config.eos_token_id = all_end_tokens(trainer)
-    config.stop_strings = setting_of(model, config, "stop_strings") or None
+    config.stop_strings = setting_of(_policy(trainer), config, "stop_strings") or None
     return config
 
 
@@ -291,23 +293,21 @@ def chat_of(trainer: Any) -> Chat:
 def _toolbox(trainer: Any) -> Toolbox:
     pools, retired = getattr(trainer, "_environment_pool", None), trainer._rollouts.worker.retired
     environments = Environments(trainer.environment_factories, pools, retired)
-    return Toolbox(trainer._standalone_tools, environments, getattr(trainer, "async_loop", None))
+    return Toolbox(list(trainer._standalone_tools), environments, getattr(trainer, "async_loop", None))
 
 
 def outside_masks(trainer: Any) -> dict[str, bool]:
     """Settings of this trainer's sampling that replayed masks do not describe, for `refuse_combination`."""
     if trainer.use_vllm or trainer.rollout_func is not None:  # rollouts.vllm_replay checks vLLM's
         return {}
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return not_replayed(model, trainer.generation_config, trainer.temperature)
+    return not_replayed(_policy(trainer), trainer.generation_config, trainer.temperature)
 
 
 def suppressed_in(trainer: Any) -> list[torch.Tensor]:
     """The sets of tokens that this trainer's sampling suppresses."""
     if trainer.use_vllm or not trainer.args.replay.masks:
         return []
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return suppressed_tokens(model, trainer.generation_config, all_end_tokens(trainer))
+    return suppressed_tokens(_policy(trainer), trainer.generation_config, all_end_tokens(trainer))
 
 
 def _hooks(trainer: Any, corrects: bool) -> Hooks:
@@ -370,4 +370,4 @@ def truncating_filters(trainer: Any) -> dict[str, Any]:
     """The settings of this trainer's sampling that leave out tokens."""
     if trainer.use_vllm:
         return vllm_filters(trainer.args)
-    return truncating(filter_values(trainer.accelerator.unwrap_model(trainer.model), trainer.generation_config))
+    return truncating(filter_values(_policy(trainer), trainer.generation_config))

@@ -27,7 +27,6 @@ from .chat import Chat
 from .engine import TransformersEngine
 from .environments import Environments
 from .local import Terms
-from .tools import Toolbox
 from .vllm import VllmServer
 from .worker import RolloutWorker
 
@@ -73,7 +72,7 @@ def _terms_by(trainer: Any, ahead: RolloutsAhead, weights: Weights) -> Terms:
     rewards = dataclasses.replace(terms.rewards, processing_classes=processors)
     shared = terms.toolbox.environments  # whose instances the main thread uses
     environments = Environments(shared.factories, ahead.pools, shared.retired)
-    toolbox = Toolbox(terms.toolbox.tools, environments, terms.toolbox.loop)
+    toolbox = dataclasses.replace(terms.toolbox, environments=environments)
     terms = dataclasses.replace(terms, generation_config=config, rewards=rewards, toolbox=toolbox)
     return dataclasses.replace(terms, state=state, chat=_own_chat(ahead, terms.chat))
 

@@ -195,9 +195,6 @@ def not_replayed(model: Any, config: GenerationConfig, temperature: float) -> di
     return others
 
 
-# ---- Suppressed tokens ----------------------------------------------------------------------------------------------
-
-
 def suppressed_tokens(model: Any, config: GenerationConfig, eos_token_ids: Sequence[int]) -> list[torch.Tensor]:
     """The sets of ids that sampling suppresses: always, and until `min_new_tokens` are there."""
     always = set(setting_of(model, config, "suppress_tokens") or ())
@@ -231,9 +228,6 @@ def greedy_config(model: Any, config: GenerationConfig) -> GenerationConfig:
     greedy.max_new_tokens = setting_of(model, config, "max_new_tokens") or NEW_TOKENS
     greedy.do_sample, greedy.renormalize_logits = False, False  # which runs after the filters, and changes no chance
     return greedy
-
-
-# ---- Rows without their padding --------------------------------------------------------------------------------------
 
 
 class OwnTokens(LogitsProcessor):

@@ -53,19 +53,19 @@ class TurnLimits:
         return completion <= self.max_completion_length and len(transcript.prompt_ids) + completion < self.context
 
 
+@dataclass(frozen=True)
 class Toolbox:
     """The tools of a run.
 
-    Args:
+    Attributes:
         tools: those that belong to no environment.
         environments: whose public methods are tools too.
         loop: that runs asynchronous tools, on a thread of its own; None where all are synchronous.
     """
 
-    def __init__(
-        self, tools: Sequence[Tool], environments: Environments, loop: asyncio.AbstractEventLoop | None = None
-    ) -> None:
-        self.tools, self.environments, self.loop = list(tools), environments, loop
+    tools: Sequence[Tool]
+    environments: Environments
+    loop: asyncio.AbstractEventLoop | None = None
 
     def tools_of(self, transcript: Transcript) -> dict[str, Tool]:
         """The tools that a transcript may call, by name; of two with one name the synchronous one, or the last."""
