@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 from ..errors import ConfigError, refuse_combination, shortened
 from ..rollouts.build import CHANGE_ROWS, overridden, own_sampling, suppressed_in, template_of, why_not_by_key
 from ..rollouts.vllm import SENT
-from .replay import check_replay
+from .settings import check_replay
 
 # methods of sampling that users override
 _SAMPLING_HOOKS = (*CHANGE_ROWS, "_generate_single_turn", "_tokenize_prompts", "_get_tool_suffix_ids")

@@ -1,7 +1,8 @@
-"""Checks of the data before training: prompts that are missing, empty or too long, and images that change."""
+"""Checks of the data before training: prompts that are missing, empty, too long or unknown, and images that change."""
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,8 +11,12 @@ import torch
 
 from ..errors import ConfigError, DataError
 from ..forward.images import images_of
-from ..forward.rope import covered_length
+from ..forward.reference import base_model_of
+from ..forward.rope import covered_length, settle_rope
+from ..rollouts.build import CHANGE_ROWS, chat_of, overridden
 from ..rollouts.chat import Chat, check_prompt
+from ..rollouts.keyed import NEW_TOKENS
+from .model import refuse
 
 
 def named_sets(train: Any, evaluation: Any) -> dict[str, Any]:
@@ -30,11 +35,7 @@ def with_length(train: Any, evaluation: Any) -> list[Any]:
 
 
 def check_prompts(dataset: Any, split: str) -> None:
-    """Refuse an empty set, a missing prompt column and empty prompts; a stream is checked when it is read.
-
-    Raises:
-        DataError: names the split, and the row where there is one.
-    """
+    """Raise a DataError for an empty set, a missing prompt column and empty prompts; streams are checked when read."""
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
     if not has_readable_prompts(dataset):
@@ -71,12 +72,9 @@ def iterate_prompts(dataset: Any) -> Iterator[Any]:
 
 
 def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
-    """Tokenise one prompt of every kind, as a rollout would; and those that show a token without an embedding.
+    """Raise a DataError for prompts that a rollout cannot tokenise: one of every kind is, and those of unknown tokens.
 
     A stream is left to its rollouts, and of prompts that are made row by row a few are read.
-
-    Raises:
-        DataError: names the split and the row.
     """
     some = () if not hasattr(dataset, "__len__") else ((n, dataset[n]["prompt"]) for n in sample_rows(dataset))
     beyond = [] if chat.embedded is None else list(range(chat.embedded, len(chat.tokenizer)))
@@ -99,15 +97,10 @@ def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
 def check_prompt_lengths(
     prompts: Iterable[Any], lengths_of: Callable[[list[Any]], list[int]], config: Any, max_completion_length: int
 ) -> None:
-    """Refuse prompts that the model has no positions for; rotary ones reach as far as their scaling covers them.
-
-    Only prompts long enough (in bytes) to be able to break the limit are tokenised.
+    """Raise a DataError for prompts that the model has no positions for; rotary ones reach as far as their scaling.
 
     Args:
-        lengths_of: function from a list of prompts to their lengths in tokens.
-
-    Raises:
-        DataError: names the row, its length and the limit.
+        lengths_of: from a list of prompts to their lengths in tokens.
     """
     limit, text = covered_length(config), config.get_text_config()
     if limit is None:
@@ -146,18 +139,72 @@ def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
 
 
 def check_images(dataset: Any, prepare: Any) -> None:
-    """Raise a DataError for images beside a text prompt, or that change when a row is read again; checks a few rows."""
+    """Raise a DataError for images that nothing reads, beside a text, or that change; checks a few rows.
+
+    Args:
+        prepare: reads images (`forward.images.PromptProcessor`); None with a tokenizer.
+    """
     for number in sample_rows(dataset):
-        reads = [dataset[number] for _ in range(2)]
-        if isinstance(reads[0]["prompt"], str) and images_of(reads[0]):
+        row = dataset[number]
+        if prepare is None:
+            if images_of(row):
+                raise DataError(
+                    "the data has images, and the processing class is a tokenizer, which ignores them: pass the "
+                    "processor of a model that takes images as processing_class (default: the model's), or remove the "
+                    "columns image and images."
+                )
+            continue
+        if isinstance(row["prompt"], str) and images_of(row):
             raise DataError(
                 f"row {number} of the data set has images and a prompt that is text; make it messages, for example "
                 "[{'role': 'user', 'content': prompt}], which the chat template gives places for the images."
             )
-        first, second = (prepare(row).tensors for row in reads)
+        first, second = prepare(row).tensors, prepare(dataset[number]).tensors
         if any(not torch.equal(first[name], second[name]) for name in first):
             raise DataError(
                 f"row {number} of the data set gives other images when it is read again (a transform that draws random "
                 "numbers?), and a row is read wherever one of its completions is run; change images beforehand, with "
                 "dataset.map."
             )
+
+
+def check_tokens(trainer: Any) -> None:
+    """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
+    chat, pad, ends = chat_of(trainer), trainer._rollouts.worker.settings.pad, trainer.eos_token_ids
+    for token in {*ends, None if trainer.use_vllm else pad} - {None}:  # vLLM pads nothing
+        shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
+        chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
+    own = overridden(trainer, *CHANGE_ROWS, "_tokenize_prompts")
+    if not (own or trainer.rollout_func or trainer.environment_factories):  # which may take, or make, other prompts
+        for split, dataset in named_sets(trainer.train_dataset, trainer.eval_dataset).items():
+            check_kinds(dataset, split, chat)
+
+
+def check_lengths(trainer: Any, allow_split_dependent: bool) -> list[str]:
+    """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
+    policy, dataset = trainer.model, trainer.train_dataset
+    # tokens of a prompt with images are known once the images are prepared
+    readable = trainer.environment_factories is None and trainer._rollouts.images.prepare is None
+
+    def lengths(prompts: list[Any]) -> list[int]:
+        return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+
+    if readable and has_readable_prompts(dataset):
+        longest = trainer.max_completion_length or NEW_TOKENS
+        check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
+    models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
+    dependent = settle_rope(models, lambda: _longest_sequence(trainer, lengths) if readable else None)
+    return refuse([] if dependent is None else [dependent], allow_split_dependent)
+
+
+def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
+    """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
+    train = trainer.train_dataset
+    data_sets = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
+    if all(data is not train for data in data_sets) or not trainer.max_completion_length:
+        return None
+    prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in data_sets)
+    longest = 0
+    while block := list(itertools.islice(prompts, 256)):
+        longest = max(longest, *lengths(block))
+    return longest + trainer.max_completion_length

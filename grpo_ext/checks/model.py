@@ -30,11 +30,7 @@ _SPLIT_DEPENDENT_ADAPTERS = {
 
 
 def check_causal_lm(model: Any) -> None:
-    """Refuse an object that cannot sample and score text.
-
-    Raises:
-        ModelError: it has no `generate`, or no language-model head.
-    """
+    """Raise a ModelError for an object that cannot sample and score text: no `generate`, or no language-model head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not callable(getattr(model, "generate", None)):
         raise ModelError(
@@ -44,13 +40,10 @@ def check_causal_lm(model: Any) -> None:
 
 
 def find_model(name: str, load: Mapping[str, Any]) -> None:
-    """Look a model up, and fail fast without a network: transformers would retry for half a minute or more.
+    """Raise a ModelError for a model that is not found; without a network at once, where transformers would retry.
 
     Args:
         load: arguments of `from_pretrained`.
-
-    Raises:
-        ModelError: there is no such folder, and the Hub has no such model, or cannot be reached.
     """
     place = {key: load[key] for key in ("revision", "token", "cache_dir") if load.get(key) is not None}
     reached = True
@@ -66,11 +59,7 @@ def find_model(name: str, load: Mapping[str, Any]) -> None:
 
 
 def refuse_frozen(model: nn.Module) -> None:
-    """Refuse to train a model of which no parameter is trained.
-
-    Raises:
-        ModelError: an adapter that was loaded for inference, as a rule.
-    """
+    """Raise a ModelError where no parameter is trained, as in an adapter that was loaded for inference."""
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             "no parameter of the model is trained (requires_grad is False for all of them); an adapter to go on with "
@@ -150,11 +139,7 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
 
 
 def refuse(reasons: list[str], allow: bool) -> list[str]:
-    """Raise for what makes the update depend on the split, or return it where that is allowed.
-
-    Raises:
-        SplitDependentError: there is something and `allow` is false.
-    """
+    """Raise a SplitDependentError for what makes the update depend on the split, or return it where that is allowed."""
     if reasons and not allow:
         raise SplitDependentError(
             "the update would depend on the batch split: " + ". ".join(reasons) + ". To train all the same, set "
@@ -164,14 +149,7 @@ def refuse(reasons: list[str], allow: bool) -> list[str]:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuse what updates the model during the backward pass; that of one micro-batch is not that of the step.
-
-    Args:
-        optimizer: as the user passed it, or None.
-
-    Raises:
-        ConfigError: names the optimizer, or the parameter that steps by itself.
-    """
+    """Raise a ConfigError for what updates the model during the backward pass of one micro-batch."""
     hooked = [name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked or hasattr(optimizer, "fused_backward"):
         stepping = f"a hook on the gradient of {hooked[0]}" if hooked else f"the optimizer {type(optimizer).__name__}"
@@ -182,13 +160,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_half_weights(model: Any, fp16: bool) -> None:
-    """Refuse trained weights in half precision in fp16, whose scaler takes none; otherwise warn of their rounding.
-
-    Not for DeepSpeed, which trains float32 copies.
-
-    Raises:
-        ModelError: names one.
-    """
+    """Raise a ModelError for trained weights in half precision with fp16; otherwise warn of their rounding."""
     trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     half = {name: str(dtype).removeprefix("torch.") for name, dtype in trained.items() if dtype.itemsize < 4}
     if not half:

@@ -1,16 +1,16 @@
-"""Settings of sampling, rewards and processes: what is refused before training, and what is said of others."""
+"""Settings of sampling, replay, rewards and processes: what is refused, and what is said of others."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StopStringCriteria
 
 from .. import compat
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean, refuse_combination
 from ..forward.reference import base_model_of
-from ..rollouts.build import outside_masks
+from ..rollouts.build import LOGPS, SCORE, outside_masks, overridden, sampling_config, template_of, why_not_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.keyed import setting_of
 
@@ -49,6 +49,63 @@ def check_generation(trainer: Any) -> None:
             f"transformers cannot sample so: {error}; change it in generation_kwargs, or in the model's own "
             "generation_config."
         ) from None
+
+
+def check_end_token(processing_class: Any) -> None:
+    """Raise a ConfigError for a tokenizer without an end token."""
+    if getattr(processing_class, "tokenizer", processing_class).eos_token_id is None:
+        raise ConfigError(
+            "the tokenizer has no end token (eos_token_id is None), so no completion would end; set "
+            "tokenizer.eos_token to the token that ends a completion, and pass it as processing_class."
+        )
+
+
+def check_ends(trainer: Any) -> None:
+    """Raise a ConfigError where a call would return several rows of a prompt, or stop strings would not stop."""
+    if trainer.rollout_func is not None:
+        return
+    model, name = trainer.accelerator.unwrap_model(trainer.model), "n" if trainer.use_vllm else "num_return_sequences"
+    own = (trainer.args.generation_kwargs or {}).get(name)
+    if (count := own if trainer.use_vllm else setting_of(model, trainer.generation_config, name)) not in (None, 1):
+        raise ConfigError(
+            f"{name}={count} in generation_kwargs, or in the model's generation_config: sampling would return {count} "
+            "rows of each prompt, and every completion of a group is a row already; use 1, and num_generations."
+        )
+    if trainer.use_vllm or own_generate(model) is not None or not (strings := sampling_config(trainer).stop_strings):
+        return
+    if trainer.use_transformers_continuous_batching:
+        raise ConfigError(
+            f"stop_strings={strings!r} with use_transformers_continuous_batching=True, which does not know them; use "
+            "end tokens (eos_token_id in generation_kwargs), or turn it off."
+        )
+    StopStringCriteria(trainer._rollouts.worker.settings.tokenizer, strings)  # which says why, if it cannot
+
+
+def check_replay(trainer: Any) -> None:
+    """Raise a ConfigError for sampling and forwards that cannot be recorded, or replayed, as the settings ask."""
+    vllm, scoring = trainer.use_vllm, overridden(trainer, LOGPS)
+    if trainer.args.replay.masks:
+        sampling = overridden(trainer, SCORE, "_generate", "_generate_single_turn")
+        others: dict[str, Any] = {
+            f"{sampling} (it returns no kept tokens)": sampling,
+            f"{scoring} (it gets padded tensors, without the kept tokens)": scoring,
+        }
+        if not vllm and trainer.rollout_func is None:
+            foreign = why_not_by_key(trainer)
+            others[f"{foreign} (sampling that is not by key returns no kept tokens)"] = foreign
+        remedy = "Leave one of the two out; sampling without top_p, top_k and min_p needs no masks."
+        refuse_combination("sampling_mask='replay'", others | outside_masks(trainer), remedy)
+    if trainer.args.replay.experts:
+        plugin, override = getattr(trainer.accelerator.state, "fsdp_plugin", None), overridden(trainer, SCORE, LOGPS)
+        checkpointing = getattr(plugin, "activation_checkpointing", False)
+        others = {
+            f"{override} (it gets padded tensors, without the experts)": override,
+            "a model that takes images": trainer._rollouts.images.prepare is not None,
+            "torch_compile=True": trainer.args.torch_compile,
+            "FSDP's activation_checkpointing (set gradient_checkpointing=True)": checkpointing,
+            "prefill_chunk_size": not vllm and trainer.generation_config.prefill_chunk_size is not None,
+        }
+        refuse_combination("routing_replay=True", others, "Leave one of the two out.")
 
 
 def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
@@ -91,9 +148,8 @@ def remarks(trainer: Any) -> list[str]:
 
 
 def _end_of_prompt(trainer: Any) -> str:
-    options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs, "add_generation_prompt": True}
+    options = {**template_of(trainer), "tokenize": False, "add_generation_prompt": True}
     try:
-        message = {"role": "user", "content": "?"}
-        return trainer.processing_class.apply_chat_template([message], tokenize=False, **options).rstrip()
+        return trainer.processing_class.apply_chat_template([{"role": "user", "content": "?"}], **options).rstrip()
     except Exception:  # no template, or one that refuses this message
         return ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable
 from typing import Any, cast
 
 from accelerate.logging import get_logger
@@ -19,80 +18,46 @@ from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
-from ..errors import ConfigError, DataError, did_you_mean, refuse_combination
+from ..errors import ConfigError, did_you_mean, refuse_combination
 from ..forward.architecture import layer_kinds
-from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
-from ..forward.rope import settle_rope
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
-from ..rollouts.build import chat_of, overridden, own_sampling, why_not_by_key
-from ..rollouts.decoding import own_generate
+from ..rollouts.build import overridden, own_sampling, why_not_by_key
 from ..rollouts.environments import check_names
-from ..rollouts.keyed import NEW_TOKENS
 from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
+from . import model as models
+from . import settings
 from .changes import built_for, other_sampling, refuse_changes, refuse_overrides
-from .data import (
-    check_images,
-    check_kinds,
-    check_prompt_lengths,
-    check_prompts,
-    check_stream,
-    has_readable_prompts,
-    iterate_prompts,
-    named_sets,
-    sample_rows,
-    with_length,
-)
-from .ends import check_end_token, check_ends
-from .model import (
-    check_causal_lm,
-    check_half_weights,
-    check_optimizer,
-    disable_random_parts,
-    find_model,
-    random_parts,
-    refuse,
-    refuse_adapters,
-    split_dependence,
-)
-from .replay import check_replay
-from .settings import check_generation, check_generation_kwargs, refuse_parallelism, remarks
+from .data import check_images, check_lengths, check_prompts, check_stream, check_tokens, named_sets, with_length
 
 logger = get_logger(__name__)
 
 _UNUSED_HOOKS = (
-    "_get_train_sampler",
-    "_get_eval_sampler",
-    "get_high_entropy_mask",
-    "get_gamma_weights",
-    "get_off_policy_mask",
+    *("_get_train_sampler", "_get_eval_sampler", "get_high_entropy_mask", "get_gamma_weights", "get_off_policy_mask"),
 )
 
 
 def check_arguments(
     config: GRPOConfig, model: Any, data_sets: tuple[Any, Any], processing_class: Any, tools: Any, factories: Any
 ) -> Any:
-    """Refuse arguments of the constructor that cannot be trained with, before anything is loaded.
+    """Raise a GrpoExtError for arguments that cannot be trained with, before anything is loaded.
 
     Args:
         data_sets: for training and evaluation; factories: of environments.
 
     Returns:
         The tokenizer or processor, the model's where none is passed.
-
-    Raises:
-        ConfigError, DataError, ModelError: with the argument, the rule and the remedy.
     """
-    check_generation_kwargs(config)
+    settings.check_generation_kwargs(config)
     if isinstance(model, str):
-        find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
+        models.find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
-        check_causal_lm(model)
+        models.check_causal_lm(model)
         if config.rollout_lag:
             refuse_replaced_forward(model, by_user=True)
     if factories is None:
@@ -101,7 +66,7 @@ def check_arguments(
     check_names([data for data in with_length(*data_sets) if hasattr(data, "select_columns")], factories)
     if processing_class is None:
         processing_class = compat.processing_class_of(model, config)
-    check_end_token(processing_class)
+    settings.check_end_token(processing_class)
     answers = bool(tools or factories)
     if answers:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
@@ -123,7 +88,7 @@ def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
             "environments, which cannot leave the training process; use reward_workers=0."
         )
     accelerator = trainer.accelerator
-    refuse_parallelism(accelerator, trainer.get_tp_size())
+    settings.refuse_parallelism(accelerator, trainer.get_tp_size())
     if not shards_parameters(accelerator) and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         raise ConfigError(
             "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
@@ -176,81 +141,59 @@ def _refuse_images_and_tools(trainer: Any) -> None:
             "vllm_tensor_parallel_size=1, a server, or one process."
         )
     for data in with_length(trainer.train_dataset, trainer.eval_dataset):
-        if prepare is not None and not may_be_shown:
+        if not may_be_shown:
             check_images(data, prepare)
-        if prepare is None and any(images_of(data[row]) for row in sample_rows(data)):
-            raise DataError(
-                "the data has images, and the processing class is a tokenizer, which ignores them: pass the processor "
-                "of a model that takes images as processing_class (default: the model's), or remove the columns image "
-                "and images."
-            )
-
-
-def _check_tokens(trainer: Any) -> None:
-    """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
-    chat, pad, ends = chat_of(trainer), trainer._rollouts.worker.settings.pad, trainer.eos_token_ids
-    for token in {*ends, None if trainer.use_vllm else pad} - {None}:  # vLLM pads nothing
-        shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
-        chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
-    own = overridden(trainer, "_generate_and_score_completions", "_generate", "_tokenize_prompts")
-    if not (own or trainer.rollout_func or trainer.environment_factories):  # which may take, or make, other prompts
-        for split, dataset in named_sets(trainer.train_dataset, trainer.eval_dataset).items():
-            check_kinds(dataset, split, chat)
 
 
 def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
-    """Refuse a trainer that cannot be trained; returns what the promise does not cover, as sentences.
+    """Raise a GrpoExtError for a trainer that cannot be trained; returns what the promise does not cover.
 
     Args:
         config: the user's, before sizes are filled in.
-
-    Raises:
-        ConfigError, DataError, ModelError, SplitDependentError: before anything is trained.
     """
     policy = trainer.model
     if config.disable_dropout:
-        for module in (policy, trainer.ref_model):
-            if module is not None:
-                disable_random_parts(module)
+        for module in filter(None, (policy, trainer.ref_model)):
+            models.disable_random_parts(module)
     _refuse_settings(trainer, config)
     if method := overridden(trainer, "_prepare_inputs"):
         raise ConfigError(
             f"{method} would be given a step's rows and return a RolloutBatch of all processes, not TRL's dictionary; "
             "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
         )
-    check_ends(trainer)
+    settings.check_ends(trainer)
     refuse_overrides(trainer)
-    check_generation(trainer)
-    _check_tokens(trainer)
+    settings.check_generation(trainer)
+    check_tokens(trainer)
     _refuse_images_and_tools(trainer)
     refuse_unknown_head(base_model_of(policy))
-    refuse_adapters(policy)
+    models.refuse_adapters(policy)
     if method := overridden(trainer, *_UNUSED_HOOKS):
         logger.warning(
             f"{method} has no effect here: stock TRL calls it and grpo_ext does not. Loaders and losses are built in "
             "batching.prompt_order and algorithms.losses."
         )
-    check_optimizer(trainer.optimizer, policy)
+    models.check_optimizer(trainer.optimizer, policy)
     if trainer.use_vllm:
         dataset = trainer.train_dataset
         length = len(dataset) if hasattr(dataset, "__len__") else None
         check_equal_slices(trainer.geometry, length, config.dataloader_drop_last)
-    uncovered = refuse(split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
+    uncovered = models.refuse(models.split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
     if config.bitwise_invariant:
         check_bitwise(trainer)
     if not trainer.is_deepspeed_enabled:  # which trains float32 copies
-        check_half_weights(policy, config.fp16)
+        models.check_half_weights(policy, config.fp16)
     if config.rollout_lag:
         _check_ahead(trainer, config)
-    check_replay(trainer)
+    settings.check_replay(trainer)
     trainer._rollouts.recheck = functools.partial(refuse_changes, trainer, built_for(trainer))
-    return uncovered + _check_lengths(trainer, config)
+    return uncovered + check_lengths(trainer, config.allow_split_dependent)
 
 
 def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
     """Refuse models, data and ways to sample that `rollout_lag` cannot be combined with."""
-    sampling = other_sampling(trainer) or own_generate(trainer.model)
-    noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
+    sampling = other_sampling(trainer)
+    noise = list(models.random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
         f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
         "copy of them)": sampling,
@@ -267,44 +210,14 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
     sharing_copy(trainer.model, set(), next(trainer.model.parameters()).device)  # raises where it cannot
 
 
-def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
-    """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
-    policy, dataset = trainer.model, trainer.train_dataset
-    # tokens of a prompt with images are known once the images are prepared
-    readable = trainer.environment_factories is None and trainer._rollouts.images.prepare is None
-
-    def lengths(prompts: list[Any]) -> list[int]:
-        return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
-
-    if readable and has_readable_prompts(dataset):
-        longest = trainer.max_completion_length or NEW_TOKENS
-        check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
-    models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
-    dependent = settle_rope(models, lambda: _longest_sequence(trainer, lengths) if readable else None)
-    return refuse([] if dependent is None else [dependent], config.allow_split_dependent)
-
-
-def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
-    """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
-    train = trainer.train_dataset
-    data_sets = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
-    if all(data is not train for data in data_sets) or not trainer.max_completion_length:
-        return None
-    prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in data_sets)
-    longest = 0
-    while block := list(itertools.islice(prompts, 256)):
-        longest = max(longest, *lengths(block))
-    return longest + trainer.max_completion_length
-
-
 def check_bitwise(trainer: Any) -> None:
     """Raise a ConfigError for parts that would break the same bits."""
-    models = [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]
+    scorers = [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]
     client = getattr(trainer._rollouts.worker.engine, "client", None)
     sampling = other_sampling(trainer)
     others = {
-        f"reward models ({', '.join(models)}; the bits of a score depend on the batch it is computed in, so use a "
-        "function that scores one completion at a time)": models,
+        f"reward models ({', '.join(scorers)}; the bits of a score depend on the batch it is computed in, so use a "
+        "function that scores one completion at a time)": scorers,
         "this vLLM engine (it does not report that its bits are the same in every batch; set VLLM_BATCH_INVARIANT=1 "
         "where it starts, on an NVIDIA GPU)": trainer.use_vllm and not compat.is_batch_invariant(client),
         f"{sampling} (only this trainer's own sampling has the same bits in every split)": sampling,
@@ -314,18 +227,15 @@ def check_bitwise(trainer: Any) -> None:
 
 
 def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
-    """Warn of what the promise leaves out.
+    """Warn of what the promise leaves out; a ConfigError for parts that were replaced since the trainer was built.
 
     Args:
         uncovered: sentences of `check_trainer`.
-
-    Raises:
-        ConfigError, ModelError: for parts that were replaced since the trainer was built.
     """
     refuse_overrides(trainer)
     if trainer.args.bitwise_invariant:
         check_bitwise(trainer)
-    check_replay(trainer)
+    settings.check_replay(trainer)
     # `accelerate launch` sets the address where it was asked for several processes, also where it then starts one
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
     if launched and "WORLD_SIZE" not in os.environ and trainer.accelerator.num_processes == 1:
@@ -335,7 +245,7 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
             "machines with one accelerator each add --multi_gpu. If you meant one process, ignore this."
         )
     sampling = _uncovered_sampling(trainer)
-    for sentence in remarks(trainer):
+    for sentence in settings.remarks(trainer):
         logger.warning(sentence)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
@@ -344,8 +254,6 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
 def _uncovered_sampling(trainer: Any) -> str | None:
     """What the promise does not cover of how completions are sampled, as a sentence; None where it covers all."""
     override, reason = own_sampling(trainer), why_not_by_key(trainer)
-    if override is None and reason is None:
-        return None
     if override == "rollout_func":
         return (
             "rollout_func may sample in its own way; only the update is covered. A resumed run goes on with the "
@@ -359,11 +267,10 @@ def _uncovered_sampling(trainer: Any) -> str | None:
             "vllm_seeds=False: completions depend on the split and on what was sampled before, and a resumed run "
             "samples others; only the update is covered"
         )
-    if trainer.use_vllm and trainer.args.bitwise_invariant:
-        return None
     if trainer.use_vllm:
-        return (
+        rounded = (
             "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
             "completion differs"
         )
-    return f"{reason}: completions are not sampled by key; only the update is covered"
+        return None if trainer.args.bitwise_invariant else rounded
+    return reason and f"{reason}: completions are not sampled by key; only the update is covered"

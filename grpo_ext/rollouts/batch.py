@@ -208,12 +208,9 @@ def _selected(column: Column, rows: Sequence[int]) -> Column:
 
 
 def concatenated(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """The columns of several parts, one after the other.
+    """The columns of several parts, one after the other; a RolloutError where one is missing in some.
 
-    `tool_mask` may be missing in some, where a `rollout_func` returned no `env_mask`: the model wrote all tokens.
-
-    Raises:
-        RolloutError: another column is missing in some.
+    `tool_mask` may be, where a `rollout_func` returned no `env_mask`: the model wrote all tokens.
     """
     if any("tool_mask" in part for part in parts):
         parts = [{"tool_mask": part["completion_mask"], **part} for part in parts]
@@ -293,10 +290,7 @@ def _column(name: str, value: Any, rows: int) -> Column | None:
 
 
 def _one_each(columns: dict[str, Column]) -> dict[str, Column]:
-    """Advantages and ratios with one value for each completion, as (B, 1).
-
-    Decided for all processes together: on one of them all completions may have one token.
-    """
+    """Advantages and ratios with one value per completion, as (B, 1); on one process all may have one token."""
     single: dict[str, Column] = {}
     for name in ("advantages", "importance_sampling_ratio"):
         if isinstance(column := columns.get(name), Ragged) and set(column.lengths) <= {1}:

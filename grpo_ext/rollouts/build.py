@@ -127,10 +127,12 @@ def _settings(trainer: Any) -> EngineSettings:
     return settings
 
 
-def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:
-    def model() -> Any:
-        return trainer.accelerator.unwrap_model(trainer.model)
+def _policy(trainer: Any) -> Any:
+    return trainer.accelerator.unwrap_model(trainer.model)
 
+
+def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:
+    model = functools.partial(_policy, trainer)
     if trainer.use_vllm:
         profile = functools.partial(compat.profiling_context, trainer)
         client = compat.client_of(trainer.vllm_generation) if trainer.vllm_mode == "server" else None
@@ -199,16 +201,15 @@ def load_weights(trainer: Any) -> None:
 
 
 def terms_of(trainer: Any) -> Terms:
-    """The terms of a rollout batch that begins now.
-
-    Raises:
-        ConfigError: a setting was changed, since the trainer was built, that cannot be followed.
-    """
+    """The terms of a rollout batch that begins now; a ConfigError for a changed setting that cannot be followed."""
     args, training, rollouts = trainer.args, trainer.model.training, trainer._rollouts
     if (prepare := rollouts.images.prepare) is not None and rollouts.scored_by is rollouts.ahead is None:
         prepare.processor, prepare.template = trainer.processing_class, template_of(trainer)  # nothing is sampled yet
     rollouts.recheck()
-    ratios = _ratio_rule(trainer)
+    ratios = None
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+        bounds = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        ratios = RatioRule(trainer.vllm_importance_sampling_mode, *bounds)
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
     return Terms(
         training=training,
@@ -243,7 +244,7 @@ def terms_of(trainer: Any) -> Terms:
         record_experts=args.replay.experts and not _samples_experts(trainer),
         truncating=truncating_filters(trainer),
         ratios=ratios,
-        hooks=hooks_of(trainer),
+        hooks=_hooks(trainer, ratios is not None),
     )
 
 
@@ -258,9 +259,9 @@ def all_end_tokens(trainer: Any) -> list[int]:
 
 def sampling_config(trainer: Any) -> GenerationConfig:
     """transformers' settings for the next tokens, with all that ends a row, the model's own stop strings too."""
-    config, model = copy.deepcopy(trainer.generation_config), trainer.accelerator.unwrap_model(trainer.model)
+    config = copy.deepcopy(trainer.generation_config)
     config.eos_token_id = all_end_tokens(trainer)
-    config.stop_strings = setting_of(model, config, "stop_strings") or None
+    config.stop_strings = setting_of(_policy(trainer), config, "stop_strings") or None
     return config
 
 
@@ -270,14 +271,6 @@ def _turn_limits(trainer: Any) -> TurnLimits:
     longest = trainer.max_completion_length or sys.maxsize
     further = (trainer.max_tool_calling_iterations, trainer.args.tool_timeout, frozenset(trainer.eos_token_ids))
     return TurnLimits(longest, context, *further)
-
-
-def _ratio_rule(trainer: Any) -> RatioRule | None:
-    """How vLLM's log-probabilities correct the loss; None where they do not."""
-    if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
-        return None
-    bounds = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
-    return RatioRule(trainer.vllm_importance_sampling_mode, *bounds)
 
 
 def chat_of(trainer: Any) -> Chat:
@@ -300,31 +293,29 @@ def chat_of(trainer: Any) -> Chat:
 def _toolbox(trainer: Any) -> Toolbox:
     pools, retired = getattr(trainer, "_environment_pool", None), trainer._rollouts.worker.retired
     environments = Environments(trainer.environment_factories, pools, retired)
-    return Toolbox(trainer._standalone_tools, environments, getattr(trainer, "async_loop", None))
+    return Toolbox(list(trainer._standalone_tools), environments, getattr(trainer, "async_loop", None))
 
 
 def outside_masks(trainer: Any) -> dict[str, bool]:
     """Settings of this trainer's sampling that replayed masks do not describe, for `refuse_combination`."""
     if trainer.use_vllm or trainer.rollout_func is not None:  # rollouts.vllm_replay checks vLLM's
         return {}
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return not_replayed(model, trainer.generation_config, trainer.temperature)
+    return not_replayed(_policy(trainer), trainer.generation_config, trainer.temperature)
 
 
 def suppressed_in(trainer: Any) -> list[torch.Tensor]:
     """The sets of tokens that this trainer's sampling suppresses."""
     if trainer.use_vllm or not trainer.args.replay.masks:
         return []
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return suppressed_tokens(model, trainer.generation_config, all_end_tokens(trainer))
+    return suppressed_tokens(_policy(trainer), trainer.generation_config, all_end_tokens(trainer))
 
 
-def hooks_of(trainer: Any) -> Hooks:
-    """The user's overrides of TRL's sampling."""
+def _hooks(trainer: Any, corrects: bool) -> Hooks:
+    """The user's overrides of TRL's sampling; `corrects`: log-probabilities of vLLM correct the loss."""
     args = trainer.args
     reason = why_equal(args, trainer._rollouts.worker.settings.sharded, rollout_func=True)
     needs_logps = None
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+    if corrects:
         needs_logps = (
             "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
         )
@@ -379,4 +370,4 @@ def truncating_filters(trainer: Any) -> dict[str, Any]:
     """The settings of this trainer's sampling that leave out tokens."""
     if trainer.use_vllm:
         return vllm_filters(trainer.args)
-    return truncating(filter_values(trainer.accelerator.unwrap_model(trainer.model), trainer.generation_config))
+    return truncating(filter_values(_policy(trainer), trainer.generation_config))

@@ -27,7 +27,6 @@ from .chat import Chat
 from .engine import TransformersEngine
 from .environments import Environments
 from .local import Terms
-from .tools import Toolbox
 from .vllm import VllmServer
 from .worker import RolloutWorker
 
@@ -49,8 +48,7 @@ def described(trainer: Any) -> str | None:
 def sample_ahead(trainer: Any, only_due: bool = False) -> None:
     """With `rollout_lag`: submit the rollout batches that the current weights sample.
 
-    Args:
-        only_due: submit the rollout batch of this step alone. Its further prompts must enter the queue before others.
+    With `only_due` that of this step alone, whose further prompts must enter the queue before others.
     """
     rollouts, lag = trainer._rollouts, trainer.args.rollout_lag
     if not lag:
@@ -74,7 +72,7 @@ def _terms_by(trainer: Any, ahead: RolloutsAhead, weights: Weights) -> Terms:
     rewards = dataclasses.replace(terms.rewards, processing_classes=processors)
     shared = terms.toolbox.environments  # whose instances the main thread uses
     environments = Environments(shared.factories, ahead.pools, shared.retired)
-    toolbox = Toolbox(terms.toolbox.tools, environments, terms.toolbox.loop)
+    toolbox = dataclasses.replace(terms.toolbox, environments=environments)
     terms = dataclasses.replace(terms, generation_config=config, rewards=rewards, toolbox=toolbox)
     return dataclasses.replace(terms, state=state, chat=_own_chat(ahead, terms.chat))
 

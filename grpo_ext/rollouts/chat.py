@@ -68,11 +68,6 @@ class Chat:
         """Whether the model takes images."""
         return isinstance(self.processing_class, ProcessorMixin)
 
-    @property
-    def _parses(self) -> bool:
-        names = ("response_template", "response_schema")
-        return any(getattr(self.tokenizer, name, None) is not None for name in names)
-
     def tools_of(self, environment_name: str | None) -> Sequence[Callable[..., Any]]:
         """The tools shown in prompts of an environment."""
         return self.tools if self.environment_tools is None else self.environment_tools[environment_name]
@@ -80,12 +75,9 @@ class Chat:
     # ---- Prompts to ids -------------------------------------------------------------------------------------------
 
     def with_images(self, prompt: Any, row: Mapping[str, Any]) -> Any:
-        """The prompt with the images of its row of the data set in the content of its messages.
+        """The prompt with the images of its row in the content of its messages; a DataError for a text with images.
 
         Differs from TRL, where all rows of a process decide whether texts become content parts: here each row does.
-
-        Raises:
-            DataError: a row has images, and its prompt is a text.
         """
         images = images_of(dict(row))
         if isinstance(prompt, str):
@@ -101,11 +93,7 @@ class Chat:
         return prompt
 
     def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
-        """Token ids of prompts; a DataError for one that is neither a text nor messages that the template takes.
-
-        Args:
-            environment_names: one for each prompt; None where there is one environment, or none.
-        """
+        """Token ids of prompts, each with the tools of its environment; a DataError for what the template refuses."""
         ids: list[list[int]] = []
         for prompt, name in zip(prompts, environment_names, strict=True):
             check_prompt(prompt)
@@ -129,11 +117,7 @@ class Chat:
             )
 
     def _render(self, messages: Messages, tools: Sequence[Callable[..., Any]] = (), prompt: bool = True) -> list[int]:
-        """Token ids of a conversation; with `prompt` the beginning of the model's next message is added.
-
-        Raises:
-            DataError: there is no chat template, or it does not take the conversation.
-        """
+        """Token ids of a conversation; with `prompt` the beginning of the model's next message is added."""
         try:
             rendered = self.processing_class.apply_chat_template(
                 conversation=[messages],
@@ -153,19 +137,14 @@ class Chat:
         return rendered["input_ids"][0]
 
     def suffix_ids(self, answers: Messages, with_end: bool = False) -> list[int]:
-        """The tokens between the model's tool calls and its next turn.
-
-        They are rendered after a short conversation that calls the first of these tools, because some templates repeat
-        its name.
+        """The tokens between the model's tool calls and its next turn; a DataError where a template rewrites the calls.
 
         Args:
             with_end: the end token of the calls too, after which some templates break the line.
-
-        Raises:
-            DataError: the template renders a call in another way once an answer follows.
         """
         if self.suffix is not None:
             return list(self.suffix(answers))
+        # after a call of the first of these tools, because some templates repeat its name
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
         before: Messages = [
             {"role": "user", "content": "dummy"},
@@ -188,19 +167,18 @@ class Chat:
         """Set completion and calls of transcripts after their first turn."""
         if not transcripts:
             return
+        schemas = (getattr(self.tokenizer, name, None) for name in ("response_template", "response_schema"))
+        parses = any(schema is not None for schema in schemas)
         texts = self.processing_class.batch_decode([t.ids for t in transcripts], skip_special_tokens=True)
         for t, text in zip(transcripts, texts, strict=True):
-            if (messages := bool(t.prompt) and is_conversational({"prompt": t.prompt})) and self._parses:
+            if (messages := bool(t.prompt) and is_conversational({"prompt": t.prompt})) and parses:
                 t.completion = []
                 self.add_message(t, len(t.ids))
             else:
                 t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
 
     def add_message(self, transcript: Transcript, tokens: int) -> None:
-        """Add the message that the model wrote with the last `tokens` tokens, and set the calls in it.
-
-        A run without tools has no calls, whatever the model writes.
-        """
+        """Add the message that the model wrote with the last `tokens` tokens, and set its calls; none without tools."""
         ids = transcript.prompt_ids + transcript.ids
         start = len(ids) - tokens
         shown = list(self.tools_of(transcript.environment_name))

@@ -133,10 +133,7 @@ def own_generate(model: Any) -> str | None:
 
 @contextlib.contextmanager
 def without_router_logits(config: Any) -> Iterator[None]:
-    """Inside, a model that is configured to return its router logits does not.
-
-    Its forward would make the load-balancing loss of them, which fails under the attention mask of a cache.
-    """
+    """Inside, no router logits are returned: their load-balancing loss fails under the attention mask of a cache."""
     with contextlib.ExitStack() as stack:
         for part in (config, config.get_text_config()):
             if getattr(part, "output_router_logits", False):

@@ -67,7 +67,6 @@ class EngineSettings:
         multiple: the width of a batch is rounded up to a multiple of this (TRL's `pad_to_multiple_of`).
         compact: each different prompt runs once, and finished rows leave the batch.
         sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
-        replay: what is recorded.
         fp16: for the explanation of scores that are not finite.
     """
 
@@ -133,11 +132,7 @@ class TransformersEngine:
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """New tokens of each transcript; where a forward is a collective every process comes here for every turn.
-
-        Raises:
-            PrecisionError: the model's scores are no distribution.
-        """
+        """See `Engine`; where a forward is a collective every process comes here for every turn."""
         assert config is not None
         chunks = self.settings.chunks(transcripts, num_generations)
         calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
@@ -254,11 +249,7 @@ def _model_inputs(prompts: Sequence[Sequence[int]], settings: EngineSettings) ->
 def _with_loop(
     inputs: Any, model: Any, config: GenerationConfig, settings: EngineSettings, choice: Any, numbers: Any
 ) -> GenerationConfig:
-    """Let `generate` run a loop that says how rows end; returns the configuration without its stop strings.
-
-    Args:
-        numbers: for every row the number of its prompt, where each prompt runs once; else None.
-    """
+    """Let `generate` run a loop that says how rows end, with `numbers` one that runs each prompt once."""
     of_prompts = tuple(inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES})
     if config.stop_strings:  # transformers takes no tokenizer beside a function
         criterion = StopStringCriteria(settings.tokenizer, config.stop_strings)

@@ -42,12 +42,9 @@ class Environments:
 
         Without environments the prompt is the row's. With them a row may have no prompt.
 
-        Args:
-            seconds: time limit of a `reset`; None: no limit.
-
         Raises:
             DataError: a row names an unknown environment.
-            RolloutError: a `reset` raised, took too long, or returned what cannot be added to a prompt.
+            RolloutError: a `reset` raised, took more than `seconds`, or returned what cannot be added to a prompt.
         """
         if not self.factories:
             for t in transcripts:
@@ -80,10 +77,7 @@ class Environments:
         return id(environment) not in self.retired
 
     def retire(self, environment: Any) -> None:
-        """Stop using an environment with a call that hangs, because the thread of that call may still change it.
-
-        Later calls and rollouts do not reach it, and its reward is None.
-        """
+        """Stop using an environment whose call hangs, because its thread may still change it; its reward is None."""
         self.retired[id(environment)] = environment
         for pool in self.pools.values():
             pool[:] = filter(self.uses, pool)

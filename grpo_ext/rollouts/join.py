@@ -59,7 +59,6 @@ class Round:
     Attributes:
         batch: its completions, with their advantages.
         rewards_BF: their rewards; advantages_B: what they become.
-        entries: what is logged of each completion.
         reward_calls: a record of each call of a reward function, with what it logged, in the order of the completions.
         local_rows: which of its rows are this process's.
     """
@@ -76,12 +75,7 @@ class Round:
 
 
 def exchange(local: LocalRollout, images: ImageSource) -> list[Share]:
-    """The shares of all processes; a collective.
-
-    Raises:
-        GrpoExtError: on every process, where a process failed; there it is the error itself.
-        ConfigError: on every process, where models ran different forwards.
-    """
+    """The shares of all processes; a collective. Where one failed, or models ran different forwards, all raise."""
     with together("the exchange of a rollout batch"):
         if local.failure is not None:
             raise local.failure
@@ -101,14 +95,11 @@ def join(
     rank: int,
     rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
 ) -> Round:
-    """Join the shares of all processes.
+    """Join the shares of all processes; a RolloutError for rewards of other completions, or groups that are not whole.
 
     Args:
         rewards_by_user: what the user's `_calculate_rewards` returned for all completions, and the calls of reward
             functions in it; None without one.
-
-    Raises:
-        RolloutError: there are rewards for another number of completions, or a group is not whole.
     """
     starts = list(itertools.accumulate((len(share.entries) for share in shares), initial=0))
     calls = [call.moved(start - share.first) for share, start in zip(shares, starts) for call in share.reward_calls]
@@ -155,14 +146,7 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
         )
         for transcript in transcripts
     ]
-    return Share(
-        columns=columns,
-        entries=entries,
-        rewards_BF=local.rewards_BF,
-        reward_calls=local.reward_calls,
-        first=local.first,
-        forms=local.forms,
-    )
+    return Share(columns, entries, local.rewards_BF, local.reward_calls, local.first, local.forms)
 
 
 def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:

@@ -163,13 +163,10 @@ def most_kept(filters: Mapping[str, Any]) -> int | None:
 def sampling_filters(
     model: Any, config: GenerationConfig, replay: Replay = NO_REPLAY
 ) -> tuple[LogitsProcessorList, Recorder]:
-    """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them.
+    """transformers' filters in the order of `generate(do_sample=True)`, and what records the tokens drawn after them.
 
     Args:
         replay: what is recorded: the tokens that the filters keep, at most `most_kept`, and experts.
-
-    Returns:
-        The filters, and what records the tokens that are drawn after them.
     """
     values = filter_values(model, config)
     leaving_out = truncating(values)
@@ -196,9 +193,6 @@ def not_replayed(model: Any, config: GenerationConfig, temperature: float) -> di
     reason = f"training divides by temperature={temperature!r}: set that alone"
     others[f"temperature={value!r} in generation_kwargs ({reason})"] = value not in (None, temperature)
     return others
-
-
-# ---- Suppressed tokens ----------------------------------------------------------------------------------------------
 
 
 def suppressed_tokens(model: Any, config: GenerationConfig, eos_token_ids: Sequence[int]) -> list[torch.Tensor]:
@@ -234,9 +228,6 @@ def greedy_config(model: Any, config: GenerationConfig) -> GenerationConfig:
     greedy.max_new_tokens = setting_of(model, config, "max_new_tokens") or NEW_TOKENS
     greedy.do_sample, greedy.renormalize_logits = False, False  # which runs after the filters, and changes no chance
     return greedy
-
-
-# ---- Rows without their padding --------------------------------------------------------------------------------------
 
 
 class OwnTokens(LogitsProcessor):

@@ -59,7 +59,6 @@ class Terms:
 
     Attributes:
         training: False in an evaluation.
-        num_generations: completions of a prompt.
         rewards: the reward functions; weights_F: their weights, on the CPU; rule: from rewards to advantages.
         recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
         metrics, table: TRL's records: log values of the mode, and the table of completions.
@@ -69,12 +68,10 @@ class Terms:
         old_logps, reference: log-probabilities of the policy that samples, of the reference model, are needed.
         unchecked: vLLM's log-probabilities are still to be compared with the policy's.
         batch_size, max_tokens: limits of a forward without gradients.
-        chat: the chat template, with the tools that prompts show.
-        toolbox: the tools that are called, and the environments.
+        chat, toolbox: the tools that prompts show; those that are called, and the environments.
         ends: a completion of which only the ids are known, and that ends in none of these tokens, is truncated.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
         logs_images: the table of completions shows images (`log_multimodal`).
-        replay: what is recorded and replayed.
         record_experts: the forward of the policy's log-probabilities records the experts, because the sampler does not.
         truncating: the filters that leave out tokens, with their settings.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.

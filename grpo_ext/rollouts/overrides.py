@@ -15,7 +15,6 @@ import torch
 
 from ..algorithms.keyed_random import mix
 from ..errors import RolloutError
-from ..forward.images import images_in
 from ..runtime.attributes import assigned
 from ..runtime.collectives import uneven_collectives
 from .keyed import BEYOND, request_keys
@@ -55,9 +54,8 @@ class MainWorker(RolloutWorker):
         keys = request_keys(local.request, len(prompts), terms.seed, terms.training, self._next_super_call())
         for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
             row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
-            row = dataclasses.replace(row, key=key, prompt=prompt, tool_calls=0, tool_failures=0)
-            row.images = images_in(prompt)
-            row.prompt_images = len(row.images)
+            row = dataclasses.replace(row, key=key, tool_calls=0, tool_failures=0)
+            row.set_prompt(prompt)
             transcripts.append(row)
         part = LocalRollout(local.request, terms, transcripts)
         super().converse(part)

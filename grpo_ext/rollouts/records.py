@@ -60,11 +60,7 @@ def _length_metrics(lengths_B: torch.Tensor, truncated_B: torch.Tensor) -> dict[
 
 
 def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, float]:
-    """Differences between vLLM's log-probabilities and the policy's, over all completions.
-
-    Tokens without loss, and tokens for which vLLM reports no log-probability (NaN), do not count. A value is 0 where
-    nothing counts, as in TRL.
-    """
+    """vLLM's log-probabilities against the policy's, over tokens with loss that are not NaN; 0 where none is."""
     deltas, ratios = [], []
     for batch in (part.batch for part in rounds):
         columns = (batch.loss_masks, batch["old_per_token_logps"], batch["sampling_per_token_logps"])

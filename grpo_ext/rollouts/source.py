@@ -320,12 +320,7 @@ class Rollouts:
         return dataclasses.replace(last, batch=batch)
 
     def _check_scoring_without_super(self, rows: StepRows) -> None:
-        """Warn that an override without `super()` samples in its own way.
-
-        Raises:
-            ConfigError: in bitwise mode.
-            RolloutError: the processes have different numbers of rows, which a copy of TRL's method takes for equal.
-        """
+        """Warn that an override without `super()` samples in its own way, or refuse it."""
         what = "_generate_and_score_completions does not call super()"
         if self.args.bitwise_invariant:
             raise ConfigError(f"{what}, and bitwise_invariant=True needs this trainer's own sampling; turn one off.")
@@ -358,11 +353,7 @@ class Rollouts:
         return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group, columns=columns)
 
     def rewards(self, columns: tuple[Any, ...], terms: Terms) -> torch.Tensor:
-        """TRL's `_calculate_rewards`: the rewards (B, F) of all processes, in global order.
-
-        Args:
-            columns: of this process: rows, prompts, completions, token ids.
-        """
+        """TRL's `_calculate_rewards` of this process's `reward_columns`: (B, F) of all processes, in global order."""
         request = self._request(columns[0], terms.num_generations)
         local = self._rewarded or LocalRollout(request, terms)
         local.request = request

@@ -155,9 +155,7 @@ class Recorder(LogitsProcessor):
         return [TokenRecord.joined(self._parts[row]).first(length) for row, length in enumerate(lengths)]
 
     def experts(self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The experts (N, C) of the prompt and the first tokens of each row.
-
-        The last new token never ran, so it has none (`LIVE`).
+        """The experts (N, C) of the prompt and the first tokens of each row; `LIVE` for the last, which never ran.
 
         Args:
             contexts: tokens of each prompt of the first forward.

@@ -53,19 +53,19 @@ class TurnLimits:
         return completion <= self.max_completion_length and len(transcript.prompt_ids) + completion < self.context
 
 
+@dataclass(frozen=True)
 class Toolbox:
     """The tools of a run.
 
-    Args:
+    Attributes:
         tools: those that belong to no environment.
         environments: whose public methods are tools too.
         loop: that runs asynchronous tools, on a thread of its own; None where all are synchronous.
     """
 
-    def __init__(
-        self, tools: Sequence[Tool], environments: Environments, loop: asyncio.AbstractEventLoop | None = None
-    ) -> None:
-        self.tools, self.environments, self.loop = list(tools), environments, loop
+    tools: Sequence[Tool]
+    environments: Environments
+    loop: asyncio.AbstractEventLoop | None = None
 
     def tools_of(self, transcript: Transcript) -> dict[str, Tool]:
         """The tools that a transcript may call, by name; of two with one name the synchronous one, or the last."""
@@ -180,12 +180,7 @@ def _failure(transcript: Transcript, error: object) -> dict[str, str]:
 
 
 def context_length(config: Any, takes_images: bool, engine: Any = None) -> int:
-    """Tokens that sampling can read: the limit of an engine in this process, else the model's.
-
-    Args:
-        config: the model's; its text configuration counts where the model takes images.
-        engine: TRL's `VLLMGeneration`; None without vLLM.
-    """
+    """Tokens that sampling can read: the limit of TRL's `VLLMGeneration` in this process, else the model's."""
     if engine is not None and engine.mode == "colocate":
         return engine.llm.llm_engine.model_config.max_model_len
     return getattr(config.text_config if takes_images else config, "max_position_embeddings", None) or sys.maxsize
@@ -208,14 +203,10 @@ def continue_with(transcript: Transcript, sampled: Sampled, chat: Chat, limits: 
 
 
 def check_tools(tools: Sequence[Tool], processing_class: Any, first_rows: Sequence[Any]) -> None:
-    """Refuse two tools with one name, and templates and prompts that cannot show tools.
+    """Raise a ConfigError or a DataError for two tools of one name, and templates and prompts that cannot show tools.
 
     Args:
-        tools: those that belong to no environment.
-        first_rows: of every data set.
-
-    Raises:
-        ConfigError, DataError: names the tool or the prompt.
+        tools: those that belong to no environment; first_rows: of every data set.
     """
     names = [getattr(tool, "__name__", None) for tool in tools]
     if None in names or len(set(names)) < len(names):

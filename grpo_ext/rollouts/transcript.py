@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..forward.images import images_in
 from ..forward.routing import LIVE
 from .token_record import TokenRecord
 
@@ -95,6 +96,11 @@ class Transcript:
     turns: int = 0
     tool_calls: int = 0
     tool_failures: int = 0
+
+    def set_prompt(self, prompt: Any) -> None:
+        """Set the prompt, and the images in it."""
+        self.prompt, self.images = prompt, images_in(prompt)
+        self.prompt_images = len(self.images)
 
     def add_sampled(self, turn: Sampled) -> None:
         """Append tokens that the model wrote."""

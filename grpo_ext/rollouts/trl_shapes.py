@@ -23,10 +23,7 @@ _GENERATED = 8
 
 
 def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, settings: EngineSettings) -> dict[str, Any]:
-    """TRL's padded dictionary of this process's rows, with their part of the advantages of the whole rollout batch.
-
-    On a process without prompts it holds the stand-ins, with advantages of zero.
-    """
+    """TRL's padded dictionary of this process's rows; without prompts of its stand-ins, with advantages of zero."""
     transcripts = local.transcripts
     columns = trl_columns(local, transcripts, whole=True)
     advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]

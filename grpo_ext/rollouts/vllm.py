@@ -51,12 +51,7 @@ class VllmEngine:
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`.
-
-        Raises:
-            RolloutError: an engine samples for several processes that have different numbers of rows, or it returns
-                no masks or experts although it was told to; raised on every process.
-        """
+        """See `Engine`; a RolloutError for unequal shares of an engine, and for masks or experts that do not come."""
         engines = self.generation.tensor_parallel_size
         if engines > 1 and not any(transcript.turns for transcript in transcripts):
             refuse_unequal_shares("vLLM", len(transcripts), UNEQUAL_SHARES)

@@ -22,7 +22,6 @@ import torch
 from ..batching.prompt_order import StepRows
 from ..compat import as_reference
 from ..errors import RolloutError
-from ..forward.images import images_in
 from ..forward.rows import TokenRows, same_prompts
 from ..forward.runner import ForwardRunner
 from ..rewards.runner import RewardRows, RewardRunner
@@ -95,9 +94,7 @@ class RolloutWorker:
         transcripts = [Transcript(row, key, place, number) for place, (row, key, number) in columns]
         terms.toolbox.environments.begin(transcripts, terms.limits.seconds)
         for transcript in transcripts:
-            transcript.prompt = terms.chat.with_images(transcript.prompt, transcript.row)
-            transcript.images = images_in(transcript.prompt)
-            transcript.prompt_images = len(transcript.images)
+            transcript.set_prompt(terms.chat.with_images(transcript.prompt, transcript.row))
         self.show_environments(transcripts)
         return transcripts
 

@@ -23,7 +23,8 @@ def sampled_chunk(
 ) -> list[list[int]]:
     """What `sample_chunk` samples after prompts."""
     rows = [Transcript({}, key, prompt_ids=list(ids)) for ids, key in zip(prompts, keys_B.tolist())]
-    settings = EngineSettings(torch.device(device), None, filler=0, pad=0, multiple=multiple)
+    pad = config.pad_token_id or 0
+    settings = EngineSettings(torch.device(device), None, filler=0, pad=pad, multiple=multiple)
     with torch.no_grad():
         return [row.ids for row in sample_chunk(model, rows, config, settings, compact=compact)]
 

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from grpo_ext.checks import trainer as checks
+from grpo_ext.checks import data as checks
 from grpo_ext.errors import DataError, SplitDependentError
 from grpo_ext.forward.rope import covered_length
 from tests.support.tiny import prompts, tiny_model
