@@ -168,7 +168,8 @@ def _conditions(trainer: Any) -> str:
 def callback_states(callbacks: Sequence[Any]) -> Any:
     """The states of callbacks that have one (transformers' `ExportableState`), by their classes' names."""
     stateful: Any = [callback for callback in callbacks if isinstance(callback, ExportableState)]
-    return TrainerState(stateful_callbacks=stateful).stateful_callbacks
+    # a resume reads numbers among keys as texts, and keys of both kinds cannot be sorted
+    return json.loads(json.dumps(TrainerState(stateful_callbacks=stateful).stateful_callbacks))
 
 
 def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkpoint: str) -> None:
@@ -189,9 +190,8 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
                 for attribute, value in values.items():
                     setattr(callback, attribute, value)
             except Exception as error:
-                logger.warning(
-                    f"The state of {name} in {checkpoint} was not restored ({type(error).__name__}: {error})."
-                )
+                reason = f"{type(error).__name__}: {error}"
+                logger.warning(f"The state of {name} in {checkpoint} was not restored ({reason}).")
 
 
 def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
