@@ -50,7 +50,7 @@ from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
-from .runtime.collectives import leave_in_order
+from .runtime.collectives import leave_in_order, refused_alone
 from .runtime.determinism import align_memory, computing_with, pinned
 from .step.evaluation import PassAtK
 from .step.gradients import accumulating, replicate
@@ -440,6 +440,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),
                 computing_with(self._rollouts.divide_threads()),
+                refused_alone(self.accelerator),
                 self._keeper.running(checkpoint),
                 contextlib.closing(self._rollouts),
             ):

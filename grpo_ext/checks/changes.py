@@ -14,6 +14,7 @@ from torch import nn
 from transformers import ProcessorMixin
 
 from ..errors import ConfigError, refuse_combination, shortened
+from ..forward.reference import weight_sums
 from ..rollouts.build import CHANGE_ROWS, overridden, own_sampling, suppressed_in, template_of, why_not_by_key
 from ..rollouts.vllm import SENT
 from .settings import check_replay
@@ -31,7 +32,7 @@ def built_for(trainer: Any) -> dict[str, Any]:
     """The settings that components are built for, by name."""
     engine, prepare = getattr(trainer, "vllm_generation", None), trainer._rollouts.images.prepare
     tokens = [ids.tolist() for ids in suppressed_in(trainer)] if trainer.use_vllm is trainer.args.use_vllm else None
-    no_loop, no_reference = getattr(trainer, "async_loop", None) is None, trainer.ref_model is None
+    no_loop, lag = getattr(trainer, "async_loop", None) is None, trainer.args.rollout_lag
     settings = {name: getattr(trainer, name) for name in (*_PLANNED, *_ENGINE)} | {
         "sampling_mask or routing_replay": trainer.args.replay,
         "suppress_tokens or min_new_tokens (with sampling_mask)": tokens,
@@ -40,15 +41,18 @@ def built_for(trainer: Any) -> dict[str, Any]:
         "names in environment_factories": set(trainer.environment_factories or ()),
         "processing_class (a processor)": isinstance(trainer.processing_class, ProcessorMixin),
         "tools (asynchronous)": no_loop and any(map(inspect.iscoroutinefunction, trainer._standalone_tools)),
-        "beta": no_reference and not hasattr(trainer.model, "peft_config") and trainer.beta,
+        "beta": not trainer.args.beta and trainer.ref_model is None and trainer.beta,
+        "args.steps_per_generation": trainer.args.steps_per_generation,
     }
     if prepare is not None:
         settings["tools (of a model that takes images)"] = bool(trainer.tools or trainer.environment_factories)
         settings[f"an override of {' or '.join(CHANGE_ROWS)}"] = any(map(trainer._override_of, CHANGE_ROWS))
         prompts = trainer.processing_class, template_of(trainer)
         settings["processing_class or chat_template"] = prompts != (prepare.processor, prepare.template)
-    if trainer.args.rollout_lag:  # the thread has a copy of the one, and reads the other while it samples
+    if lag:  # the thread has a copy of the one, and reads the others while it samples
         settings["ref_model"] = trainer.ref_model
+        if not (trainer.args.sync_ref_model or trainer._rollouts.worker.settings.sharded):
+            settings["the weights of ref_model"] = weight_sums(trainer.ref_model)
         settings |= {f"vllm_generation.{name}": copy.copy(getattr(engine, name, None)) for name in SENT}
     return settings
 
@@ -75,6 +79,11 @@ def refuse_changes(trainer: Any, planned: Mapping[str, Any]) -> None:
 
 def refuse_overrides(trainer: Any) -> None:
     """Raise a ConfigError for overrides that would not be called, or not with the weights that sample."""
+    if method := overridden(trainer, "_prepare_inputs"):
+        raise ConfigError(
+            f"{method} would be given a step's rows and return a RolloutBatch of all processes, not TRL's dictionary; "
+            "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
+        )
     if method := overridden(trainer, "_tool_call_loop"):
         raise ConfigError(
             f"{method} would not be called: this trainer answers tools transcript by transcript. Override "

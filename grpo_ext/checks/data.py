@@ -46,6 +46,11 @@ def check_prompts(dataset: Any, split: str) -> None:
             f"the {split} data set has no 'prompt' column; it has {', '.join(columns)}; rename the column that holds"
             " the prompt, for example dataset.rename_column('question', 'prompt')."
         )
+    if taken := {"prompts", "completions"} & set(columns):
+        raise DataError(
+            f"the {split} data set has a column {min(taken)!r}, a name under which reward functions get what was "
+            "sampled; rename or remove the column."
+        )
     for row, prompt in enumerate(iterate_prompts(dataset)):
         if not prompt:
             raise DataError(

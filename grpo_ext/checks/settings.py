@@ -78,6 +78,8 @@ def check_ends(trainer: Any) -> None:
             f"stop_strings={strings!r} with use_transformers_continuous_batching=True, which does not know them; use "
             "end tokens (eos_token_id in generation_kwargs), or turn it off."
         )
+    if "" in ([strings] if isinstance(strings, str) else strings):
+        raise ConfigError(f"stop_strings={strings!r}: an empty text would end every completion; leave it out.")
     StopStringCriteria(trainer._rollouts.worker.settings.tokenizer, strings)  # which says why, if it cannot
 
 
@@ -141,15 +143,17 @@ def remarks(trainer: Any) -> list[str]:
         f"Several reward functions are named {', '.join(twice)}, so their metrics are merged; rename one.": twice,
         "load_best_model_at_end=True loads the checkpoint of the lowest eval_loss, which does not follow the reward; "
         "set metric_for_best_model='eval_reward'.": best,
-        "think_format_reward is always 0, because the chat template writes the <think> that it looks for in the "
-        "completion; use another reward or template.": thinks,
+        "think_format_reward is always 0, because prompts end in the <think> that it looks for in the completion; use "
+        "another reward or template.": thinks,
     }
     return [sentence for sentence, applies in sentences.items() if applies]
 
 
 def _end_of_prompt(trainer: Any) -> str:
-    options = {**template_of(trainer), "tokenize": False, "add_generation_prompt": True}
+    options, data = {**template_of(trainer), "tokenize": False, "add_generation_prompt": True}, trainer.train_dataset
     try:
-        return trainer.processing_class.apply_chat_template([{"role": "user", "content": "?"}], **options).rstrip()
-    except Exception:  # no template, or one that refuses this message
+        prompt = data[0]["prompt"] if hasattr(data, "__len__") else [{"role": "user", "content": "?"}]
+        text = prompt if isinstance(prompt, str) else trainer.processing_class.apply_chat_template(prompt, **options)
+        return text.rstrip()
+    except Exception:  # no template, or one that refuses this prompt
         return ""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 
@@ -22,7 +23,7 @@ from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
 from ..forward.reference import base_model_of
 from ..runtime.attributes import assigned
-from .keyed import OwnTokens, on_own_tokens
+from .keyed import NEW_TOKENS, OwnTokens, on_own_tokens, padding_widths, setting_of, without_padding
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
 _LOOK_EVERY = {"cuda": 16}  # tokens between two looks at which rows have ended; on other devices 1
@@ -165,16 +166,21 @@ class Ends(StoppingCriteriaList):
         rows_B: the rows that are left, among all; done_B: which of them are done.
     """
 
-    def __init__(self, criteria: Sequence[Any], ids: torch.Tensor) -> None:
+    def __init__(self, criteria: Sequence[Any], ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         super().__init__(criteria)
         self._limits = StoppingCriteriaList(c for c in self if isinstance(c, _LIMITS))
-        self._causes = StoppingCriteriaList(c for c in self if not isinstance(c, _LIMITS))
+        self._strings: list[Any] = [c for c in self if isinstance(c, StopStringCriteria)]  # which read padding too
+        self._causes = StoppingCriteriaList(c for c in self if not isinstance(c, (*_LIMITS, StopStringCriteria)))
+        self.padding_B = padding_widths(mask, len(ids))
         self.rows_B, self.lengths_B = torch.arange(len(ids), device=ids.device), ids.new_zeros(len(ids))
         self.done_B, self.ended_B = self.lengths_B.bool(), self.lengths_B.bool()
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         self.lengths_B[self.rows_B] += ~self.done_B
         ended_B = self._causes(input_ids, scores, **kwargs)
+        for criterion in self._strings:
+            read = functools.partial(criterion, scores=None)  # transformers' loop hands over none
+            ended_B |= without_padding(read, self.padding_B, torch.empty_like(ended_B), input_ids)
         self.ended_B[self.rows_B] |= ended_B & ~self.done_B
         self.done_B = self.done_B | ended_B | self._limits(input_ids, scores, **kwargs)
         return self.done_B
@@ -185,13 +191,13 @@ class Ends(StoppingCriteriaList):
         return [(ids[:length], ended) for ids, length, ended in columns]
 
 
-def rows_by_ids(ids_BT: torch.Tensor, config: GenerationConfig) -> EndedRows:
+def rows_by_ids(ids_BT: torch.Tensor, model: Any, config: GenerationConfig) -> EndedRows:
     """The rows among new tokens of a loop that returns nothing else (a model's own, a search).
 
     A row goes up to its first end token, or else ends before the padding, and what is shorter than the limit has
     ended: neither depends on the other rows.
     """
-    rows, known, limit = [], set(end_tokens(config)), config.max_new_tokens or 0
+    rows, known, limit = [], set(end_tokens(config)), setting_of(model, config, "max_new_tokens") or NEW_TOKENS
     for ids in ids_BT.tolist():
         end = next((place for place, token in enumerate(ids, 1) if token in known), 0)
         length = end or next((n for n in range(len(ids), 1, -1) if ids[n - 1] != config.pad_token_id), 1)
@@ -210,8 +216,9 @@ def plain_decode(
     model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
 ) -> EndedRows:
     """Run transformers' own loop, for `generate(custom_generate=...)`; see `compact_decode`."""
-    ends = Ends(stopping_criteria, input_ids)
-    processors = on_own_tokens(logits_processor, others.get("attention_mask"), generation_config)
+    mask = others.get("attention_mask")
+    ends = Ends(stopping_criteria, input_ids, mask)
+    processors = on_own_tokens(logits_processor, mask, generation_config)
     output = model._sample(input_ids, processors, ends, generation_config, **others)
     return ends.rows(output[:, input_ids.size(1) :])
 
@@ -226,8 +233,8 @@ class _Rows:
         ends: how they ended.
     """
 
-    def __init__(self, ids: torch.Tensor, stopping_criteria: Any, pad: int) -> None:
-        self.ids, self.ends, self._pad = ids, Ends(stopping_criteria, ids), pad
+    def __init__(self, ids: torch.Tensor, ends: Ends, pad: int) -> None:
+        self.ids, self.ends, self._pad = ids, ends, pad
         self._prompts = ids.size(1)
         self._left: list[tuple[torch.Tensor, torch.Tensor]] = []  # numbers and ids of rows before some left
         self._look_every = _LOOK_EVERY.get(ids.device.type, 1)
@@ -248,6 +255,7 @@ class _Rows:
         ends = self.ends
         self._left.append((ends.rows_B, self.ids))
         self.ids, ends.rows_B, ends.done_B = (t[index] for t in (self.ids, ends.rows_B, ends.done_B))
+        ends.padding_B = [ends.padding_B[row] for row in index.tolist()]
 
     def output(self) -> EndedRows:
         """All rows."""
@@ -282,9 +290,11 @@ def compact_decode(
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, rows_B, input_ids.size(0))
-    processors: Any = on_own_tokens(logits_processor, model_kwargs.get("attention_mask"), generation_config)
+    input_ids, mask = input_ids[rows_B], model_kwargs.get("attention_mask")
+    processors: Any = on_own_tokens(logits_processor, mask, generation_config)
     model_kwargs[CACHE].reorder_cache(rows_B)
-    logits, rows = logits[rows_B], _Rows(input_ids[rows_B], stopping_criteria, generation_config.pad_token_id)
+    ends = Ends(stopping_criteria, input_ids, mask)
+    logits, rows = logits[rows_B], _Rows(input_ids, ends, generation_config.pad_token_id)
     while True:
         scores = processors(rows.ids, logits)
         rows.append(choice.tokens(rows.ids, scores))

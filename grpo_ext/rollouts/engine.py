@@ -227,7 +227,7 @@ def sample_chunk(
         output = model.generate(**inputs, generation_config=config)
     if choice is not None and choice.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")
-    rows_B = output if isinstance(output, list) else decoding.rows_by_ids(output[:, width:], config)
+    rows_B = output if isinstance(output, list) else decoding.rows_by_ids(output[:, width:], model, config)
     if len(rows_B) != len(rows):
         raise RolloutError(f"generate returned {len(rows_B)} rows for {len(rows)} prompts; each prompt needs its own.")
     if recorder is None:

@@ -117,7 +117,7 @@ def setting_of(model: Any, config: GenerationConfig, name: str) -> Any:
 def why_not_by_key(model: Any, config: GenerationConfig) -> str | None:
     """What may make a row depend on more than its key and its own tokens; None where nothing does."""
     policy = base_model_of(model)
-    for name in ("_get_logits_processor", "_get_stopping_criteria"):
+    for name in ("_get_logits_processor", "_get_stopping_criteria", "_sample", "_prefill"):
         if getattr(getattr(policy, name), "__func__", None) is not getattr(GenerationMixin, name):
             return f"{type(policy).__name__}.{name}"
     values = {name: setting_of(model, config, name) for name in sorted(vars(GenerationConfig()).keys() - COVERED)}
@@ -238,16 +238,27 @@ class OwnTokens(LogitsProcessor):
         processor.prompt_ignore_length = None  # of the repetition penalty: the same widths
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        output = torch.empty_like(scores)
-        for padding in set(self.padding_B):
-            rows = [row for row, width in enumerate(self.padding_B) if width == padding]
-            output[rows] = self.processor(input_ids[rows, padding:], scores[rows])
-        return output
+        return without_padding(self.processor, self.padding_B, torch.empty_like(scores), input_ids, scores)
+
+
+def without_padding(
+    function: Any, padding_B: Sequence[int], output: torch.Tensor, input_ids: torch.Tensor, *others: torch.Tensor
+) -> torch.Tensor:
+    """Fill `output` (B, ...) with what a function says of rows without the padding on their left."""
+    for padding in set(padding_B):
+        rows = [row for row, width in enumerate(padding_B) if width == padding]
+        output[rows] = function(input_ids[rows, padding:], *(other[rows] for other in others))
+    return output
+
+
+def padding_widths(mask: torch.Tensor | None, rows: int) -> list[int]:
+    """The tokens of padding on the left of each row; `mask` (B, width) is None where there are none."""
+    return [0] * rows if mask is None else (mask == 0).sum(1).tolist()
 
 
 def on_own_tokens(processors: Any, mask: torch.Tensor | None, config: GenerationConfig) -> LogitsProcessorList:
     """`generate`'s processors, on rows without padding; `mask` (B, width) is None where no row is padded."""
-    padding_B = [] if mask is None else (mask == 0).sum(1).tolist()
+    padding_B = padding_widths(mask, 0)
     # `generate` adds the width to `min_new_tokens` and has both processors count to it
     counter = transformers.MinLengthLogitsProcessor
     readers = (*_READERS, *([counter] if config.min_new_tokens is None else []))

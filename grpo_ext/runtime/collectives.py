@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,8 @@ _MAGIC = 0x67727065  # a header begins with it
 _REMEDY = "Collectives in code of yours have to run on every process equally often; see docs/overrides.md."
 # errors that are raised as what they are on the other processes too
 _KEPT = (errors.RolloutError, errors.PrecisionError, errors.MemoryShortageError, StepOutOfMemory)
+# the accelerator's collectives that code of users may run
+_METHODS = ("gather", "reduce", "gather_for_metrics", "pad_across_processes", "wait_for_everyone")
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
 _PULSE = 0.5  # seconds in which processes ask each other whether they are done
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -59,7 +61,22 @@ def wait_for_all(accelerator: Accelerator) -> None:
 
 def _refuse_alone() -> None:
     if _alone.get():
-        raise RuntimeError("a collective beside training: processes could run them in different orders, and hang.")
+        raise ConfigError(
+            "a collective on the thread that samples ahead: processes could run it and those of training in different "
+            "orders, and hang. Use rollout_lag=0, or no collective in reward functions and tools."
+        )
+
+
+def refused_alone(accelerator: Accelerator) -> AbstractContextManager[Any]:
+    """Inside, the accelerator's collectives raise a ConfigError on a thread that is `alone`, on several processes."""
+
+    def guarded(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if accelerator.num_processes > 1:
+            _refuse_alone()
+        return method(*args, **kwargs)
+
+    methods: dict[str, Any] = {n: functools.partial(guarded, getattr(accelerator, n)) for n in _METHODS}
+    return mock.patch.multiple(accelerator, **methods)
 
 
 def _processes() -> int:
@@ -201,6 +218,7 @@ class _Uneven:
     refused_in: str | None
 
     def meet(self, name: str) -> None:
+        _refuse_alone()
         if self.refused_in is not None:
             raise RolloutError(
                 f"{self.refused_in} gathers, and is called once for each rollout chunk, of which processes have "
@@ -241,16 +259,10 @@ def uneven_collectives(
 ) -> Iterator[None]:
     """Inside, those of `accelerator` take a different number of rows from every process, for a user's overrides.
 
-    TRL gives every process the same number of rows, so code that is written for it gathers equal shapes.
-
     Args:
         empty: whether this process takes part now but adds nothing of its own.
-        refused_in: the hook that runs, where processes call it different numbers of times: others would not join.
-        others_refused: why code inside may not run other collectives, as a clause; None: it may.
-
-    Raises:
-        RolloutError: the hook `refused_in` gathers.
-        ConfigError: code inside ran another collective and may not.
+        refused_in: the hook that runs, where processes call it different numbers of times; it may not exchange data.
+        others_refused: why code inside may not run other collectives (a ConfigError), as a clause; None: it may.
     """
     if accelerator.num_processes == 1:
         yield
@@ -340,10 +352,7 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
 
 
 def without_long_waits(work: Callable[[], Any]) -> Any:
-    """The result of `work`, which holds no collectives, once all processes are done with theirs.
-
-    A process that is done asks the others again and again: a single collective would end the run after its timeout.
-    """
+    """The result of `work`, which holds no collectives, once all are done; a single wait would meet the timeout."""
     _refuse_alone()
     if _processes() == 1:
         return work()
@@ -365,12 +374,12 @@ def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[]
         failure = ProcessError(f"process 0 failed: {type(error).__name__}: {error}")
         failure.__cause__ = error  # for the traceback; it stays on this process
     value, failure = broadcast_object_list([(value, failure)])[0]
-    if failure is None:
-        return value
-    if not accelerator.is_main_process:
+    if failure is not None and not accelerator.is_main_process:
         time.sleep(1.0)  # the launcher ends all processes once one has ended; let the main one print first
         failure = quiet(failure)
-    raise failure.with_traceback(None)
+    if failure is not None:
+        raise failure.with_traceback(None)
+    return value
 
 
 @functools.cache

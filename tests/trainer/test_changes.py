@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import trl
+from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from grpo_ext import GRPOTrainer
@@ -370,6 +371,12 @@ def seeing() -> dict[str, Any]:
     return {"model": model, "processing_class": image_processor("llava"), "train_dataset": rows}
 
 
+def reset_reference(trainer: Any) -> None:
+    """Moves the reference in place."""
+    for parameter in trainer.ref_model.parameters():
+        parameter.data.mul_(0.9)
+
+
 def scored_by_a_model(trainer: Any) -> None:
     trainer.reward_funcs = [AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)]
 
@@ -380,6 +387,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 REFUSED = [
     Refused("num_generations", setting("num_generations", 8)),
     Refused("num_iterations", setting("num_iterations", 2)),
+    Refused("args.steps_per_generation", setting("args.steps_per_generation", 2)),
     Refused("use_vllm", setting("use_vllm", True)),
     Refused("vllm_mode", setting("vllm_mode", "server")),
     Refused("use_transformers_continuous_batching", setting("use_transformers_continuous_batching", True)),
@@ -395,6 +403,8 @@ REFUSED = [
     Refused("pad_to_multiple_of", setting("pad_to_multiple_of", 32)),
     Refused("pad_token_id", lambda trainer: setattr(trainer.processing_class, "pad_token", "<unk>")),
     Refused("beta", setting("beta", 0.1)),
+    Refused("beta", setting("beta", 0.1), lambda: {"peft_config": LoraConfig(r=2, init_lora_weights=False)}),
+    Refused("ref_model", reset_reference, own_model, {**AHEAD, "beta": 0.1}, "the weights of {} was changed to"),
     Refused(
         "tools",
         lambda trainer: trainer.tools.append(later),

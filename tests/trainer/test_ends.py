@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
+from grpo_ext.rollouts.build import why_not_by_key
 from tests.support.colocated import stand_in
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import change, error, make, passing_on
@@ -64,7 +66,8 @@ CAUSES: dict[str, Callable[[], dict[str, Any]]] = {
 def run(folder: Any, **settings: Any) -> tuple[torch.Tensor, list[list[int]], dict[str, float]]:
     """The update of one step, its completions and its log."""
     cls = settings.pop("cls", GRPOTrainer)
-    trainer = make(folder, settings.pop("model", "qwen2"), cls=cls, max_steps=1, num_generations=8, **settings)
+    settings = {"max_steps": 1, "num_generations": 8, **settings}
+    trainer = make(folder, settings.pop("model", "qwen2"), cls=cls, **settings)
     update = change(trainer)
     return update, [row.tolist() for row in trainer._rollouts.batch["completion_ids"]], trainer.state.log_history[0]
 
@@ -94,6 +97,52 @@ def test_a_row_ends_where_generation_ended_it(tmp_path, cause, compact):
     assert error(update, again) < UPDATE
     if cause == "end tokens":
         assert error(update, run(tmp_path)[0]) > DIFFERENT
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_stop_string_is_not_found_in_padding(tmp_path, compact):
+    """The padding is a letter, and a stop string begins with it: a short prompt could end with the first token."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "a"
+    stops = ["a" + last + letter for last in "cd" for letter in "abcdefghijklmnopqrstuvwxyz0123456789 "]
+    settings: dict[str, Any] = {"processing_class": tokenizer, "compact_rollouts": compact}
+    settings |= {"train_dataset": Dataset.from_dict({"prompt": ["bcdefgh>", "c", "bc>", "d"] * 2})}
+    settings |= {"num_generations": 4, "generation_kwargs": {"stop_strings": stops}}
+    _, rows, _ = run(tmp_path, rollout_chunk_size=16, **settings)
+    assert any(len(row) > 1 for row in rows)
+    _, others, _ = run(tmp_path, rollout_chunk_size=4, **settings)
+    assert others == rows
+
+
+def test_an_empty_stop_string_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="an empty text would end every completion"):
+        make(tmp_path, generation_kwargs={"stop_strings": [""]})
+
+
+def test_a_model_with_its_own_generate_and_no_limit_ends_rows(tmp_path):
+    model = tiny_model()
+    model.generate = functools.partial(
+        model.generate, stopping_criteria=StoppingCriteriaList([OnLetters()]), max_new_tokens=LIMIT
+    )
+    _, rows, log = run(tmp_path, model=model, max_completion_length=None)
+    ended = [row[-1] == 1 or len(row) < 20 for row in rows]
+    assert log["completions/clipped_ratio"] == 1 - sum(ended) / len(rows)
+
+
+def test_a_model_with_a_loop_of_its_own_runs_it(tmp_path):
+    calls: list[int] = []
+
+    class Own(transformers.Qwen2ForCausalLM):
+        def _sample(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return super()._sample(*args, **kwargs)
+
+    model = tiny_model()
+    model.__class__ = Own
+    trainer = make(tmp_path, model, max_steps=1)
+    assert "Own._sample" in why_not_by_key(trainer)
+    trainer.train()
+    assert calls
 
 
 def test_a_model_with_its_own_generate_ends_rows_before_their_padding(tmp_path):

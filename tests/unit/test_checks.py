@@ -116,6 +116,10 @@ def test_everything_that_depends_on_the_split_is_told_at_once():
             r"has no 'prompt' column; it has question, answer; .*rename_column\('question', 'prompt'\)",
         ),
         (
+            Dataset.from_dict({"prompt": ["a"], "completions": ["b"]}),
+            "has a column 'completions', a name under which reward functions get what was sampled",
+        ),
+        (
             Dataset.from_dict({"prompt": ["p"] * 1000 + [""] + ["p"] * 1000}),
             r"row 1000 of the training data set has an empty prompt \(''\)",
         ),
