@@ -176,6 +176,18 @@ def failing(folder: Path, place: str, at: int = 0, error: Exception | None = Non
     return trainer
 
 
+def gathering_reward(folder: Path) -> Any:
+    """A reward function that gathers, on the thread that samples ahead."""
+
+    def reward(**columns: Any) -> list[float]:
+        trainer.accelerator.gather(torch.ones(1))
+        return letter_reward(**columns)
+
+    trainer = trainer_of(folder, groups=4, reward=reward, rollout_lag=1)
+    trainer.train()
+    return trainer
+
+
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 FAILING: dict[str, Callable[[Path], Any]] = {
     "comparison": lambda folder: failing(folder, "comparison"),
@@ -187,6 +199,7 @@ FAILING: dict[str, Callable[[Path], Any]] = {
     "no super": lambda folder: failing(folder, "no super"),
     "objects of the loss": lambda folder: failing(folder, "objects of the loss"),
     "objects": lambda folder: trainer_of(folder, cls=GathersObjects, **DYNAMIC).train(),
+    "reward with a lag": gathering_reward,
 }
 
 

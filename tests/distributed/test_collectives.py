@@ -83,6 +83,11 @@ def test_a_loss_that_skips_super_on_one_process_logs_what_the_other_added(both):
     assert "entropy" in both[0][1]["no super"]
 
 
+def test_a_collective_on_the_thread_that_samples_ahead_is_refused(both):
+    for _, failed in both:
+        assert "a collective on the thread that samples ahead" in failed["reward with a lag"]
+
+
 @pytest.mark.parametrize(
     ("name", "why"), [("objects", "leaves a process without prompts"), ("objects of the loss", "that do not count")]
 )
