@@ -113,8 +113,8 @@ def _loaded(name: str, load: dict[str, Any], policy: Any) -> Any:
 
 def weight_sums(model: Any) -> list[float]:
     """The sum of each parameter of a model, by which a change of its weights shows; empty without a model."""
-    sums = [parameter.detach().sum(dtype=torch.float64) for parameter in ([] if model is None else model.parameters())]
-    return torch.stack(sums).tolist() if sums else []
+    parameters = [] if model is None else model.parameters()
+    return [float(parameter.detach().sum(dtype=torch.float64)) for parameter in parameters]  # of several devices
 
 
 def _is_partitioned(model: Any) -> bool:

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import trl
 from accelerate import Accelerator
@@ -329,7 +330,8 @@ class RunKeeper(TrainerCallback):
             )
 
         # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
-        with assigned(self, output_dir=str(folder)), assigned(state, best_global_step=None), failing_together(explain):
+        own, later = assigned(self, output_dir=str(folder)), mock.patch.object(state, "save_to_json")  # by `_complete`
+        with own, later, assigned(state, best_global_step=None), failing_together(explain):
             yield
         best = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
         if best == final or best.is_dir():
@@ -353,6 +355,8 @@ class RunKeeper(TrainerCallback):
 
     def _complete(self, folder: Path, state: TrainerState, run_state: RunState | None) -> None:
         """Add the files that transformers does not write to a checkpoint, and list all of them."""
+        # keys that a resume has read are texts, which cannot be sorted among numbers
+        state.stateful_callbacks = json.loads(json.dumps(state.stateful_callbacks))
         state.save_to_json(str(folder / TRAINER_STATE_NAME))  # with the best checkpoint's final name
         (folder / FINGERPRINT).write_text(json.dumps(self.fingerprint, indent=1) + "\n")
         if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):

@@ -168,8 +168,7 @@ def _conditions(trainer: Any) -> str:
 def callback_states(callbacks: Sequence[Any]) -> Any:
     """The states of callbacks that have one (transformers' `ExportableState`), by their classes' names."""
     stateful: Any = [callback for callback in callbacks if isinstance(callback, ExportableState)]
-    # a resume reads numbers among keys as texts, and keys of both kinds cannot be sorted
-    return json.loads(json.dumps(TrainerState(stateful_callbacks=stateful).stateful_callbacks))
+    return TrainerState(stateful_callbacks=stateful).stateful_callbacks
 
 
 def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkpoint: str) -> None:
@@ -184,9 +183,11 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
                     f"{name} had {old} when {checkpoint} was written and has {new} now, which counts; "
                     "restore_callback_states_from_checkpoint=True takes the checkpoint's."
                 )
-            try:  # a class may have a way of its own to read its state
-                read = type(callback).from_state({**state, "args": callback.state().get("args", {})})
-                values = {attribute: getattr(read, attribute) for attribute in state.get("attributes", {})}
+            try:
+                read, values = type(callback).from_state, state.get("attributes", {})
+                if read.__qualname__ != ExportableState.from_state.__qualname__:  # a class's own way
+                    like = read({**state, "args": callback.state().get("args", {})})
+                    values = {attribute: getattr(like, attribute) for attribute in values}
                 for attribute, value in values.items():
                     setattr(callback, attribute, value)
             except Exception as error:

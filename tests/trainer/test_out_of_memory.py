@@ -129,25 +129,32 @@ def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path):
         always.train()
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_resume_keeps_what_fits_on_devices_of_the_same_kind_alone(tmp_path, capsys, monkeypatch, moved):
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"device": "H200"}, {"gradient_checkpointing": True}, {"per_device_train_batch_size": 16}],
+    ids=str,
+)
+def test_a_resume_keeps_what_fits_where_device_and_configuration_are_the_same_alone(
+    tmp_path, capsys, monkeypatch, change
+):
     """And the plan says what will run."""
     saves = {"save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "beta": 0.1}
     first = limited(tmp_path, **saves, max_steps=2)
     first._rollouts.memory.limit, first._forwards.memory.limit = 4, 5
     first.train()
     assert "micro-batch             up to 8 completions" in capsys.readouterr().out
-    if moved:
-        monkeypatch.setattr("grpo_ext.run.state.device_kind", lambda device: "H200 with 140 GiB")
-    again = limited(tmp_path, **saves, max_steps=3, allow_changed_on_resume=["max_steps"])
-    again.most = 8 if moved else 3
+    settings = dict(change)
+    if kind := settings.pop("device", None):
+        monkeypatch.setattr("grpo_ext.run.state.device_kind", lambda device: kind)
+    again = limited(tmp_path, **saves, **settings, max_steps=3, allow_changed_on_resume=["max_steps"])
+    again.most = 16 if change else 3
     again.train("latest")
-    said, limits = capsys.readouterr().out, again._step_planner.limits
-    assert (limits.rows, limits.failures) == ((8, 0) if moved else (2, first._step_planner.limits.failures))
-    assert (again._rollouts.memory.limit, again._forwards.memory.limit) == ((None, None) if moved else (4, 5))
+    said, limits, rows = capsys.readouterr().out, again._step_planner.limits, again.args.per_device_train_batch_size
+    assert (limits.rows, limits.failures) == ((rows, 0) if change else (2, first._step_planner.limits.failures))
+    assert (again._rollouts.memory.limit, again._forwards.memory.limit) == ((None, None) if change else (4, 5))
     assert f"micro-batch             up to {limits.rows} completions" in said
     for line in ("generation: up to 4 at a time", "computing log-probabilities: up to 5 at a time"):
-        assert (line in said) is not moved
+        assert (line in said) is not bool(change)
 
 
 # ---- Evaluations ----------------------------------------------------------------------------------------------------

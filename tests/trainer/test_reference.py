@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -15,8 +16,9 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.compat import as_reference
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError
 from grpo_ext.forward import reference
+from grpo_ext.run.state import REFERENCE
 from tests.support.tiny import tiny_model
-from tests.support.trainers import LORA, SAVE, log_of, make
+from tests.support.trainers import LORA, SAVE, log_of, make, on
 
 load = transformers.AutoModelForCausalLM.from_pretrained
 _ATTENTION = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -192,6 +194,29 @@ def test_a_resumed_run_has_the_reference_of_its_start(tmp_path, saved, kind, nam
     assert torch.equal(of_reference(straight), of_reference(resumed))
     assert torch.equal(logits(straight.model), logits(resumed.model))
     assert log_of(straight, "kl") == log_of(resumed, "kl")
+
+
+def test_a_resumed_run_has_the_reference_that_a_callback_has_moved(tmp_path, saved):
+    """Also one that resumes a run that was resumed itself, and moved none."""
+
+    def run(name: str, checkpoint: Path | None = None, moves: bool = True) -> GRPOTrainer:
+        trainer = trainer_of(tmp_path / name, saved, "model", "object", max_steps=3, **SAVE)
+        if moves:
+            move = on("on_step_end", lambda _: trainer.ref_model.load_state_dict(trainer.model.state_dict()), at=1)
+            trainer.add_callback(move)
+        trainer.train(checkpoint and str(checkpoint))
+        return trainer
+
+    straight, unmoved = run("straight"), run("unmoved", moves=False)
+    for resumed in (
+        run("resumed", tmp_path / "straight" / "checkpoint-1"),
+        run("again", tmp_path / "resumed" / "checkpoint-2"),
+    ):
+        assert torch.equal(of_reference(straight), of_reference(resumed))
+        assert torch.equal(logits(straight.model), logits(resumed.model))
+        assert log_of(straight, "kl") == log_of(resumed, "kl")
+    assert not torch.equal(logits(straight.model), logits(unmoved.model))
+    assert not list((tmp_path / "unmoved").rglob(REFERENCE))  # it can be built again
 
 
 def test_a_run_is_not_resumed_with_another_start(tmp_path, saved):

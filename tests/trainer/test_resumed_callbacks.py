@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -122,6 +123,77 @@ def test_the_state_of_every_callback_is_restored_into_its_object(tmp_path, caplo
     third = [Counting(1), Counting(10)]
     other(tmp_path / "third", callbacks=third).train(str(tmp_path / "again" / "checkpoint-3"))
     assert [callback.total for callback in third] == [3, 30]
+
+
+class Numbered(Counting):
+    """Keeps totals by step: JSON turns its numbers into texts."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.totals: dict[int | str, int] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control)
+        self.totals[state.global_step] = self.total
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"totals": self.totals, "total": self.total}}
+
+
+class Converting(Counting):
+    """Has a tensor, which its own `from_state` makes of a list."""
+
+    def __init__(self, weight: int = 3) -> None:
+        super().__init__(weight)
+        self.total = torch.zeros(2)
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"weight": self.weight}, "attributes": {"total": self.total.tolist()}}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Converting:
+        made = cls(**state["args"])
+        made.total = torch.tensor(state["attributes"]["total"])
+        return made
+
+
+class Unnamed(Counting):
+    """Names no argument in its state, so that nothing can be built from that."""
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"total": self.total}}
+
+
+@pytest.mark.parametrize("build", [Numbered, Converting, lambda: Unnamed(2)], ids=["numbers", "tensor", "no-argument"])
+def test_a_state_that_json_or_a_class_changes_is_restored_and_saved_again(tmp_path, caplog, build):
+    def states(name: str, checkpoint: str | None = None) -> Any:
+        other(tmp_path / name, callbacks=[build()]).train(checkpoint)
+        return json.loads((tmp_path / name / "checkpoint-3" / "trainer_state.json").read_text())["stateful_callbacks"]
+
+    assert states("whole") == states("again", str(tmp_path / "whole" / "checkpoint-2"))
+    assert "was not restored" not in caplog.text
+
+
+class ReadOnly(Counting):
+    """Saves a property that cannot be set."""
+
+    double = property(lambda self: 2 * self.total)
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"weight": self.weight}, "attributes": {"double": self.double}}
+
+
+def test_a_state_that_cannot_be_restored_is_a_warning(tmp_path, caplog):
+    """And the other callbacks have theirs."""
+    other(tmp_path, callbacks=[ReadOnly(1), Counting(1)]).train()
+    assert "was not restored" not in caplog.text
+    again = [ReadOnly(1), Counting(1)]
+    trainer = other(tmp_path, callbacks=again)
+    trainer.train(str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 3
+    assert [callback.total for callback in again] == [1, 3]
+    assert "The state of ReadOnly in" in caplog.text
+    assert "was not restored (AttributeError: property 'double'" in caplog.text
 
 
 @pytest.mark.parametrize(("restored", "total"), [(False, 7), (True, 3)])

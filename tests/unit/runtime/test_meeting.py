@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from grpo_ext.errors import MemoryShortageError, PrecisionError, ProcessError, RewardError, RolloutError
 from grpo_ext.runtime import collectives as module
-from grpo_ext.runtime.collectives import max_over_processes, on_all_processes, together
+from grpo_ext.runtime.collectives import max_over_processes, on_all_processes, together, uneven_collectives
 from grpo_ext.runtime.out_of_memory import StepOutOfMemory, is_out_of_memory
 
 
@@ -81,6 +82,16 @@ def test_where_a_forward_is_a_collective_an_error_is_raised_at_once():
     with pytest.raises(KeyError) as caught, together("a step", sharded=True):
         raise KeyError("a fault")
     assert not on_all_processes(caught.value)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max"])
+def test_what_no_process_has_rows_of_is_reduced_to_zero(reduction):
+    names = ("gather", "reduce", "gather_for_metrics", "pad_across_processes", "wait_for_everyone")
+    accelerator: Any = SimpleNamespace(num_processes=2, **dict.fromkeys(names))
+    value = torch.tensor([-3.0, 5.0])
+    for empty, expected in ((True, torch.zeros(2)), (False, value)):
+        with uneven_collectives(accelerator, empty=lambda empty=empty: empty):
+            assert torch.equal(accelerator.reduce(value, reduction=reduction), expected)
 
 
 @pytest.mark.parametrize(
