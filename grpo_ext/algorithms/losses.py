@@ -271,7 +271,7 @@ def token_weights(
         return mask / completions
     if kind == "prompt_mean":
         if groups_B is None or not counts.group_tokens:
-            raise ConfigError("loss_aggregation='prompt_mean' needs whole groups; pass on every row of inputs.")
+            raise ConfigError("loss_aggregation='prompt_mean' needs whole groups; pass on all rows, and their masks.")
         tokens_B = torch.tensor([max(counts.group_tokens[group], 1) for group in groups_B], device=mask.device)
         return mask / tokens_B[:, None] / len(counts.group_tokens)
     follows_trl = cfg.aggregation is None and cfg.loss_type != "bnpo"  # TRL's bnpo counts tokens itself

@@ -22,13 +22,7 @@ from ..algorithms.losses import (
 from ..errors import ConfigError, ModelError
 from ..forward.lm_head import RouterOutput
 from ..forward.runner import MicroBatchScores
-from .statistics import CONTEXT_KEY, MicroBatchContext
-
-
-def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
-    """1 on the completion tokens that carry loss, (B, T): real, and written by the model."""
-    mask = batch["completion_mask"]
-    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+from .statistics import CONTEXT_KEY, MicroBatchContext, loss_mask
 
 
 def assemble_loss(cfg: LossConfig, inputs: dict[str, Any], scores: MicroBatchScores) -> torch.Tensor:
@@ -50,7 +44,8 @@ def assemble_loss(cfg: LossConfig, inputs: dict[str, Any], scores: MicroBatchSco
     context: MicroBatchContext = inputs[CONTEXT_KEY]
     mask, threshold = loss_mask(inputs), context.step.entropy_threshold
     keep = None if threshold is None else ((entropies >= threshold) & mask.bool()).float()
-    context = context.of(inputs, mask, mask if keep is None else keep)
+    bonus_mask = mask if keep is None else mask * keep
+    context = context.of(inputs, mask, bonus_mask)
     metrics, weight = context.step.metrics, context.weight
     batch = TokenBatch(
         logps_BT=logps,
@@ -66,7 +61,6 @@ def assemble_loss(cfg: LossConfig, inputs: dict[str, Any], scores: MicroBatchSco
     loss = (tokens.loss_BT * weights_BT).sum()
     if cfg.entropy_coefficient is not None:
         metrics.add_total("policy_loss", loss, weight)
-        bonus_mask = mask if keep is None else mask * keep
         loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, context)
     if cfg.router_coefficient is not None:
         loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, context)
@@ -117,8 +111,8 @@ def _router_loss(coefficient: float, router: RouterOutput | None, context: Micro
     step = context.step
     chosen, probs, rows = router_statistics(router.logits, router.counts_BL, step.top_k)
     share, total = step.expert_share, step.router_rows
-    if share is None:  # the batch is the whole step
-        share, total = chosen / max(rows, 1), rows
+    if share is None:  # the batch is the whole step, or an override's
+        share, total = chosen / max(rows, 1), rows * context.accumulation_steps
     aux = load_balancing_loss(probs, share.to(probs), probs.numel(), total)
     step.metrics.add_total("aux_loss", aux, context.weight)
     return aux

@@ -34,7 +34,6 @@ from ..runtime.collectives import max_over_processes, together, uneven_collectiv
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
 from ..runtime.transfer import to_device
 from .gradients import FixedPointGradients, NativeGradients
-from .loss import loss_mask
 from .metrics import StepMetrics, token_counts
 from .settings import StepSettings
 from .statistics import (
@@ -43,6 +42,8 @@ from .statistics import (
     MicroBatchStatistics,
     StepContext,
     count_step,
+    loss_mask,
+    loss_tokens,
     set_statistics,
     step_counts,
     token_tensors,
@@ -115,8 +116,8 @@ class Attempt:
             inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
         groups, sampler_logps = [self.rollout.groups[row] for row in part.rows], inputs.pop(SAMPLER_LOGPS, None)
         padded = Unchanged(*token_tensors(inputs))
-        ids = inputs["completion_ids"]
-        inputs[CONTEXT_KEY] = MicroBatchContext(self.context, part, groups, rows, padded, ids, sampler_logps)
+        tokens = loss_tokens(inputs)
+        inputs[CONTEXT_KEY] = MicroBatchContext(self.context, part, groups, rows, padded, tokens, sampler_logps)
         return inputs
 
     def refuse_not_finite(self, loss: float, step: int, run: Callable[[Inputs], Any]) -> None:
@@ -252,7 +253,7 @@ class StepPlanner:
                 scores = self.forwards.micro_batch_log_probs(model, inputs, rows, settings.router)
             set_statistics(step, [MicroBatchStatistics(whole, scores.entropies, mask)], settings.top_entropy_quantile)
         padded = Unchanged(*token_tensors(inputs))
-        return {**inputs, CONTEXT_KEY: MicroBatchContext(step, whole, groups, rows, padded, inputs["completion_ids"])}
+        return {**inputs, CONTEXT_KEY: MicroBatchContext(step, whole, groups, rows, padded, loss_tokens(inputs))}
 
     # ---- Memory ---------------------------------------------------------------------------------------------------
 

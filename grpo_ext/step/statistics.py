@@ -38,8 +38,20 @@ CONTEXT_KEY = "grpo_ext_step"  # of TRL's dictionary, for the `MicroBatchContext
 
 
 def token_tensors(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tokens and masks of TRL's dictionary."""
-    return [inputs[name] for name in ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")]
+    """The tokens and masks of TRL's dictionary; the fifth has no part in the forward."""
+    names = "prompt_ids", "completion_ids", "prompt_mask", "completion_mask"
+    return [*(inputs[name] for name in names), inputs.get("tool_mask", inputs["completion_mask"])]
+
+
+def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """1 on the completion tokens that carry loss, (B, T): real, and written by the model."""
+    mask: torch.Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Tells which tokens carry loss, and how much, (B, T): 1 + id times the mask."""
+    return (inputs["completion_ids"] + 1) * loss_mask(inputs)
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class MicroBatchContext:
     groups: Sequence[int]  # of each completion
     rows: TokenRows  # the tokens, without padding
     padded: Unchanged  # `token_tensors` of the dictionary, to notice when an override changes these
-    completion_ids: torch.Tensor  # of the dictionary
+    tokens_BT: torch.Tensor  # `loss_tokens` of the dictionary
     sampler_logps_BT: torch.Tensor | None = None  # by the sampler itself; None where another one has sampled
 
     @property
@@ -65,19 +77,25 @@ class MicroBatchContext:
 
     def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:
         """The tokens of a dictionary without padding; None where a user's override has changed them."""
-        return self.rows if self.padded.are(*token_tensors(inputs)) else None
+        return self.rows if self.padded.are(*token_tensors(inputs)[:4]) else None
 
     def of(self, inputs: Mapping[str, Any], mask_BT: torch.Tensor, active_BT: torch.Tensor) -> MicroBatchContext:
-        """This context, or that of an override's other rows: their means, over `accumulation_steps`, as TRL's are."""
-        own, ids = self.completion_ids, inputs["completion_ids"]
-        columns = min(own.size(1), ids.size(1))
-        if ids is own or (len(ids) == len(own) and torch.equal(ids[:, :columns], own[:, :columns])):
+        """This context, or that of an override's other tokens: their means, over `accumulation_steps`, as TRL's are."""
+        if self.padded.are(*token_tensors(inputs)):
             return self
+        both = own_BT, given_BT = self.tokens_BT, loss_tokens(inputs)
+        width, rows = max(own_BT.size(1), given_BT.size(1)), len(given_BT)
+        own_BT, given_BT = (torch.nn.functional.pad(part_BT, (0, width - part_BT.size(1))) for part_BT in both)
+        same_rows = rows == len(own_BT)
+        if same_rows and bool((own_BT == given_BT).all()):
+            return self if both[0].size(1) == both[1].size(1) else replace(self, sampler_logps_BT=None)
         step, steps = self.step, self.accumulation_steps
-        tokens, active = (float(part_BT.sum()) * steps for part_BT in (mask_BT, active_BT))
-        counts = StepCounts(len(ids) * steps, tokens, active, items=step.counts.items or step.counts.tokens)
-        step = replace(step, counts=counts, router_rows=step.router_rows * len(ids) / len(own))
-        return replace(self, step=step, groups=(), sampler_logps_BT=None)
+        tokens, active = (float(part_BT.sum().clamp(min=1)) * steps for part_BT in (mask_BT, active_BT))
+        counts = StepCounts(rows * steps, tokens, active, items=step.counts.items or step.counts.tokens)
+        masked = same_rows and int(inputs["completion_mask"].sum()) != len(self.rows.targets())
+        share, router_rows = None if masked else step.expert_share, step.router_rows * rows / len(own_BT)
+        step = replace(step, counts=counts, router_rows=router_rows, expert_share=share)
+        return replace(self, step=step, groups=(0,) * rows, sampler_logps_BT=None)
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Add the micro-batch's loss to the logged one; returns it, or zero at weight zero."""
@@ -106,10 +124,16 @@ def _kind_in_loss(kind: type) -> type:
     def phases(view: Any) -> Any:  # no error: TRL's own loss divides by it
         return view.micro_batch.accumulation_steps * view.geometry.steps_per_rollout
 
+    def reduced(view: Any, protocol: Any) -> Any:
+        plain: Any = object.__new__(kind)
+        plain.__dict__ = view.__dict__
+        return plain.__reduce_ex__(protocol)
+
     rows = property(lambda view: len(view.micro_batch.groups))
     sizes = {"gradient_accumulation_steps": property(accumulation), "steps_per_generation": property(phases)}
     sizes["per_device_train_batch_size"] = rows
-    return type(kind.__name__, (kind,), {**sizes, "__slots__": ("micro_batch", "training")})
+    stands_for = {"__class__": property(lambda view: kind), "__reduce_ex__": reduced}  # copied and pickled as it
+    return type(kind.__name__, (kind,), {**sizes, **stands_for, "__slots__": ("micro_batch", "training")})
 
 
 def args_in_loss(args: Any, context: MicroBatchContext, training: bool) -> Any:

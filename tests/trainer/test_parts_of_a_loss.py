@@ -1,21 +1,24 @@
 """A user's `compute_loss` that reads sizes from `args`, or calls `super()` for some rows: as in stock TRL.
 
 For every micro-batch size where the user's arithmetic allows it; beside each a run that must differ, or a refusal.
+A loss may also pass on other masks, or fewer columns.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import trl
+from torch.nn.functional import pad
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build, sampling_model
-from tests.support.tiny import prompts, stock_scores
+from tests.support.tiny import prompts, stock_scores, tiny_model
 from tests.support.trainers import change, error
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -88,6 +91,20 @@ def test_a_size_that_is_no_whole_number_is_refused_by_name_and_none_can_be_set(t
 
     with pytest.raises(AttributeError, match="per_device_train_batch_size"):
         build(tmp_path, GRPOTrainer, Sets, 4).train()
+
+
+def test_args_are_saved_and_copied_as_the_configuration_that_they_stand_for(tmp_path):
+    class Saves(Loss):
+        def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+            self.save_model(f"{tmp_path}/model")
+            self.copies = [copy.copy(self.args), copy.deepcopy(self.args)]
+            return inner(inputs)
+
+    trainer = build(tmp_path, GRPOTrainer, Saves, 4, max_steps=1)
+    trainer.train()
+    for found in (torch.load(tmp_path / "model/training_args.bin", weights_only=False), *trainer.copies):
+        assert type(found) is type(trainer.args)
+        assert [getattr(found, name) for name in SIZES] == [getattr(trainer.args, name) for name in SIZES]
 
 
 class TrlsLoss:
@@ -189,3 +206,111 @@ def test_parts_with_weights_are_scaled_as_in_trl(tmp_path, loss):
 def test_parts_of_a_mean_over_prompts_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="prompt_mean' needs whole groups"):
         build(tmp_path, GRPOTrainer, OneThird, loss_aggregation="prompt_mean").train()
+
+
+# ---- Other masks and columns ----------------------------------------------------------------------------------------
+
+
+def odd_rows(inputs: Any) -> torch.Tensor:
+    return (inputs["completion_ids"].sum(1) % 2)[:, None]
+
+
+class Masked(Loss):
+    """Leaves out completions by their mask."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        return inner({**inputs, "completion_mask": inputs["completion_mask"] * odd_rows(inputs)})
+
+
+class MaskedInPlace(Loss):
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        inputs["completion_mask"] *= odd_rows(inputs)
+        return inner(inputs)
+
+
+class MaskedTool(Loss):
+    """Tokens that the model sees, and that carry no loss."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        return inner({**inputs, "tool_mask": (inputs["completion_ids"] % 2)})
+
+
+class MaskedHalves(Loss):
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        mask, odd = inputs["completion_mask"], odd_rows(inputs)
+        parts = [inner({**inputs, "completion_mask": mask * part}) for part in (odd, 1 - odd)]
+        return 0.3 * parts[0] + 0.9 * parts[1]
+
+
+class Weighted(Loss):
+    """A mask of weights."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        return inner({**inputs, "completion_mask": inputs["completion_mask"] * (0.5 + odd_rows(inputs))})
+
+
+class Cropped(Loss):
+    columns = 4
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        names = ("completion_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps")
+        return inner({**inputs, **{name: inputs[name][:, : self.columns] for name in names if name in inputs}})
+
+
+class FirstToken(Cropped):
+    columns = 1
+
+
+BONUS = {"entropy_coef": 0.5}
+MASKS: list[Any] = [
+    (Masked, 16, {"loss_type": "bnpo"}),
+    (Masked, 16, {"loss_type": "dapo", **BONUS}),
+    (Masked, 16, {"loss_type": "grpo", "model": "moe", "router_aux_loss_coef": 1.0}),
+    pytest.param(Masked, 5, {"loss_type": "dapo"}, marks=pytest.mark.full),
+    (MaskedInPlace, 16, {"loss_type": "bnpo", **BONUS}),
+    (MaskedTool, 16, {"loss_type": "bnpo", **BONUS}),
+    (MaskedHalves, 16, {"loss_type": "dapo", **BONUS}),
+    (Weighted, 16, {"loss_type": "bnpo", **BONUS}),
+    (Cropped, 16, {"loss_type": "bnpo", **BONUS}),
+    (FirstToken, 5, {"loss_type": "bnpo", **BONUS}),  # one token for each row: the mean of micro-batches of any size
+]
+
+
+@stock_scores
+@pytest.mark.parametrize(("override", "size", "settings"), MASKS, ids=str)
+def test_other_masks_and_columns_are_counted_as_in_trl(tmp_path, override, size, settings):
+    settings = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "max_steps": 1, **settings}
+    kind = settings.pop("model", "qwen2")
+
+    def run(base: type, mixin: Any, size: int = 16) -> torch.Tensor:
+        return change(build(tmp_path / "run", base, mixin, size, lambda: {"model": sampling_model(kind)}, **settings))
+
+    expected = run(trl.GRPOTrainer, override)
+    assert error(expected, run(GRPOTrainer, override, size)) < UPDATE
+    assert error(expected, run(GRPOTrainer, None)) > DIFFERENT
+
+
+def test_the_same_tokens_in_other_tensors_keep_the_counts_of_the_step(tmp_path):
+    class Wider(Loss):
+        columns = 2
+
+        def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+            names = ("completion_ids", "completion_mask")
+            return inner({**inputs, **{name: pad(inputs[name], (0, self.columns)) for name in names}})
+
+    class Copied(Wider):
+        columns = 0
+
+    settings = {"loss_type": "bnpo", "max_grad_norm": 0.0, "max_steps": 1}
+    plain, copied, wider, masked = (
+        change(build(tmp_path, GRPOTrainer, mixin, 5, lambda: {"model": tiny_model()}, **settings))
+        for mixin in (None, Copied, Wider, Masked)
+    )
+    assert torch.equal(plain, copied)
+    assert torch.equal(plain, wider)
+    assert error(plain, masked) > DIFFERENT
+
+
+def test_masks_in_a_mean_over_prompts_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="prompt_mean' needs whole groups; pass on all rows, and their masks"):
+        build(tmp_path, GRPOTrainer, Masked, loss_aggregation="prompt_mean").train()
