@@ -79,11 +79,6 @@ def refuse_changes(trainer: Any, planned: Mapping[str, Any]) -> None:
 
 def refuse_overrides(trainer: Any) -> None:
     """Raise a ConfigError for overrides that would not be called, or not with the weights that sample."""
-    if method := overridden(trainer, "_prepare_inputs"):
-        raise ConfigError(
-            f"{method} would be given a step's rows and return a RolloutBatch of all processes, not TRL's dictionary; "
-            "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
-        )
     if method := overridden(trainer, "_tool_call_loop"):
         raise ConfigError(
             f"{method} would not be called: this trainer answers tools transcript by transcript. Override "

@@ -156,6 +156,11 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
         for module in filter(None, (policy, trainer.ref_model)):
             models.disable_random_parts(module)
     _refuse_settings(trainer, config)
+    if method := overridden(trainer, "_prepare_inputs"):
+        raise ConfigError(
+            f"{method} would be given a step's rows and return a RolloutBatch of all processes, not TRL's dictionary; "
+            "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
+        )
     settings.check_ends(trainer)
     refuse_overrides(trainer)
     settings.check_generation(trainer)

@@ -47,12 +47,16 @@ def reference_loader(
         if not isinstance(model, str):
             refuse_replaced_forward(model, by_user=True)
         return _adapter_copy
+    name = model if isinstance(model, str) else model.config._name_or_path
     # a copy of what ZeRO-3 has partitioned would be whole on every process
-    name = model if isinstance(model, str) else _is_partitioned(model) and model.config._name_or_path
-    if not name:
-        with gathered(*model.parameters()):
-            start = deep_copy(model).eval()
-        return lambda policy: start
+    if not isinstance(model, str) and not (name and _is_partitioned(model)):
+        try:
+            with gathered(*model.parameters()):
+                start = deep_copy(model).eval()
+            return lambda policy: start
+        except ModelError:
+            if not name:
+                raise
     load: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if quantization_config is not None:
         load["quantization_config"] = quantization_config
@@ -103,8 +107,8 @@ def _loaded(name: str, load: dict[str, Any], policy: Any) -> Any:
     for key, tensor in own.items():
         if key not in start or tensor.shape != start[key].shape:
             raise ModelError(
-                f"{key} of the model is not that of {name!r}, from which ZeRO-3 loads the reference of beta > 0; pass "
-                "a folder that the model was saved to with save_pretrained, or set beta=0."
+                f"{key} of the model is not that of {name!r}, from which the reference of beta > 0 is loaded where it "
+                "cannot be a copy; pass a folder that the model was saved to with save_pretrained, or set beta=0."
             )
         if tensor.is_floating_point():
             tensor.copy_(start[key])
