@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.logging import get_logger
 from torch import nn
 from transformers import ProcessorMixin
 
@@ -17,7 +18,9 @@ from ..errors import ConfigError, refuse_combination, shortened
 from ..forward.reference import weight_sums
 from ..rollouts.build import CHANGE_ROWS, overridden, own_sampling, suppressed_in, template_of, why_not_by_key
 from ..rollouts.vllm import SENT
-from .settings import check_replay
+from .settings import check_ends, check_replay, scores_differ
+
+logger = get_logger(__name__)
 
 # methods of sampling that users override
 _SAMPLING_HOOKS = (*CHANGE_ROWS, "_generate_single_turn", "_tokenize_prompts", "_get_tool_suffix_ids")
@@ -57,15 +60,27 @@ def built_for(trainer: Any) -> dict[str, Any]:
     return settings
 
 
-def refuse_changes(trainer: Any, planned: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for a change since the trainer was built (`planned`: `built_for`) that cannot be followed."""
+def refuse_changes(trainer: Any, planned: Mapping[str, Any], warned: set[str]) -> None:
+    """Raise a ConfigError for a change since the trainer was built (`planned`: `built_for`) that cannot be followed.
+
+    Args:
+        warned: sentences of `scores_differ` that were said.
+    """
     for name, value in built_for(trainer).items():
         if value != planned.get(name) and (trainer.model.training or name not in _PLANNED):
+            read_once = ", or change generation_config" if name in _ENGINE[:5] else ""
             raise ConfigError(
-                f"{name} was changed to {shortened(repr(value), 80)} after the trainer was built, and steps and "
-                f"rollout batches are planned with {shortened(repr(planned.get(name)), 80)}; set it in GRPOConfig, or "
-                "pass it to the trainer."
+                f"{name} was changed to {shortened(repr(value), 80)}, and the trainer was built with "
+                f"{shortened(repr(planned.get(name)), 80)} and cannot follow; set it in GRPOConfig, or pass it to the "
+                f"trainer{read_once}."
             )
+    columns = {name: len(getattr(trainer, name)) for name in ("reward_funcs", "reward_func_names", "reward_weights")}
+    if len(set(columns.values())) > 1:
+        raise ConfigError(f"a change has left {columns}: change these together, to one length.")
+    check_ends(trainer)
+    for sentence in scores_differ(trainer) - warned:
+        logger.warning(sentence)
+        warned.add(sentence)
     if trainer.model.training:
         refuse_overrides(trainer)
         check_replay(trainer)

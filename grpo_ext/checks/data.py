@@ -13,7 +13,7 @@ from ..errors import ConfigError, DataError
 from ..forward.images import images_of
 from ..forward.reference import base_model_of
 from ..forward.rope import covered_length, settle_rope
-from ..rollouts.build import CHANGE_ROWS, chat_of, overridden
+from ..rollouts.build import CHANGE_ROWS, all_end_tokens, chat_of, overridden
 from ..rollouts.chat import Chat, check_prompt
 from ..rollouts.keyed import NEW_TOKENS
 from .model import refuse
@@ -175,8 +175,8 @@ def check_images(dataset: Any, prepare: Any) -> None:
 
 def check_tokens(trainer: Any) -> None:
     """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
-    chat, pad, ends = chat_of(trainer), trainer._rollouts.worker.settings.pad, trainer.eos_token_ids
-    for token in {*ends, None if trainer.use_vllm else pad} - {None}:  # vLLM pads nothing
+    chat, pad, ends = chat_of(trainer), trainer._rollouts.worker.settings.pad, all_end_tokens(trainer)
+    for token in {*ends, *(() if trainer.use_vllm else (pad,))}:  # vLLM pads nothing
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
         chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
     own = overridden(trainer, *CHANGE_ROWS, "_tokenize_prompts")

@@ -16,6 +16,8 @@ from ..rollouts.keyed import setting_of
 
 # Accelerate's names of the engines that are known to keep the promise
 _ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+# names of vLLM's settings, and transformers'
+_OF_VLLM = {"stop": "stop_strings", "stop_token_ids": "eos_token_id", "max_tokens": "max_completion_length"}
 # settings with which `generate` needs what rollouts do not give it, or returns something else
 _FAIL = (
     *("assistant_early_exit", "constraints", "dola_layers", "force_words_ids", "is_assistant", "token_healing"),
@@ -28,7 +30,10 @@ def check_generation_kwargs(config: Any) -> None:
     vllm = getattr(getattr(compat.vllm_generation, "SamplingParams", None), "__struct_fields__", ())
     known, owner = (vllm, "vLLM") if config.use_vllm else (vars(GenerationConfig()), "transformers")
     for name in (config.generation_kwargs or {}).keys() - known if known else ():
-        raise ConfigError(f"{owner} has no {name!r} of generation_kwargs; {did_you_mean(name, known, 'leave it out.')}")
+        remedy = did_you_mean(name, known, "leave it out.")
+        if not config.use_vllm and name in _OF_VLLM:
+            remedy = f"it is a setting of vLLM; use {_OF_VLLM[name]}."
+        raise ConfigError(f"{name!r} in generation_kwargs is not a setting of {owner}; {remedy}")
 
 
 def check_generation(trainer: Any) -> None:
@@ -126,20 +131,28 @@ def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
         )
 
 
-def remarks(trainer: Any) -> list[str]:
-    """What is not an error, and seldom what was meant, as sentences."""
-    args, names = trainer.args, trainer.reward_func_names
+def scores_differ(trainer: Any) -> set[str]:
+    """A sentence where completions are drawn from other scores than training takes log-probabilities of."""
+    args = trainer.args
     changed = [setting for setting, applies in outside_masks(trainer).items() if applies]
     if trainer.use_vllm:
         neutral = {"repetition_penalty": 1.0, "temperature": args.temperature}
         given = {"repetition_penalty": args.repetition_penalty, **(args.generation_kwargs or {})}
         changed = [f"{name}={given[name]!r}" for name in neutral if given.get(name, neutral[name]) != neutral[name]]
+    sentence = (
+        f"{'; '.join(changed)}: completions are drawn from other scores than training takes log-probabilities of, "
+        "which biases the gradient, as in TRL."
+    )
+    return {sentence} if changed else set()
+
+
+def remarks(trainer: Any) -> list[str]:
+    """What is not an error, and seldom what was meant, as sentences."""
+    args, names = trainer.args, trainer.reward_func_names
     twice = {name for name in names if names.count(name) > 1}
     best = args.load_best_model_at_end and args.metric_for_best_model in ("loss", "eval_loss")
     thinks = "think_format_reward" in names and _end_of_prompt(trainer).endswith("<think>")
     sentences = {
-        f"{'; '.join(changed)}: completions are drawn from other scores than training takes log-probabilities of, "
-        "which biases the gradient, as in TRL.": changed,
         f"Several reward functions are named {', '.join(twice)}, so their metrics are merged; rename one.": twice,
         "load_best_model_at_end=True loads the checkpoint of the lowest eval_loss, which does not follow the reward; "
         "set metric_for_best_model='eval_reward'.": best,

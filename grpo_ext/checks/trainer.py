@@ -186,7 +186,7 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     if config.rollout_lag:
         _check_ahead(trainer, config)
     settings.check_replay(trainer)
-    trainer._rollouts.recheck = functools.partial(refuse_changes, trainer, built_for(trainer))
+    trainer._rollouts.recheck = functools.partial(refuse_changes, trainer, built_for(trainer), set())
     return uncovered + check_lengths(trainer, config.allow_split_dependent)
 
 

@@ -221,7 +221,7 @@ def terms_of(trainer: Any) -> Terms:
             trainer.reward_processing_classes,
             dict(trainer.chat_template_kwargs),
         ),
-        weights_F=trainer.reward_weights.cpu().clone(),
+        weights_F=torch.as_tensor(trainer.reward_weights).float().cpu().clone(),
         rule=AdvantageRule(args.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation),
         recorders={n: hook for n, name in _RECORDERS.items() if (hook := trainer._override_of(name)) is not None},
         metrics=trainer._metrics["train" if training else "eval"],

@@ -129,6 +129,11 @@ class Chat:
                 **self.chat_template_kwargs,
             )
         except Exception as error:  # a template raises what it likes
+            if (self.chat_template or getattr(self.processing_class, "chat_template", None)) is None:
+                raise DataError(
+                    "the tokenizer has no chat_template for prompts of messages; set tokenizer.chat_template and pass "
+                    "the tokenizer as processing_class, or use texts as prompts."
+                ) from None
             raise DataError(
                 f"the chat template does not take {reprlib.repr(messages)} ({type(error).__name__}: {error}); "
                 "set a chat_template that does, or change the prompts: texts need none, and where it refuses the role "

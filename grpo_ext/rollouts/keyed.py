@@ -190,7 +190,7 @@ def not_replayed(model: Any, config: GenerationConfig, temperature: float) -> di
         reason = "it changes scores by more than leaving some out"
         others[f"{name}={value!r} ({reason})"] = value not in (None, neutral)
     value = setting_of(model, config, "temperature")
-    reason = f"training divides by temperature={temperature!r}: set that alone"
+    reason = f"training divides by {temperature!r}: set GRPOConfig(temperature={value!r}) instead"
     others[f"temperature={value!r} in generation_kwargs ({reason})"] = value not in (None, temperature)
     return others
 

@@ -175,7 +175,7 @@ def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
         reasons.append(reason)
     searched = "" if is_path(wanted) else f"{folder} holds no whole checkpoint: "
     raise CheckpointError(
-        f"{searched}{'; '.join(reasons) or 'it has none'}, so nothing can be resumed from it; use "
+        f"{searched}{'; '.join(reasons) or 'no run has saved one'}, so nothing can be resumed from it; use "
         "resume_from_checkpoint='latest' for the newest whole checkpoint of output_dir, 'auto' for that or a new run "
         "where there is none, or leave it out to start anew."
     )

@@ -360,6 +360,14 @@ class Refused:
     in_init: bool = False
 
 
+def two_functions(trainer: Any) -> None:
+    trainer.reward_funcs = [*trainer.reward_funcs, *trainer.reward_funcs]
+
+
+def several_rows(trainer: Any) -> None:
+    trainer.generation_config.num_return_sequences = 2
+
+
 def own_model() -> dict[str, Any]:
     """A model that samples by key."""
     return {"model": tiny_model()}
@@ -403,6 +411,8 @@ REFUSED = [
     Refused("pad_to_multiple_of", setting("pad_to_multiple_of", 32)),
     Refused("pad_token_id", lambda trainer: setattr(trainer.processing_class, "pad_token", "<unk>")),
     Refused("beta", setting("beta", 0.1)),
+    Refused("reward_funcs", two_functions, says="a change has left ..{}': 2, 'reward_func_names': 1"),
+    Refused("generation_config", several_rows, says="num_return_sequences=2 in generation_kwargs"),
     Refused("beta", setting("beta", 0.1), lambda: {"peft_config": LoraConfig(r=2, init_lora_weights=False)}),
     Refused("ref_model", reset_reference, own_model, {**AHEAD, "beta": 0.1}, "the weights of {} was changed to"),
     Refused(

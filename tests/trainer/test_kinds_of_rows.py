@@ -143,7 +143,9 @@ def test_a_prompt_of_a_kind_that_cannot_be_trained_is_found(tmp_path, words, str
 
 def test_messages_without_a_template_are_found_in_every_set(tmp_path):
     data = Dataset.from_list([{"prompt": [USER]}] * 4)
-    with pytest.raises(DataError, match=r"row 0 of the evaluation 'b' data set: .*chat_template.*texts need none"):
+    with pytest.raises(
+        DataError, match=r"row 0 of the evaluation 'b' data set: .*chat_template.*or use texts as prompts"
+    ):
         make(tmp_path, eval_dataset={"a": prompts(2), "b": data})
 
 

@@ -18,7 +18,7 @@ from grpo_ext.errors import ConfigError
 from tests.support.drop_in import conversations
 from tests.support.server import stand_in
 from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import SAVE, change, error, make
+from tests.support.trainers import SAVE, change, error, make, on
 from tests.tolerances import DIFFERENT, UPDATE
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}a:<think>{% endif %}"
@@ -56,7 +56,8 @@ def test_a_models_own_generation_config_is_asked_too(tmp_path):
 
 
 FAIL = [
-    ({"top_kk": 5}, "transformers has no 'top_kk' of generation_kwargs; did you mean 'top_k'"),
+    ({"top_kk": 5}, "'top_kk' in generation_kwargs is not a setting of transformers; did you mean 'top_k'"),
+    ({"stop": ["d"]}, "'stop' in generation_kwargs is not a setting of transformers; .* of vLLM; use stop_strings"),
     ({"top_k": -1}, "transformers cannot sample so.*but is -1"),
     ({"min_p": 2.0}, "transformers cannot sample so.*`min_p`"),
     ({"sequence_bias": [[[4000], 1.0]]}, "transformers cannot sample so.*4000"),
@@ -74,7 +75,7 @@ def test_settings_that_would_end_the_first_rollout_end_the_construction(tmp_path
 def test_keys_that_vllm_does_not_know_are_refused(tmp_path, monkeypatch):
     parameters = SimpleNamespace(__struct_fields__=("min_tokens", "logit_bias"))
     monkeypatch.setattr(compat.vllm_generation, "SamplingParams", parameters, raising=False)
-    with pytest.raises(ConfigError, match="vLLM has no 'min_token' of generation_kwargs; did you mean 'min_tokens'"):
+    with pytest.raises(ConfigError, match=r"'min_token' in .* is not a setting of vLLM; did you mean 'min_tokens'"):
         make(tmp_path, use_vllm=True, generation_kwargs={"min_token": 3})
 
 
@@ -94,7 +95,7 @@ THINK = {
 SAID: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": (
         {"generation_kwargs": {"temperature": 0.5}},
-        "set that alone): completions are drawn from other scores",
+        "set GRPOConfig(temperature=0.5) instead): completions are drawn from other scores",
     ),
     "repetition_penalty": ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 (it changes scores"),
     "bad words": ({"generation_kwargs": {"bad_words_ids": [[5]]}}, "bad_words_ids=[[5]] (it changes scores"),
@@ -115,6 +116,13 @@ def test_what_is_seldom_meant_is_said_once_at_the_start(tmp_path, caplog, name):
     evaluation = {"eval_dataset": make(tmp_path).train_dataset} if name == "best" else {}
     make(tmp_path, max_steps=1, **changes, **evaluation).train()
     assert caplog.text.count(words) == 1
+
+
+def test_a_temperature_that_a_callback_changes_is_said(tmp_path, caplog):
+    trainer = make(tmp_path, max_steps=3)
+    trainer.add_callback(on("on_step_begin", lambda state: setattr(trainer.generation_config, "temperature", 3.0), 1))
+    trainer.train()
+    assert caplog.text.count("training divides by 1.0: set GRPOConfig(temperature=3.0)") == 1
 
 
 def test_settings_of_vllm_that_make_other_scores_are_said(tmp_path, monkeypatch, caplog):
