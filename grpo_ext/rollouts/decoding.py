@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
-from transformers.generation import GenerationMode, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 
 from ..compat import CACHE
 from ..forward.choice import needs_whole_rows
@@ -28,7 +28,8 @@ from .keyed import NEW_TOKENS, OwnTokens, on_own_tokens, padding_widths, setting
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
 _LOOK_EVERY = {"cuda": 16}  # tokens between two looks at which rows have ended; on other devices 1
 _HEADROOM = 64  # tokens of room a growing layer keeps at least
-_LIMITS = (MaxLengthCriteria, MaxTimeCriteria)  # which cut a row off; every other criterion ends it
+# kinds of criteria: limits, which cut a row off; tokens and strings, which end it, as every other does
+_KINDS: list[Any] = [(MaxLengthCriteria, MaxTimeCriteria), EosTokenCriteria, StopStringCriteria]
 
 EndedRows = list[tuple[list[int], bool]]  # the new tokens of rows; whether something ended them before a limit did
 
@@ -164,29 +165,47 @@ class Ends(StoppingCriteriaList):
         lengths_B: new tokens of each row of the call.
         ended_B: a criterion ended the row; False: a limit of length or of time cut it off.
         rows_B: the rows that are left, among all; done_B: which of them are done.
+        looks_at_each: a criterion reads more than the last token, so the host looks at every token; else it may look at
+            several at once, and the first end token of a row is its end.
     """
 
     def __init__(self, criteria: Sequence[Any], ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         super().__init__(criteria)
-        self._limits = StoppingCriteriaList(c for c in self if isinstance(c, _LIMITS))
-        self._strings: list[Any] = [c for c in self if isinstance(c, StopStringCriteria)]  # which read padding too
-        self._causes = StoppingCriteriaList(c for c in self if not isinstance(c, (*_LIMITS, StopStringCriteria)))
-        self.padding_B = padding_widths(mask, len(ids))
+        limits, tokens, strings = ([c for c in self if isinstance(c, kind)] for kind in _KINDS)
+        self._limits, self._strings = StoppingCriteriaList(limits), strings  # strings are looked for in padding too
+        self._others: list[Any] = [c for c in self if not isinstance(c, tuple(_KINDS))]
+        self._tokens = torch.cat([c.eos_token_id.to(ids.device).view(-1) for c in tokens] or [ids.new_empty(0)])
+        self.looks_at_each = bool(strings or self._others) or any(isinstance(c, MaxTimeCriteria) for c in limits)
+        self.padding_B = padding_widths(mask, len(ids)) if strings else []
         self.rows_B, self.lengths_B = torch.arange(len(ids), device=ids.device), ids.new_zeros(len(ids))
         self.done_B, self.ended_B = self.lengths_B.bool(), self.lengths_B.bool()
 
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        self.lengths_B[self.rows_B] += ~self.done_B
-        ended_B = self._causes(input_ids, scores, **kwargs)
-        for criterion in self._strings:
-            read = functools.partial(criterion, scores=None)  # transformers' loop hands over none
-            ended_B |= without_padding(read, self.padding_B, torch.empty_like(ended_B), input_ids)
-        self.ended_B[self.rows_B] |= ended_B & ~self.done_B
+    def __call__(self, input_ids: Any, scores: Any, new: int = 1, **kwargs: Any) -> Any:
+        """Which rows are done, after `new` tokens since the last look."""
+        ended_B = torch.isin(input_ids[:, -new:], self._tokens).any(1)
+        if self.looks_at_each:
+            for criterion in self._others:
+                ended_B = ended_B | criterion(input_ids, scores, **kwargs)
+            for criterion in self._strings:
+                read = functools.partial(criterion, scores=None)  # transformers' loop hands over none
+                ended_B = ended_B | without_padding(read, self.padding_B, torch.empty_like(ended_B), input_ids)
+            self.lengths_B[self.rows_B] += ~self.done_B
+            self.ended_B[self.rows_B] |= ended_B & ~self.done_B
         self.done_B = self.done_B | ended_B | self._limits(input_ids, scores, **kwargs)
         return self.done_B
 
+    def keep(self, index: torch.Tensor) -> None:
+        """Keep these of the rows that are left."""
+        self.rows_B, self.done_B = self.rows_B[index], self.done_B[index]
+        if self.padding_B:
+            self.padding_B = [self.padding_B[row] for row in index.tolist()]
+
     def rows(self, ids_BT: torch.Tensor) -> EndedRows:
         """The rows of the call among its new tokens."""
+        if not self.looks_at_each:  # the first end token of each row
+            is_end_BT = torch.isin(ids_BT, self._tokens)
+            self.ended_B = is_end_BT.any(1)
+            self.lengths_B = torch.where(self.ended_B, is_end_BT.int().argmax(1) + 1, ids_BT.size(1))
         columns = zip(ids_BT.tolist(), self.lengths_B.tolist(), self.ended_B.tolist(), strict=True)
         return [(ids[:length], ended) for ids, length, ended in columns]
 
@@ -237,7 +256,8 @@ class _Rows:
         self.ids, self.ends, self._pad = ids, ends, pad
         self._prompts = ids.size(1)
         self._left: list[tuple[torch.Tensor, torch.Tensor]] = []  # numbers and ids of rows before some left
-        self._look_every = _LOOK_EVERY.get(ids.device.type, 1)
+        self._seen = self._prompts  # tokens of a row at the last look
+        self._look_every = 1 if ends.looks_at_each else _LOOK_EVERY.get(ids.device.type, 1)
 
     def append(self, tokens: torch.Tensor) -> None:
         """Append a token (B,) to each row; finished rows get padding."""
@@ -245,17 +265,18 @@ class _Rows:
 
     def ended(self, scores: torch.Tensor) -> list[bool]:
         """Which rows have ended; none between two looks."""
-        done_B, length = self.ends(self.ids, scores), self.ids.size(1)
-        if (length - self._prompts) % self._look_every and length != self.ends.max_length:
+        length = self.ids.size(1)
+        new = length - self._seen
+        if new < self._look_every and length != self.ends.max_length:
             return [False] * len(self.ids)
-        return done_B.tolist()
+        self._seen = length
+        return self.ends(self.ids, scores, new).tolist()
 
     def keep(self, index: torch.Tensor) -> None:
         """Keep these rows."""
-        ends = self.ends
-        self._left.append((ends.rows_B, self.ids))
-        self.ids, ends.rows_B, ends.done_B = (t[index] for t in (self.ids, ends.rows_B, ends.done_B))
-        ends.padding_B = [ends.padding_B[row] for row in index.tolist()]
+        self._left.append((self.ends.rows_B, self.ids))
+        self.ids = self.ids[index]
+        self.ends.keep(index)
 
     def output(self) -> EndedRows:
         """All rows."""
