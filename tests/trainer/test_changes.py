@@ -60,7 +60,8 @@ def once(change: Change) -> type:
     return changing(change, 1)
 
 
-WHEN = pytest.mark.parametrize("when", [afterwards, once], ids=["subclass", "callback"])
+SUBCLASS = pytest.param(afterwards, marks=pytest.mark.full, id="subclass")
+WHEN = pytest.mark.parametrize("when", [SUBCLASS, pytest.param(once, id="callback")])
 
 
 # ---- What the runs are made of --------------------------------------------------------------------------------------
