@@ -32,10 +32,10 @@ from .checks.model import refuse_frozen
 from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .config import GRPOConfig
 from .errors import ConfigError
-from .forward.architecture import token_cost
+from .forward.architecture import base_model_of, token_cost
 from .forward.lm_head import install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
-from .forward.reference import base_model_of, reference_loader, use_reference
+from .forward.reference import reference_loader, use_reference
 from .forward.routing import install_routers
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.batch import RolloutBatch

@@ -25,10 +25,8 @@ logger = get_logger(__name__)
 # methods of sampling that users override
 _SAMPLING_HOOKS = (*CHANGE_ROWS, "_generate_single_turn", "_tokenize_prompts", "_get_tool_suffix_ids")
 _PLANNED = ("num_generations", "num_iterations")  # steps are planned with these
-_ENGINE = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),  # `generation_config` holds copies
-    *("use_vllm", "vllm_mode", "use_transformers_continuous_batching", "pad_to_multiple_of"),
-)
+_COPIED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # `generation_config` holds copies
+_ENGINE = ("use_vllm", "vllm_mode", "use_transformers_continuous_batching", "pad_to_multiple_of")
 
 
 def built_for(trainer: Any) -> dict[str, Any]:
@@ -36,7 +34,7 @@ def built_for(trainer: Any) -> dict[str, Any]:
     engine, prepare = getattr(trainer, "vllm_generation", None), trainer._rollouts.images.prepare
     tokens = [ids.tolist() for ids in suppressed_in(trainer)] if trainer.use_vllm is trainer.args.use_vllm else None
     no_loop, lag = getattr(trainer, "async_loop", None) is None, trainer.args.rollout_lag
-    settings = {name: getattr(trainer, name) for name in (*_PLANNED, *_ENGINE)} | {
+    settings = {name: getattr(trainer, name) for name in (*_PLANNED, *_COPIED, *_ENGINE)} | {
         "sampling_mask or routing_replay": trainer.args.replay,
         "suppress_tokens or min_new_tokens (with sampling_mask)": tokens,
         "vllm_generation": engine,
@@ -68,7 +66,7 @@ def refuse_changes(trainer: Any, planned: Mapping[str, Any], warned: set[str]) -
     """
     for name, value in built_for(trainer).items():
         if value != planned.get(name) and (trainer.model.training or name not in _PLANNED):
-            read_once = ", or change generation_config" if name in _ENGINE[:5] else ""
+            read_once = ", or change generation_config" if name in _COPIED else ""
             raise ConfigError(
                 f"{name} was changed to {shortened(repr(value), 80)}, and the trainer was built with "
                 f"{shortened(repr(planned.get(name)), 80)} and cannot follow; set it in GRPOConfig, or pass it to the "

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, DataError
+from ..forward.architecture import base_model_of
 from ..forward.images import images_of
-from ..forward.reference import base_model_of
 from ..forward.rope import covered_length, settle_rope
 from ..rollouts.build import CHANGE_ROWS, all_end_tokens, chat_of, overridden
 from ..rollouts.chat import Chat, check_prompt

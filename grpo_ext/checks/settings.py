@@ -9,8 +9,8 @@ from transformers import GenerationConfig, StopStringCriteria
 
 from .. import compat
 from ..errors import ConfigError, did_you_mean, refuse_combination
-from ..forward.reference import base_model_of
-from ..rollouts.build import LOGPS, SCORE, outside_masks, overridden, sampling_config, template_of, why_not_by_key
+from ..forward.architecture import base_model_of
+from ..rollouts.build import LOGPS, SCORE, outside_masks, overridden, template_of, why_not_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.keyed import setting_of
 
@@ -49,6 +49,8 @@ def check_generation(trainer: Any) -> None:
         config.guidance_scale = None  # whose processor runs the model
         model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device="cpu")
         model._get_logits_processor(config, 2, ids, device="cpu", model_kwargs={})(ids, scores)
+        if config.stop_strings:
+            StopStringCriteria(trainer._rollouts.worker.settings.tokenizer, config.stop_strings)
     except (ValueError, TypeError, IndexError) as error:
         raise ConfigError(
             f"transformers cannot sample so: {error}; change it in generation_kwargs, or in the model's own "
@@ -76,7 +78,9 @@ def check_ends(trainer: Any) -> None:
             f"{name}={count} in generation_kwargs, or in the model's generation_config: sampling would return {count} "
             "rows of each prompt, and every completion of a group is a row already; use 1, and num_generations."
         )
-    if trainer.use_vllm or own_generate(model) is not None or not (strings := sampling_config(trainer).stop_strings):
+    if trainer.use_vllm or own_generate(model) is not None:
+        return
+    if not (strings := setting_of(model, trainer.generation_config, "stop_strings")):
         return
     if trainer.use_transformers_continuous_batching:
         raise ConfigError(
@@ -85,7 +89,6 @@ def check_ends(trainer: Any) -> None:
         )
     if "" in ([strings] if isinstance(strings, str) else strings):
         raise ConfigError(f"stop_strings={strings!r}: an empty text would end every completion; leave it out.")
-    StopStringCriteria(trainer._rollouts.worker.settings.tokenizer, strings)  # which says why, if it cannot
 
 
 def check_replay(trainer: Any) -> None:
@@ -137,8 +140,8 @@ def scores_differ(trainer: Any) -> set[str]:
     changed = [setting for setting, applies in outside_masks(trainer).items() if applies]
     if trainer.use_vllm:
         neutral = {"repetition_penalty": 1.0, "temperature": args.temperature}
-        given = {"repetition_penalty": args.repetition_penalty, **(args.generation_kwargs or {})}
-        changed = [f"{name}={given[name]!r}" for name in neutral if given.get(name, neutral[name]) != neutral[name]]
+        settings = {"repetition_penalty": args.repetition_penalty, **(args.generation_kwargs or {})}
+        changed = [f"{n}={settings[n]!r}" for n, value in neutral.items() if settings.get(n, value) != value]
     sentence = (
         f"{'; '.join(changed)}: completions are drawn from other scores than training takes log-probabilities of, "
         "which biases the gradient, as in TRL."

@@ -19,10 +19,9 @@ from ..algorithms.advantages import AdvantageRule
 from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
 from ..errors import ConfigError, did_you_mean, refuse_combination
-from ..forward.architecture import layer_kinds
+from ..forward.architecture import base_model_of, layer_kinds
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
-from ..forward.reference import base_model_of
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
 from ..rollouts.build import overridden, own_sampling, why_not_by_key
 from ..rollouts.environments import check_names
@@ -37,9 +36,8 @@ from .data import check_images, check_lengths, check_prompts, check_stream, chec
 
 logger = get_logger(__name__)
 
-_UNUSED_HOOKS = (
-    *("_get_train_sampler", "_get_eval_sampler", "get_high_entropy_mask", "get_gamma_weights", "get_off_policy_mask"),
-)
+_SAMPLERS, _MASKS = ("_get_train_sampler", "_get_eval_sampler"), ("get_high_entropy_mask", "get_off_policy_mask")
+_UNUSED_HOOKS = (*_SAMPLERS, *_MASKS, "get_gamma_weights")
 
 
 def check_arguments(

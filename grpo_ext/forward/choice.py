@@ -16,9 +16,9 @@ from accelerate.utils import extract_model_from_parallel
 from ..batching.micro_batches import Form
 from ..runtime.collectives import any_process, gather_lists, together
 from ..runtime.out_of_memory import Halving
+from .architecture import base_model_of
 from .form_check import Trial, discriminating_rows, try_form
 from .forms import why_no_prefix, why_not_packed
-from .reference import base_model_of
 from .rows import TokenRows
 
 logger = get_logger(__name__)

@@ -22,11 +22,11 @@ from ..batching.micro_batches import Form
 from ..batching.packing import group_runs
 from ..batching.sizes import ceil_div
 from ..runtime.out_of_memory import is_out_of_memory
+from .architecture import base_model_of
 from .attention import TakesNoPacks
 from .forms import FormBatch, lay_out, run_batch
 from .lm_head import PREFIX
 from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
-from .reference import base_model_of
 from .rows import TokenRows
 
 LIMIT = 4.0  # times the rounding; healthy models reach 1.6 (600 starts), a planted fault 8 and more

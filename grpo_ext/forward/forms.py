@@ -20,12 +20,11 @@ import torch
 from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
 from ..runtime.transfer import to_device
-from .architecture import layer_kinds
+from .architecture import base_model_of, layer_kinds
 from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, joint_parts_by_window, packed_attention, plain_attention
 from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
-from .reference import base_model_of
 from .routing import LIVE, Routing
 from .rows import TokenRows
 from .sampling_masks import SamplingMasks

@@ -18,7 +18,7 @@ from peft import PeftModel
 from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
 from ..errors import ConfigError, ModelError
 from ..runtime.collectives import copy_from_main_process
-from .architecture import base_model_of as base_model_of
+from .architecture import base_model_of
 from .lm_head import gathered, install
 from .quantised import keep_4bit_weights, outlier_thresholds
 from .snapshot import deep_copy, refuse_replaced_forward, sharing_copy

@@ -25,11 +25,10 @@ from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from ..runtime.transfer import to_device
-from .architecture import experts_per_token
+from .architecture import base_model_of, experts_per_token
 from .choice import ForwardChoice
 from .forms import in_form, run_rows
 from .lm_head import LogProbs, RouterOutput
-from .reference import base_model_of
 from .routing import Routing
 from .rows import TokenRows, Unchanged, in_columns, padded_ids_and_mask
 

@@ -20,8 +20,8 @@ from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
 from ..batching.micro_batches import Form
+from ..forward.architecture import base_model_of
 from ..forward.images import PromptProcessor
-from ..forward.reference import base_model_of
 from ..forward.routing import Router, routers_of
 from ..forward.runner import ForwardRunner
 from ..precision.half import as_in_training

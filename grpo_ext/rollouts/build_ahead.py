@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from .. import compat
+from ..forward.architecture import base_model_of
 from ..forward.images import PromptProcessor
 from ..forward.lm_head import install
-from ..forward.reference import base_model_of
 from ..forward.snapshot import Snapshot, Weights
 from ..precision.half import as_in_training
 from ..rewards.runner import RewardRunner

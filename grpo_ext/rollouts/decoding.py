@@ -19,9 +19,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 
 from ..compat import CACHE
+from ..forward.architecture import base_model_of
 from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
-from ..forward.reference import base_model_of
 from ..runtime.attributes import assigned
 from .keyed import NEW_TOKENS, OwnTokens, on_own_tokens, padding_widths, setting_of, without_padding
 

@@ -20,9 +20,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from ..batching.sizes import BatchGeometry
 from ..compat import CACHE
 from ..errors import PrecisionError, RolloutError
-from ..forward.architecture import cached_numbers
+from ..forward.architecture import base_model_of, cached_numbers
 from ..forward.images import TOKEN_TYPES, RowImages
-from ..forward.reference import base_model_of
 from ..forward.routing import routed
 from ..precision.non_finite import bad_weight, explanation, first_module
 from ..replay import NO_REPLAY, Replay

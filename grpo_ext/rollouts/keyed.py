@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Log
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
-from ..forward.reference import base_model_of
+from ..forward.architecture import base_model_of
 from ..forward.routing import Routing
 from ..replay import NO_REPLAY, Replay
 from .token_record import Recorder
@@ -262,8 +262,8 @@ def on_own_tokens(processors: Any, mask: torch.Tensor | None, config: Generation
     # `generate` adds the width to `min_new_tokens` and has both processors count to it
     counter = transformers.MinLengthLogitsProcessor
     readers = (*_READERS, *([counter] if config.min_new_tokens is None else []))
-    wraps = [any(padding_B) and isinstance(processor, readers) for processor in processors]
-    return LogitsProcessorList([OwnTokens(p, padding_B) if wrap else p for p, wrap in zip(processors, wraps)])
+    padded = any(padding_B)
+    return LogitsProcessorList(OwnTokens(p, padding_B) if padded and isinstance(p, readers) else p for p in processors)
 
 
 def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, repeat: int = 0) -> list[int]:

@@ -25,7 +25,7 @@ import trl
 from transformers.utils import get_json_schema
 
 from ..errors import CheckpointError, shortened
-from ..forward.reference import base_model_of
+from ..forward.architecture import base_model_of
 from ..runtime.collectives import shards_parameters
 
 FINGERPRINT = "grpo_ext_identity.json"

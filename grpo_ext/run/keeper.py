@@ -330,12 +330,12 @@ class RunKeeper(TrainerCallback):
             )
 
         # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
-        own, later = assigned(self, output_dir=str(folder)), mock.patch.object(state, "save_to_json")  # by `_complete`
-        with own, later, assigned(state, best_global_step=None), failing_together(explain):
+        here, best = assigned(self, output_dir=str(folder)), assigned(state, best_global_step=None)
+        with here, best, mock.patch.object(state, "save_to_json"), failing_together(explain):  # `_complete` saves it
             yield
-        best = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-        if best == final or best.is_dir():
-            state.best_model_checkpoint = str(best)
+        best_folder = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        if best_folder == final or best_folder.is_dir():
+            state.best_model_checkpoint = str(best_folder)
         with failing_together(explain):
             complete = functools.partial(self._complete, written, state, run_state)
             without_long_waits(complete if saves else lambda: None)

@@ -49,7 +49,7 @@ class RunState:
     sampled_at: int = 0  # optimizer steps made before the weights that sampled `rollout`
     reference: dict[str, torch.Tensor] = field(default_factory=dict)  # the weights of one that has moved
     evaluation_due: bool = False  # an interrupt left the evaluation of the last step to the run that resumes
-    pass_or_fail: bool = True  # every reward so far was 0 or 1
+    pass_or_fail: bool = True  # every reward of the evaluations so far was 0 or 1
     stopped_early: bool = False  # a callback ended the run before its last step
 
     @classmethod

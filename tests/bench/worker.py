@@ -287,7 +287,7 @@ def main() -> None:
     import torch
 
     from grpo_ext.forward.architecture import attention_sizes, weight_sizes
-    from grpo_ext.forward.reference import base_model_of
+    from grpo_ext.forward.architecture import base_model_of
 
     spec = json.loads(sys.argv[1])
     shape, callback = Shape(**spec["shape"]), server.callback()

@@ -10,8 +10,8 @@ import torch
 
 from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.batching.micro_batches import Form
+from grpo_ext.forward.architecture import base_model_of
 from grpo_ext.forward.forms import in_form, run_rows
-from grpo_ext.forward.reference import base_model_of
 from grpo_ext.forward.rows import TokenRows
 
 SHAPES = {  # tokens of the prompts, and of the completions of each
