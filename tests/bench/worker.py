@@ -286,8 +286,7 @@ def main() -> None:
     quiet_libraries()
     import torch
 
-    from grpo_ext.forward.architecture import attention_sizes, weight_sizes
-    from grpo_ext.forward.architecture import base_model_of
+    from grpo_ext.forward.architecture import attention_sizes, base_model_of, weight_sizes
 
     spec = json.loads(sys.argv[1])
     shape, callback = Shape(**spec["shape"]), server.callback()
