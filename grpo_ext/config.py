@@ -116,6 +116,12 @@ class GRPOConfig(trl.GRPOConfig):
         default="auto",
         choices=["auto", *get_args(Form)],
     )
+    float32_weight_gradients: bool = setting(
+        "With bf16 or fp16: compute the gradients of float32 weights from the same half-precision operands, and keep "
+        "them in float32 until they are added up, so that the split does not change the update. False: autocast "
+        "rounds them in every micro-batch. No effect under FSDP and DeepSpeed.",
+        default=True,
+    )
     skip_zero_contribution: bool = setting(
         "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or "
         "auxiliary term). The logged entropy and clip ratios are those of the others.",

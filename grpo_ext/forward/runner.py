@@ -8,7 +8,7 @@ where a user overrides or calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +21,7 @@ from .. import compat
 from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig, forms_of
+from ..precision.weight_gradients import float32_weight_gradients
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
@@ -79,6 +80,8 @@ class ForwardRunner:
         multiple: Any = args.pad_to_multiple_of
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
+        # engines cast weights themselves
+        self.float32_weight_gradients = args.float32_weight_gradients and not self.sharded
         may_cut = not (self.sharded or args.bitwise_invariant)
         remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"
         self.memory = Halving("computing log-probabilities", remedy, may_cut)
@@ -104,7 +107,8 @@ class ForwardRunner:
     def in_form_of(self, model: Any) -> Iterator[None]:
         """Inside, forwards and backwards of `model` run in its form."""
         policy = base_model_of(model)
-        with in_form(policy, self.choice.form(model)), assigned(self, _in_form=policy):
+        exact = float32_weight_gradients(policy) if self.float32_weight_gradients else nullcontext()
+        with in_form(policy, self.choice.form(model)), assigned(self, _in_form=policy), exact:
             yield
 
     @contextmanager
