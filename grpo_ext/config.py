@@ -80,7 +80,9 @@ class GRPOConfig(trl.GRPOConfig):
         "Completions of a chunk, a multiple of num_generations: for each chunk, reward functions and generate are "
         "called once, so that completions are the same for every number of processes. Default: an eighth of the "
         "rollout batch, at most 64, in whole groups; a process then samples its chunks in one call, and a few "
-        "completions may differ by rounding (bitwise_invariant: 64, a call for each). A resumed run keeps its chunks."
+        "completions may differ by rounding, most in half precision (bitwise_invariant: 64, a call for each). "
+        "rollout_batch_size / P gives up to P processes the same tokens for up to P times the decode steps on one. A "
+        "resumed run keeps its chunks."
     )
     rollout_lag: int = setting(
         "Rollout batches that sampling runs ahead of training, on a thread: rollout batch r is sampled with the "

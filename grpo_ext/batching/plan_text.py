@@ -72,7 +72,8 @@ def _notes(g: BatchGeometry, longest: int | None, half: bool) -> list[tuple[str,
     if longest is not None and chunks < g.num_processes:
         rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
     if longest is not None and half and g.together and chunks > 1:
-        rows.append(("half precision", f"tokens depend on processes (rollout_chunk_size={g.rollout_chunk_size}: not)"))
+        size, calls = g.rollout_chunk_size, ceil_div(g.sampled_share, g.rollout_chunk_size)
+        rows.append(("half precision", f"tokens depend on processes (rollout_chunk_size={size}: not, {calls} call(s))"))
     return rows
 
 

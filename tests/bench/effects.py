@@ -3,9 +3,11 @@
     python -m tests.bench.effects ahead     seconds per step with `rollout_lag`; some minutes
     python -m tests.bench.effects rewards   seconds per step with `reward_workers`; two minutes
     python -m tests.bench.effects routing   what `routing_replay` keeps in bfloat16; a minute
+    python -m tests.bench.effects chunks    what `rollout_chunk_size` takes in bfloat16; seven minutes a round
 
 `ahead` and `rewards` simulate other devices: what runs there waits as long as training takes, and returns random tokens
-(sampling) or a constant (old log-probabilities, which no run without a lag needs here).
+(sampling) or a constant (old log-probabilities, which no run without a lag needs here). `chunks` samples from
+SmolLM2-135M, which is downloaded once. A decode step launches the same kernels for any number of completions.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_ext.forward.runner import ForwardRunner
+from grpo_ext.precision.half import half_weights
 from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.transcript import Sampled
+from grpo_ext.rollouts.transcript import Sampled, Transcript
 from tests.support.tiny import letter_reward, prompts, tiny_model
+from tests.support.toy_recipe import load_recipe
 from tests.support.trainers import change, error, make, on
 
 Run = Callable[[int], dict[str, float]]  # takes the number of the round
@@ -34,8 +39,9 @@ LENGTH = 48
 
 
 def print_medians(cases: dict[str, Run], rounds: int) -> None:
-    """Run the cases in turn and print the median of each value."""
-    results = [{name: run(number) for name, run in cases.items()} for number in range(rounds)]
+    """Run the cases in turn, every other round in reverse, and print the median of each value."""
+    turns = list(cases.items())
+    results = [{name: run(number) for name, run in turns[:: -1 if number % 2 else 1]} for number in range(rounds)]
     columns = {column: None for result in results[0].values() for column in result}
     print("| | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
     for name in cases:
@@ -172,10 +178,52 @@ def routing() -> dict[str, Run]:
     return {name: partial(with_experts, *case) for name, case in cases.items()}
 
 
+# ---- rollout_chunk_size ----
+
+
+def in_calls(
+    groups: int, of_a_call: int, model: Any, rows: list[Transcript], config: GenerationConfig, number: int
+) -> dict[str, float]:
+    """What one process takes to sample the first `groups` groups of 8."""
+    settings = engine.EngineSettings(torch.device("cpu"), None, filler=0, pad=int(config.pad_token_id))
+    half = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    steps, begin = [], time.process_time()
+    with torch.no_grad(), half, half_weights(model, torch.bfloat16):
+        for start in range(0, groups, of_a_call):
+            chunk = rows[start * 8 : (start + of_a_call) * 8]
+            sampled = engine.sample_chunk(model, chunk, config, settings, compact=True)
+            steps.append(max(len(row.ids) for row in sampled))
+    return {"CPU seconds": time.process_time() - begin, "decode steps / longest completion": sum(steps) / max(steps)}
+
+
+def chunks() -> dict[str, Run]:
+    folder, _ = load_recipe("smollm2").smollm2()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    questions = (
+        "What is {} + {}?",
+        "Write one short sentence about the number {}.",
+        "Which is larger, {} or {}? Answer with one number.",
+        "Why is the sky blue? Use at most {} words.",
+    )
+    texts = [questions[i % 4].format(3 + i, 5 + i % 9) for i in range(32)]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    ids: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+    rows = [Transcript({}, 8 * i + j, prompt_ids=prompt) for i, prompt in enumerate(ids) for j in range(8)]
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    config = GenerationConfig(max_new_tokens=LENGTH, do_sample=True, top_k=0, **ends)
+    return {
+        f"{groups} groups, {size} a call": partial(in_calls, groups, size, model, rows, config)
+        for groups in (8, 16, 32)
+        for size in sorted({groups, 8, groups // 8, 1}, reverse=True)
+    }
+
+
+CASES = {"ahead": ahead, "rewards": rewards, "routing": routing, "chunks": chunks}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("ahead", "rewards", "routing"))
+    parser.add_argument("what", choices=tuple(CASES))
     parser.add_argument("--rounds", type=int, default=3, help="runs of each case; with routing, each of another seed")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print_medians({"ahead": ahead, "rewards": rewards, "routing": routing}[options.what](), options.rounds)
+    print_medians(CASES[options.what](), options.rounds)

@@ -276,7 +276,12 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
     masks = describe_plan(several, None, False, None, longest=1024, most_kept=512)
     assert "up to 512 ids per token, 1,024 MiB per rollout batch" in masks
     says = "half precision  "
-    assert says in describe_plan(several, None, False, None, longest=8, half=True)
+    for processes, calls in ((1, 8), (3, 3), (8, 1)):
+        split = resolve(global_batch_size=512, num_processes=processes)
+        text = describe_plan(split, None, False, None, longest=8, half=True)
+        assert says in text
+        assert f"tokens depend on processes (rollout_chunk_size=64: not, {calls} call(s))" in text
+    assert says not in describe_plan(several, None, False, None, longest=8)
     for same in (resolve(global_batch_size=512, rollout_chunk_size=64), resolve(global_batch_size=4)):
         assert says not in describe_plan(same, None, False, None, longest=8, half=True)
     assert "not known, for want of data" in describe_plan(odd, None, False, None)
