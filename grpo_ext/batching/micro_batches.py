@@ -19,6 +19,7 @@ from .sizes import ceil_div, even_slice
 Form = Literal["packed", "prefix", "padded"]
 
 BALANCED = 1.02  # largest load over the mean at which no more groups are cut
+BALANCED_WHOLE = 1.12  # the same with `MicroBatchLayout.whole_groups`
 WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest load to this share of it
 
 
@@ -90,6 +91,7 @@ class MicroBatchLayout:
     form: Form = "padded"
     cost: TokenCost = field(default_factory=TokenCost)  # of a token, by which groups are assigned to processes
     unit_rows: int | None = None  # completions per canonical unit, then the micro-batch; None: cut by the sizes above
+    whole_groups: bool = False  # cut few: in half precision each part of a group rounds the gradient of its prompt
     processes: int = 1
     rank: int = 0
     equal_counts: bool = False  # a micro-batch may hold collectives, so all processes run the same number
@@ -107,7 +109,8 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
         numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
         most = max(map(len, numbers)) if layout.equal_counts else 1
         return fill_up([units[number] for number in sorted(numbers[layout.rank])], max(most, 1), shortest)
-    assigned = assign_rows(sizes, rows, layout.processes, layout.cost)
+    balanced = BALANCED_WHOLE if layout.whole_groups else BALANCED
+    assigned = assign_rows(sizes, rows, layout.processes, layout.cost, balanced)
     most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
     return fill_up(_cut(sizes, assigned[layout.rank], layout), max(most, 1), shortest)
 
@@ -126,11 +129,13 @@ def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> lis
     if layout.max_tokens is None:
         parts = cut_by_count(sizes, rows, layout.max_rows)
     else:
-        parts = cut_by_tokens(sizes, rows, layout.max_rows, layout.max_tokens, layout.form)
+        parts = cut_by_tokens(sizes, rows, layout.max_rows, layout.max_tokens, layout.form, layout.whole_groups)
     return sorted(parts, key=lambda part: -sizes.tokens(part, layout.form))
 
 
-def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: TokenCost) -> list[list[int]]:
+def assign_rows(
+    sizes: StepSizes, rows: Sequence[int], processes: int, cost: TokenCost, balanced: float = BALANCED
+) -> list[list[int]]:
     """Assign rows to processes by cost, whole groups first, so that the slowest does little more than the mean.
 
     Longest group first to the least loaded process (Graham 1969, LPT); where that leaves the loads uneven (few groups,
@@ -145,7 +150,7 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
     loads = [sizes.load(part, cost) for part in assigned]
     for _ in range(8 * processes):
         high, low = loads.index(max(loads)), loads.index(min(loads))
-        if loads[high] <= BALANCED * sum(loads) / processes:
+        if loads[high] <= balanced * sum(loads) / processes:
             break
         moved = _rows_to_move(sizes, cost, assigned[high], assigned[low])
         if not moved:
@@ -214,11 +219,13 @@ def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[l
     return result
 
 
-def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, form: Form) -> list[list[int]]:
+def cut_by_tokens(
+    sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, form: Form, whole_groups: bool = False
+) -> list[list[int]]:
     """Cut rows into few micro-batches of at most `max_rows` rows and `max_tokens` tokens, each as full as it gets.
 
     Where prompts are shared the rows of a group stay together, where they are padded rows of like length. A row that is
-    larger than the budget goes alone.
+    larger than the budget goes alone. With `whole_groups` a group that fits is not cut.
     """
 
     def lengths(piece: Sequence[int]) -> list[int]:
@@ -226,25 +233,31 @@ def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_toke
 
     pieces = [[row] for row in sorted(rows)] if form == "padded" else sizes.pieces(rows)
     pieces.sort(key=lambda piece: -max(lengths(piece)))
-    ordered = [row for piece in pieces for _, row in sorted(zip((-n for n in lengths(piece)), piece))]
-    return [sorted(part) for part in _filled(sizes, ordered, max_rows, max_tokens, form)]
+    pieces = [[row for _, row in sorted(zip((-n for n in lengths(piece)), piece))] for piece in pieces]
+    if not whole_groups:
+        pieces = [[row] for piece in pieces for row in piece]
+    return [sorted(part) for part in _filled(sizes, pieces, max_rows, max_tokens, form)]
 
 
 def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: Form) -> list[slice]:
     """Cut rows that have to keep their order into slices within the limits, for passes without gradients."""
-    parts = _filled(sizes, range(len(sizes.prompts_B)), max_rows, max_tokens, form)
+    parts = _filled(sizes, [[row] for row in range(len(sizes.prompts_B))], max_rows, max_tokens, form)
     return [slice(part[0], part[-1] + 1) for part in parts]
 
 
 def _filled(
-    sizes: StepSizes, ordered: Iterable[int], max_rows: int, max_tokens: int | None, form: Form
+    sizes: StepSizes, pieces: Iterable[list[int]], max_rows: int, max_tokens: int | None, form: Form
 ) -> list[list[int]]:
-    """Rows in their order, cut where the next one would exceed a limit."""
+    """Pieces in their order, cut where the next one would exceed a limit; a piece that exceeds it alone, row by row."""
+
+    def fits(part: list[int]) -> bool:
+        return len(part) <= max_rows and (max_tokens is None or sizes.tokens(part, form) <= max_tokens)
+
     result: list[list[int]] = []
-    for row in ordered:
-        grown = [*result[-1], row] if result else []
-        if grown and len(grown) <= max_rows and (max_tokens is None or sizes.tokens(grown, form) <= max_tokens):
-            result[-1] = grown
-        else:
-            result.append([row])
+    for piece in pieces:
+        for part in [piece] if fits(piece) else [[row] for row in piece]:
+            if result and fits(grown := [*result[-1], *part]):
+                result[-1] = grown
+            else:
+                result.append(part)
     return result

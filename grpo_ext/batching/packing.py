@@ -23,6 +23,7 @@ class PackedGroup:
 
     prompt: tuple[int, int]
     completions: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...] = ()  # tokens of all completions of the group, those outside the pack too
 
     @property
     def answers(self) -> tuple[int, int]:
@@ -71,6 +72,7 @@ def build_pack(
     groups: Sequence[tuple[int, int]],
     keep_last: bool,
     multiple: int = 1,
+    group_lengths: Sequence[tuple[int, ...]] | None = None,
 ) -> Pack:
     """Lay rows out as a pack.
 
@@ -79,6 +81,7 @@ def build_pack(
         groups: ranges of rows with one prompt (`group_runs`).
         keep_last: a completion's last token, which predicts nothing, runs too: a router's statistics count it.
         multiple: the pack is filled up to a multiple of this many tokens, with a prompt that nothing sees.
+        group_lengths: tokens of all completions of each row's group; None: a range of rows is a whole group.
     """
     starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths)))]
     segments: list[_Segment] = []
@@ -97,7 +100,8 @@ def build_pack(
             predictors += [(last_of_prompt, min(length, 1)), (end, max(length - 1, 0))]
             completions.append((end, end + run))
             end += run
-        packed.append(PackedGroup((begin, begin + prompt), tuple(completions)))
+        lengths = tuple(completion_lengths[first:stop]) if group_lengths is None else group_lengths[first]
+        packed.append(PackedGroup((begin, begin + prompt), tuple(completions), lengths))
     if fill := -end % multiple:
         segments.append((0, fill, 0, 0))
         packed.append(PackedGroup((end, end + fill), ()))

@@ -39,15 +39,15 @@ class TakesNoPacks(ModelError):
     """The model's attention does not follow the layout of a pack, so that completions would see each other."""
 
 
-def split_is_cheaper(group: PackedGroup, device: torch.device) -> bool:
+def split_is_cheaper(group: PackedGroup, device: torch.device, half: bool = False) -> bool:
     """The cost rule for one group: attention by segments, or one dense masked call over prompt and completions.
 
     Both are counted in (query, key) pairs: a dense call computes all of them, segments only the visible ones, for
-    one more call each.
+    one more call each. In `half` precision, where the two round differently, a part of a group follows the whole.
     """
     call_cost = _CALL_COST if device.type == "cpu" else _ACCELERATOR_CALL_COST
     prompt = group.prompt[1] - group.prompt[0]
-    lengths = [stop - start for start, stop in group.completions]
+    lengths = group.lengths if half else [stop - start for start, stop in group.completions]
     total = prompt + sum(lengths)
     split = prompt**2 / 2 + sum(lengths) * prompt + sum(n**2 for n in lengths) / 2 + call_cost * (1 + len(lengths))
     return split < total**2
@@ -189,9 +189,10 @@ def _by_group(
     flash kernel of the CPU.
     """
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
-    outputs = []
+    outputs, device = [], states[0].device
+    half = torch.is_autocast_enabled(device.type) or states[0].element_size() == 2
     for group, *parts in zip(layout.groups, *(x.split(sizes, dim=2) for x in states)):
-        if not split_is_cheaper(group, parts[0].device):
+        if not split_is_cheaper(group, device, half):
             outputs.append(attend(*parts, mask=mask_of(group)))
         elif by_flash is not None:
             outputs.append(by_flash(group, parts))

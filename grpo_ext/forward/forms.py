@@ -177,7 +177,8 @@ def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
 
 
 def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
-    pack = build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), with_router, multiple)
+    runs = group_runs(rows.same_prompt)
+    pack = build_pack(rows.prompts_B, rows.completions_B, runs, with_router, multiple, rows.groups_B)
     ids = rows.ids_N[pack.source_N].unsqueeze(0)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), LAYOUT: pack.layout}
     inputs["position_ids"] = pack.positions_N.unsqueeze(0)

@@ -80,6 +80,7 @@ class ForwardRunner:
         multiple: Any = args.pad_to_multiple_of
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
+        self.half = accelerator.native_amp and accelerator.mixed_precision in ("bf16", "fp16")
         # engines cast weights themselves
         self.float32_weight_gradients = args.float32_weight_gradients and not self.sharded
         may_cut = not (self.sharded or args.bitwise_invariant)

@@ -200,7 +200,7 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     functional.linear: _linear,
     torch.addmm: _addmm,
     **dict.fromkeys(
-        (torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm),
+        (torch.matmul, torch.mm, torch.bmm, *(getattr(torch.Tensor, n) for n in ("matmul", "__matmul__", "mm", "bmm"))),
         _matmul,
     ),
     **{getattr(functional, name): partial(_convolution, name) for name in ("conv1d", "conv2d", "conv3d")},

@@ -7,6 +7,7 @@ micro-batch takes token rows and TRL's padded dictionary from it. Shapes: B comp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +110,12 @@ class RolloutBatch:
     def completion_lengths(self) -> list[int]:
         """Tokens of each completion, up to the last that attention sees; 0 for one that is masked out."""
         return [stop for _, stop in _spans(self["completion_mask"])]
+
+    @functools.cached_property
+    def group_lengths(self) -> dict[int, tuple[int, ...]]:
+        """Tokens of the completions of each group."""
+        pairs = sorted(zip(self.groups, self.completion_lengths), key=lambda pair: pair[0])
+        return {group: tuple(n for _, n in rows) for group, rows in itertools.groupby(pairs, lambda pair: pair[0])}
 
     @property
     def gaps(self) -> list[bool]:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -196,6 +196,7 @@ class StepPlanner:
             form=form,
             cost=self.cost,
             unit_rows=self.args.unit_rows,
+            whole_groups=forwards.half,
             processes=self.accelerator.num_processes,
             rank=self.accelerator.process_index,
             equal_counts=forwards.sharded or settings.equal_counts,
@@ -223,7 +224,9 @@ class StepPlanner:
         selected = rollout.select(rows)
         batch = selected.collate(self.pad_token_id, self.forwards.multiple) | (constants or {})
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        return to_device(batch, self.accelerator.device), self._token_rows(selected, training)
+        groups_B = [rollout.group_lengths[group] for group in selected.groups]
+        tokens = replace(self._token_rows(selected, training), groups_B=groups_B)
+        return to_device(batch, self.accelerator.device), tokens
 
     def _token_rows(self, rollout: RolloutBatch, training: bool) -> TokenRows:
         return rollout.token_rows(self.images.of_batch(rollout.columns, training))

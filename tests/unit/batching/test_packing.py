@@ -23,7 +23,7 @@ def test_a_pack_by_hand():
     assert pack.source_N.tolist() == [0, 1, 2, 3]
     assert pack.positions_N.tolist() == [0, 1, 2, 3]
     assert pack.predictor_S.tolist() == [1, 2, 3, 1]
-    assert pack.layout.groups == (PackedGroup((0, 2), ((2, 4), (4, 4))),)
+    assert pack.layout.groups == (PackedGroup((0, 2), ((2, 4), (4, 4)), (3, 1)),)
     assert pack.counts_N.tolist() == [2, 2, 1, 1]
 
 

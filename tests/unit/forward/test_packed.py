@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,8 +184,24 @@ def test_a_group_is_attended_to_alike_whatever_runs_beside_it(monkeypatch):
 
     alone = attended(layout_of([small]))
     assert torch.equal(alone, attended(both))
-    monkeypatch.setattr(attention, "split_is_cheaper", lambda group, device: True)
+    monkeypatch.setattr(attention, "split_is_cheaper", lambda *group: True)
     assert not torch.equal(alone, attended(both))
+
+
+def test_in_half_precision_a_part_of_a_group_is_attended_to_as_in_the_whole_group():
+    model, lengths = model_of("qwen2").float(), (16,) * 8
+    rows = rows_of([20], [list(lengths)])
+
+    def scores(groups_B: list[tuple[int, ...]] | None) -> torch.Tensor:
+        known = replace(rows, groups_B=groups_B)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            parts = [run_rows("packed", model, known.part(slice(n, n + 2))) for n in range(0, 8, 2)]
+        return torch.cat([part.logps_S for part in parts])
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole = run_rows("packed", model, rows).logps_S
+    assert torch.equal(scores([lengths] * 8), whole)
+    assert not torch.equal(scores(None), whole)
 
 
 @pytest.mark.parametrize("multiple", [1, 4])

@@ -1,0 +1,106 @@
+"""In bfloat16 one step from the same completions is the same for every split of whole groups, as it is in float32."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from grpo_ext.batching.micro_batches import MicroBatchLayout, StepSizes, plan_step
+from grpo_ext.precision import weight_gradients
+from grpo_ext.tools.check.comparison import describe_difference, update_error
+from tests.support.cases import LORA, Bench
+from tests.support.launches import REFERENCE, Launches
+from tests.support.tiny import tiny_model
+from tests.support.trainers import change, error, far
+from tests.tolerances import CUT_GROUPS_BFLOAT16, DIFFERENT, UPDATE
+
+HALF: dict[str, Any] = {"bf16": True, "global_batch_size": 16, "max_completion_length": 12}
+SGD = {
+    "bf16": True,
+    "optim": "sgd",
+    "learning_rate": 10.0,
+    "max_grad_norm": 0.0,
+    "max_steps": 1,
+    "global_batch_size": 24,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "gemma3": ("gemma3_text", {}),
+    "gpt2": ("gpt2", {}),
+    "moe": ("moe", {}),
+    "lora": ("qwen2", {"adapter": LoraConfig(**LORA)}),
+    "checkpointing": ("llama", {"gradient_checkpointing": True}),
+    "kl": ("qwen2", {"beta": 0.1}),
+}
+SPLITS = ((1, 24), (2, 12), (3, 4))  # processes, completions of a micro-batch
+ACROSS_PROCESSES = ("grpo", "bnpo", "gpt2", "moe", "kl_lora", "checkpointing")
+
+
+def step(folder: Any, kind: str, size: int, **settings: Any) -> torch.Tensor:
+    """The update of one step of SGD with micro-batches of `size`."""
+    name, more = KINDS[kind]
+    folder = folder / f"{kind}-{size}-{len(list(folder.iterdir()))}"
+    return change(far(folder, tiny_model(name), 10.0, per_device_train_batch_size=size, **{**HALF, **more, **settings}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_of_whole_groups_give_the_same_update(tmp_path, kind):
+    whole = step(tmp_path, kind, REFERENCE)
+    assert error(whole, step(tmp_path, kind, 8)) <= UPDATE
+    assert error(whole, step(tmp_path, kind, 4)) <= UPDATE
+    rounded = step(tmp_path, kind, REFERENCE, float32_weight_gradients=False)
+    assert error(rounded, step(tmp_path, kind, 4, float32_weight_gradients=False)) > DIFFERENT
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_micro_batches_that_cut_groups_differ_by_the_rounding_of_the_prompts_gradient(tmp_path, kind):
+    whole = step(tmp_path, kind, REFERENCE)
+    assert UPDATE < error(whole, step(tmp_path, kind, 3)) <= CUT_GROUPS_BFLOAT16
+
+
+def test_a_weight_that_is_left_out_shows(tmp_path, monkeypatch):
+    covered = weight_gradients._linear
+
+    def all_but_one(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        left_out = weight.shape == (64, 32)  # gate and up projections
+        return torch.nn.functional.linear(input, weight, bias) if left_out else covered(input, weight, bias)
+
+    monkeypatch.setattr(weight_gradients, "_linear", all_but_one)
+    assert error(step(tmp_path, "qwen2", REFERENCE), step(tmp_path, "qwen2", 4)) > 10 * UPDATE
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory) -> Launches:
+    together = Launches(Bench(tmp_path_factory.mktemp("half")))
+    for name, (processes, size) in itertools.product(ACROSS_PROCESSES, SPLITS):
+        together.plan(processes, together.bench.run(name, size, **SGD))
+    return together
+
+
+@pytest.mark.parametrize("name", ACROSS_PROCESSES)
+def test_processes_give_the_same_update(launches, name):
+    results = [launches.result(processes, launches.bench.run(name, size, **SGD)) for processes, size in SPLITS]
+    for result in results:
+        assert result.error is None, result.error
+        apart = update_error(results[0].delta, result.delta)
+        assert apart <= UPDATE, f"{apart:.2e}: {describe_difference(results[0].delta, result.delta)}"
+
+
+def test_groups_stay_whole_in_half_precision_where_that_costs_little():
+    lengths = [8, 10, 10, 28, 15, 24, 21, 18, 7, 15, 32, 30, 37, 28, 39, 33, 37, 22, 7, 6, 28, 34, 25, 29]
+    sizes = StepSizes([row // 4 for row in range(24)], [10] * 24, lengths)
+
+    def cut(**layout: Any) -> int:
+        """How many groups lie in several micro-batches, on three processes."""
+        layouts = [MicroBatchLayout(max_rows=8, processes=3, rank=rank, form="packed", **layout) for rank in range(3)]
+        parts = [part.rows for layout in layouts for part in plan_step(sizes, range(24), layout) if part.weight]
+        assert sorted(row for part in parts for row in part) == list(range(24))
+        return sum(len({row // 4 for row in part}) for part in parts) - 6
+
+    assert (cut(), cut(whole_groups=True)) == (1, 0)
+    assert (cut(max_tokens=150), cut(max_tokens=150, whole_groups=True)) == (3, 0)
