@@ -19,13 +19,9 @@ from tests.support.trainers import change, error, far
 from tests.tolerances import CUT_GROUPS_BFLOAT16, DIFFERENT, UPDATE
 
 HALF: dict[str, Any] = {"bf16": True, "global_batch_size": 16, "max_completion_length": 12}
-SGD = {
-    "bf16": True,
-    "optim": "sgd",
-    "learning_rate": 10.0,
-    "max_grad_norm": 0.0,
-    "max_steps": 1,
-    "global_batch_size": 24,
+SGD: dict[str, Any] = {
+    **{"bf16": True, "optim": "sgd", "learning_rate": 10.0, "max_grad_norm": 0.0, "max_steps": 1},
+    **{"global_batch_size": 24, "rollout_batch_size": 24},
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
