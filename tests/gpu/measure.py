@@ -41,15 +41,17 @@ LORA_RANK = 16  # trl's default
 
 @dataclass(frozen=True)
 class Run:
-    """Steps of one trainer; `forward` is the form of ours."""
+    """Steps of one trainer; `forward` is the form of ours, `rounded` is without `float32_weight_gradients`."""
 
     shape: Shape
     who: str
     forward: str | None = None
+    rounded: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.shape.name}: {self.who}" + (f", {self.forward}" if self.forward else "")
+        rounded = ", rounded weight gradients" if self.rounded else ""
+        return f"{self.shape.name}: {self.who}" + (f", {self.forward}" if self.forward else "") + rounded
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,14 @@ class Part:
 FULL = Shape("full, long prompt", 1024, 128, 1024, groups=8, checkpointing=True)
 LORA = Shape("LoRA, ragged answers", 128, 64, 1792, skewed=True, groups=8, checkpointing=True, lora=True)
 SAMPLED = tuple(Shape(f"sampling, {8 * groups} rows", 64, 1, 128, groups=groups, sample=True) for groups in (8, 32))
+TRAINERS = ((OURS, "packed"), (OURS, "packed", True), (STOCK,))
 PARTS = (
     Part("head", 50),
     Part("kernels", 45),
     Part("sampling", 25),
     Part("bits", 45),
-    Part("training", 70),
-    Part("users", 115, tuple(Run(shape, *who) for shape in (FULL, LORA) for who in ((OURS, "packed"), (STOCK,)))),
+    Part("training", 110),
+    Part("users", 140, tuple(Run(shape, *who) for shape in (FULL, LORA) for who in TRAINERS)),
     Part("generate", 70, tuple(Run(shape, who) for shape in SAMPLED for who in (OURS, STOCK))),
     Part("other forms", 40, (Run(FULL, OURS, "prefix"), Run(FULL, OURS, "padded"))),
     Part("flex attention", 40),
@@ -157,6 +160,7 @@ def measure(run: Run, model: dict[str, Any], end: float) -> dict[str, Any]:
     Ours cuts a micro-batch that does not fit by itself, stock TRL is started again with half of it.
     """
     options = {"bf16": True} | ({"forward": run.forward} if run.forward else {})
+    options |= {"float32_weight_gradients": False} if run.rounded else {}
     rows = run.shape.groups * run.shape.group
     result: dict[str, Any] = {}
     for micro in (rows >> n for n in range(rows.bit_length())):

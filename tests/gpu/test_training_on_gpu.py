@@ -42,11 +42,10 @@ def train(
     gc.collect()
     torch.cuda.empty_cache()
     sizes = {"global_batch_size": 32, "num_generations": GROUP, "per_device_train_batch_size": 8}
-    sizes |= {"max_steps": 3, **settings}
+    sizes |= {"max_steps": 3, "learning_rate": 1e-5, **settings}
     args = GRPOConfig(  # before CUDA starts, which reads a setting of bitwise mode then
         str(folder),
         max_completion_length=COMPLETION,
-        learning_rate=1e-5,
         report_to="none",
         save_strategy="no",
         logging_steps=1,
@@ -107,6 +106,24 @@ def test_the_split_matters_no_more_than_rounding(record_property, tmp_path, prec
     record_property("against float32", float(noise))
     record_property("between splits", float(split))
     assert split < 2 * noise
+
+
+def test_splits_of_whole_groups_differ_by_what_the_forward_leaves(record_property, tmp_path):
+    """On a GPU kernels are chosen by the shapes of products, so that a forward may round otherwise."""
+
+    def update(size: int, on: bool) -> torch.Tensor:
+        settings = {"optim": "sgd", "learning_rate": 10.0, "max_grad_norm": 0.0, "max_steps": 1, "bf16": True}
+        settings |= {"per_device_train_batch_size": size, "float32_weight_gradients": on}
+        return train(tmp_path / f"{size}-{on}", HALF_B, **settings)[1].float()
+
+    apart = {}
+    for on in (True, False):
+        large = update(32, on)
+        for size in (16, 3):
+            apart[size, on] = float((update(size, on) - large).norm() / large.norm())
+            what = f"{'whole' if size % GROUP == 0 else 'cut'} groups" + ("" if on else ", rounded weight gradients")
+            record_property(what, apart[size, on])
+    assert apart[16, True] < apart[16, False]
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=str)
