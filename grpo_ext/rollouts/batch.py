@@ -159,13 +159,15 @@ class RolloutBatch:
             return [part for p, c, n, m in parts for part in (p[len(p) - n :], c[:m])]
 
         ids = tokens(self["prompt_ids"], self["completion_ids"])
-        same = [torch.equal(prompt, following) for prompt, following in itertools.pairwise(ids[::2])]
+        # of one group: whether another group with the same prompt is beside it follows from the split
+        pairs = zip(itertools.pairwise(self.groups), itertools.pairwise(ids[::2]))
+        same = [group == other and torch.equal(*prompts) for (group, other), prompts in pairs]
         same = same_prompts(same, images)
         experts = None
         if EXPERTS in self.columns:
             parts = [row_NC[: n + m] for row_NC, n, m in zip(self[EXPERTS], prompts, completions)]
-            pairs = zip(same, itertools.pairwise(parts), prompts)  # groups of one prompt may have other experts
-            same = [text and torch.equal(one[:n], other[:n]) for text, (one, other), n in pairs]
+            routed = zip(same, itertools.pairwise(parts), prompts)  # rows of one prompt may have other experts
+            same = [text and torch.equal(one[:n], other[:n]) for text, (one, other), n in routed]
             experts = torch.cat(parts)
         attended = None
         if any(self.gaps):
