@@ -78,10 +78,9 @@ def build_pack(
 
     Args:
         prompt_lengths, completion_lengths: tokens of each row, which lie one after the other without padding.
-        groups: ranges of rows with one prompt (`group_runs`).
+        groups: ranges of rows with one prompt (`group_runs`); group_lengths: see `TokenRows.groups_B`.
         keep_last: a completion's last token, which predicts nothing, runs too: a router's statistics count it.
         multiple: the pack is filled up to a multiple of this many tokens, with a prompt that nothing sees.
-        group_lengths: tokens of all completions of each row's group; None: a range of rows is a whole group.
     """
     starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths)))]
     segments: list[_Segment] = []
@@ -93,14 +92,13 @@ def build_pack(
         segments.append((starts[first], prompt, 0, stop - first))
         end += prompt
         last_of_prompt, completions = end - 1, []
-        for row in range(first, stop):
-            length = completion_lengths[row]
+        for row, length in enumerate(completion_lengths[first:stop], first):
             run = length if keep_last else max(length - 1, 0)
             segments.append((starts[row] + prompt_lengths[row], run, prompt, 1))
             predictors += [(last_of_prompt, min(length, 1)), (end, max(length - 1, 0))]
             completions.append((end, end + run))
             end += run
-        lengths = tuple(completion_lengths[first:stop]) if group_lengths is None else group_lengths[first]
+        lengths = group_lengths[first] if group_lengths else tuple(completion_lengths[first:stop])
         packed.append(PackedGroup((begin, begin + prompt), tuple(completions), lengths))
     if fill := -end % multiple:
         segments.append((0, fill, 0, 0))
