@@ -3,6 +3,7 @@
     python -m tests.bench.effects ahead     seconds per step with `rollout_lag`; some minutes
     python -m tests.bench.effects rewards   seconds per step with `reward_workers`; two minutes
     python -m tests.bench.effects routing   what `routing_replay` keeps in bfloat16; a minute
+    python -m tests.bench.effects half      what micro-batch sizes differ by in bfloat16; a minute a round
     python -m tests.bench.effects chunks    what `rollout_chunk_size` takes in bfloat16; seven minutes a round
 
 `ahead` and `rewards` simulate other devices: what runs there waits as long as training takes, and returns random tokens
@@ -178,6 +179,38 @@ def routing() -> dict[str, Run]:
     return {name: partial(with_experts, *case) for name, case in cases.items()}
 
 
+# ---- float32_weight_gradients ----
+
+
+def of_sizes(float32: bool, settings: dict[str, Any], number: int) -> dict[str, float]:
+    """One step of SGD from the same 32 completions, in groups of 8; micro-batches against one of all."""
+
+    def step(size: int, **changes: Any) -> torch.Tensor:
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "initializer_range": 0.02}
+        parts = {"train_dataset": prompts(8, number), "seed": number, "max_steps": 1}
+        parts |= {"per_device_train_batch_size": size}
+        parts |= {"global_batch_size": 32, "num_generations": 8, "max_completion_length": 24, "bf16": True}
+        parts |= {"optim": "sgd", "learning_rate": 10.0, "max_grad_norm": 0.0, "adam_epsilon": 1e-8}
+        with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
+            model = tiny_model("qwen2", number, **sizes)
+            settled = {"float32_weight_gradients": float32, "rollout_chunk_size": 8, **settings, **changes}
+            return change(make(folder, model, **{**parts, **settled}))
+
+    whole, packed = step(32), step(32, forward="packed")
+    errors = {f"micro-batches of {size}": error(whole, step(size)) for size in (16, 8, 3)}
+    return {**errors, "against packs": error(packed, whole)}
+
+
+def half() -> dict[str, Run]:
+    forms: dict[str, dict[str, Any]] = {form: {"forward": form} for form in ("packed", "prefix", "padded")}
+    terms = {"packed, KL": {"beta": 0.1}, "packed, entropy quantile": {"top_entropy_quantile": 0.5}}
+    return {
+        f"{name}, {'float32' if float32 else 'rounded'}": partial(of_sizes, float32, settings)
+        for name, settings in {**forms, **terms}.items()
+        for float32 in (False, True)
+    }
+
+
 # ---- rollout_chunk_size ----
 
 
@@ -218,7 +251,7 @@ def chunks() -> dict[str, Run]:
     }
 
 
-CASES = {"ahead": ahead, "rewards": rewards, "routing": routing, "chunks": chunks}
+CASES = {"ahead": ahead, "rewards": rewards, "routing": routing, "half": half, "chunks": chunks}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
