@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig
 
 from grpo_ext.batching.micro_batches import MicroBatchLayout, StepSizes, plan_step
@@ -15,7 +17,7 @@ from grpo_ext.tools.check.comparison import describe_difference, update_error
 from tests.support.cases import LORA, Bench
 from tests.support.launches import REFERENCE, Launches
 from tests.support.tiny import tiny_model
-from tests.support.trainers import change, error, far
+from tests.support.trainers import change, error, far, native_fp16
 from tests.tolerances import CUT_GROUPS_BFLOAT16, DIFFERENT, UPDATE
 
 HALF: dict[str, Any] = {"bf16": True, "global_batch_size": 16, "max_completion_length": 12}
@@ -100,3 +102,33 @@ def test_groups_stay_whole_in_half_precision_where_that_costs_little():
 
     assert (cut(), cut(whole_groups=True)) == (1, 0)
     assert (cut(max_tokens=150), cut(max_tokens=150, whole_groups=True)) == (3, 0)
+
+
+def test_fp16_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "__init__", native_fp16(Accelerator.__init__))
+    fp16: dict[str, Any] = {"bf16": False, "fp16": True}
+    whole = step(tmp_path, "qwen2", REFERENCE, **fp16)
+    assert error(whole, step(tmp_path, "qwen2", 4, **fp16)) <= UPDATE
+    fp16["float32_weight_gradients"] = False
+    rounded = step(tmp_path, "qwen2", REFERENCE, **fp16)
+    assert error(rounded, step(tmp_path, "qwen2", 4, **fp16)) > 10 * UPDATE
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_no_copy_of_a_weight_is_kept_for_the_backward_pass(on):
+    model = tiny_model("llama", tie_word_embeddings=False)
+    weights = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
+    copies = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        of_a_weight = any(tensor.shape in (p.shape, p.mT.shape) for p in weights.values() if p.dim() == 2)
+        copies.append(of_a_weight and tensor.untyped_storage().data_ptr() not in weights)
+        return tensor
+
+    ids = torch.arange(3, 10)[None]
+    exact = weight_gradients.float32_weight_gradients(model) if on else nullcontext()
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with exact, torch.autocast("cpu", torch.bfloat16), hooks:
+        model.model(ids)
+    assert copies
+    assert any(copies) != on
