@@ -31,9 +31,8 @@ def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
     Embeddings, norms and grouped products of experts are float32 under autocast anyway, the head sums in float32.
 
     Left out: weights computed from other weights (OFT, BOFT, LoHa, FourierFT, HRA, LoRA on the parameter of a linear
-    layer or of Llama 4's experts), a bias that the model itself casts (Mamba's `dt_bias`), `einsum`, transposed
-    convolutions, `nn.MultiheadAttention`, and kernels with gradients of their own. Backward passes, in which
-    checkpointing runs layers again, have to run inside too.
+    layer, or of Llama 4's experts), a bias that the model itself casts (Mamba's `dt_bias`), `einsum`, torch's own
+    `MultiheadAttention`, and kernels with gradients of their own. Backward passes have to run inside too.
     """
     with ExitStack() as restored:
         for module in model.modules():
@@ -94,8 +93,7 @@ def _half(*weights: torch.Tensor | None) -> torch.dtype | None:
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """A matrix product, or a batch of them, of half-precision operands, summed and returned in float32."""
     if left.device.type == "cuda" and torch.version.hip is None:
-        multiply: Any = torch.mm if left.dim() == 2 else torch.bmm
-        return multiply(left, right, out_dtype=torch.float32)
+        return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
@@ -152,10 +150,10 @@ def _matmul(func: Any, *factors: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if kwargs or len(factors) != 2:
         return func(*factors, **kwargs)
     left, right = factors
+    if left.dim() == 2 and isinstance(left, nn.Parameter) and right.dim() > 1 and _half(left) is not None:
+        return _linear(functional.linear, right.mT, left).mT.contiguous()
     if right.dim() == 2 and _half(right) is not None:
         return _linear(functional.linear, left, right.t())
-    if left.dim() == 2 and right.dim() > 1 and _half(left) is not None:
-        return _linear(functional.linear, right.mT, left).mT
     # where each token has a product of its own, no sum of tokens is rounded; so with experts that are chosen by index
     batched = left.dim() == right.dim() == 3 and len(left) == len(right) and isinstance(right, nn.Parameter)
     dtype = _half(right) if batched else None
@@ -195,9 +193,8 @@ def _convolution(
     return _Convolution.apply(func, (args, kwargs), input.to(dtype), weight, bias)
 
 
-_MATMUL = ("matmul", "mm", "bmm")
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     **{functional.linear: _linear, torch.addmm: _addmm, torch.Tensor.__matmul__: _matmul},
-    **{getattr(place, name): _matmul for place in (torch, torch.Tensor) for name in _MATMUL},
+    **{getattr(place, name): _matmul for place in (torch, torch.Tensor) for name in ("matmul", "mm", "bmm")},
     **{getattr(functional, name): _convolution for name in ("conv1d", "conv2d", "conv3d")},
 }
