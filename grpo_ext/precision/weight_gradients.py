@@ -28,11 +28,11 @@ def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
     """Inside, under autocast, backward passes of `model` return the gradients of trained float32 weights unrounded.
 
     Covers linear layers, `Conv1D`, convolutions, and matrix products in the forward of a module that owns the weight.
-    Embeddings, norms and grouped products of experts are float32 under autocast anyway, the head sums in float32.
+    Embeddings, norms and grouped products of experts are float32 under autocast anyway; the head sums in float32.
 
     Left out: weights computed from other weights (OFT, BOFT, LoHa, FourierFT, HRA, LoRA on the parameter of a linear
-    layer, or of Llama 4's experts), a bias that the model itself casts (Mamba's `dt_bias`), `einsum`, torch's own
-    `MultiheadAttention`, and kernels with gradients of their own. Backward passes have to run inside too.
+    layer, or of Llama 4's experts), what the model itself casts (Mamba's `dt_bias`), `einsum`, `MultiheadAttention`
+    of torch, a norm of half-precision states on a CPU, kernels with gradients of their own. Backward passes run inside.
     """
     with ExitStack() as restored:
         for module in model.modules():
@@ -174,19 +174,19 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (input, weight), needs, (args, kwargs) = ctx.saved_tensors, ctx.needs_input_grad[2:], ctx.options
         of_input, of_weight = (getattr(convolution_grad, f"{ctx.name}_{side}") for side in ("input", "weight"))
-        others = [dim for dim in range(grad.dim()) if dim != 1]
         with torch.autocast(grad.device.type, enabled=False):
             return (
                 *(None, None),
                 of_input(input.shape, weight.to(grad.dtype), grad, *args, **kwargs) if needs[0] else None,
                 of_weight(input.float(), weight.shape, grad.float(), *args, **kwargs) if needs[1] else None,
-                grad.sum(others, dtype=torch.float32) if needs[2] else None,
+                grad.sum((0, *range(2, grad.dim())), dtype=torch.float32) if needs[2] else None,
             )
 
 
 def _convolution(
     func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
+    args = tuple(0 if option == "valid" else option for option in args)
     named = any(isinstance(option, str) for option in (*args, *kwargs.values()))  # padding="same"
     if named or input.dim() != weight.dim() or (dtype := _half(weight, bias)) is None:
         return func(input, weight, bias, *args, **kwargs)

@@ -207,7 +207,8 @@ class Owner(nn.Module):
         self.product = product
         self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
         self.each, self.vector = nn.Parameter(torch.randn(4, 8, 8)), nn.Parameter(torch.randn(8))
-        self.convolution, self.same = nn.Conv1d(8, 8, 3, padding=1, groups=2), nn.Conv1d(8, 8, 3, padding="same")
+        self.convolution, self.norm = nn.Conv1d(8, 8, 3, padding=1, groups=2), nn.LayerNorm(8)
+        self.same, self.valid = (nn.Conv1d(8, 8, 3, padding=padding) for padding in ("same", "valid"))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.product(self, input)
@@ -223,6 +224,7 @@ COVERED: dict[str, Callable[..., torch.Tensor]] = {
     "one expert": lambda m, x: functional.linear(x, m.each[1], m.bias),
     "bmm": lambda m, x: torch.bmm(x, m.each),
     "convolution": lambda m, x: m.convolution(x.mT),
+    "no padding, by name": lambda m, x: m.valid(x.mT),
     "the weight of a convolution": lambda m, x: functional.conv1d(x.mT, m.convolution.weight, groups=2, padding=1),
 }
 UNCOVERED: dict[str, Callable[..., torch.Tensor]] = {
@@ -230,6 +232,7 @@ UNCOVERED: dict[str, Callable[..., torch.Tensor]] = {
     "a vector": lambda m, x: x @ m.vector + functional.linear(x, m.vector),
     "each to the left": lambda m, x: m.each @ x.mT,
     "padding by name": lambda m, x: m.same(x.mT),
+    "a norm of half-precision states": lambda m, x: m.norm(x.to(torch.get_autocast_dtype("cpu"))),
     "without a batch": lambda m, x: m.convolution(x[0].mT),
     "einsum": lambda m, x: torch.einsum("bti,io->bto", x, m.weight),
 }
