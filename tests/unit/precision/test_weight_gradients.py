@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -360,3 +361,25 @@ def test_forwards_are_put_back_after_an_error():
     with pytest.raises(RuntimeError, match="shape"), float32_weight_gradients(model):
         model(torch.randn(3, 9))
     assert forwards() == before
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=full)])
+@pytest.mark.parametrize("name", ["linear", "one expert", "convolution"])
+def test_a_compiled_model_is_compiled_once(name, backend):
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Sequential(nn.Linear(8, 8), Owner(COVERED[name]) if name in COVERED else nn.Linear(8, 8))
+    compiled: Any = torch.compile(model, backend=backend)
+    for _ in range(3):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            compiled(INPUT)
+        model.zero_grad()
+        with float32_weight_gradients(model):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = compiled(INPUT)
+            output.float().square().sum().backward()
+    assert dict(counters["frames"]) == {"total": 2, "ok": 2}  # without gradients, and with them
+    assert not counters["graph_break"]
+    gradients_of = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients_of) >= 4
+    assert not any(torch.equal(gradient.bfloat16().float(), gradient) for gradient in gradients_of)
