@@ -20,8 +20,6 @@ from torch.nn import functional
 from torch.nn import grad as convolution_grad
 from torch.overrides import TorchFunctionMode
 
-from ..runtime.attributes import assigned
-
 _READ_BY_PARENTS = (nn.modules.conv._ConvNd, nn.ParameterDict, nn.ParameterList)
 
 
@@ -30,31 +28,44 @@ def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
     """Inside, under autocast, backward passes of `model` return the gradients of trained float32 weights unrounded.
 
     Covers linear layers, `Conv1D`, convolutions, and matrix products in the forward of a module that owns the weight.
-    Left out: products of one weight with another, `einsum`, and kernels that compute their own gradients. Embeddings
-    and norms are float32 under autocast anyway. Backward passes, in which gradient checkpointing runs layers again,
-    have to run inside too.
+    Embeddings, norms and grouped products of experts are float32 under autocast anyway; the head sums in float32.
+
+    Left out: weights computed from other weights (OFT, BOFT, LoHa, FourierFT, HRA, LoRA on the parameter of a linear
+    layer, or of Llama 4's experts), what the model itself casts (Mamba's `dt_bias`), `einsum`, `MultiheadAttention`
+    of torch, a norm of half-precision states on a CPU, kernels with gradients of their own. Backward passes run inside.
     """
     with ExitStack() as restored:
         for module in model.modules():
-            if type(module).forward is nn.Linear.forward and "forward" not in vars(module):
+            attributes = vars(module)
+            replaced = attributes.get("forward")
+            if replaced is None and type(module).forward is nn.Linear.forward:
                 forward: Callable[..., Any] = types.MethodType(_linear_forward, module)
-            elif any(p.dim() > 1 for part in _readers(module) for p in part.parameters(recurse=False)):
-                forward = partial(_in_mode, module.forward)
-            else:
+            elif not _reads_weights(module):
                 continue
-            restored.enter_context(assigned(module, forward=forward))
+            else:  # torch.compile knows a method again that is made anew, and compiles it once
+                forward = types.MethodType(_own_in_mode, module) if replaced is None else partial(_in_mode, replaced)
+            if replaced is None:  # left behind, it would look like a forward that a user replaced
+                restored.callback(attributes.pop, "forward")
+            else:
+                restored.callback(attributes.update, forward=replaced)
+            attributes["forward"] = forward
         yield
 
 
-def _readers(module: nn.Module) -> list[nn.Module]:
-    """The modules whose own parameters are read in this module's forward; none of an embedding, nor of a container."""
+def _reads_weights(module: nn.Module) -> bool:
+    """Whether the module's forward reads weights of its own, or of parts that hold them for it."""
     if isinstance(module, (nn.Embedding, nn.ParameterDict, nn.ParameterList)):
-        return []
-    return [module, *(child for child in module.children() if isinstance(child, _READ_BY_PARENTS))]
+        return False
+    parts = [module, *(child for child in module.children() if isinstance(child, _READ_BY_PARENTS))]
+    return any(p.dim() > 1 and p.dtype == torch.float32 for part in parts for p in part.parameters(recurse=False))
 
 
 def _linear_forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    return _linear(input, module.weight, module.bias)
+    return _linear(functional.linear, input, module.weight, module.bias)
+
+
+def _own_in_mode(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _in_mode(type(module).forward, module, *args, **kwargs)
 
 
 def _in_mode(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +77,8 @@ class _Products(TorchFunctionMode):
     """Inside, the functions of `_INSTEAD` are replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
+        instead = _INSTEAD.get(func)
+        return func(*args, **kwargs or {}) if instead is None else instead(func, *args, **kwargs or {})
 
 
 def _half(*weights: torch.Tensor | None) -> torch.dtype | None:
@@ -78,19 +90,14 @@ def _half(*weights: torch.Tensor | None) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if trained and torch.is_autocast_enabled(kind) else None
 
 
-def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
-
-
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """A matrix product, or a batch of them, of half-precision operands, summed and returned in float32."""
     if left.device.type == "cuda" and torch.version.hip is None:
-        multiply: Any = torch.mm if left.dim() == 2 else torch.bmm
-        return multiply(left, right, out_dtype=torch.float32)
+        return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
-# ---- Functions that are replaced ------------------------------------------------------------------------------------
+# ---- What replaces functions, which are the first arguments ---------------------------------------------------------
 
 
 class _Linear(torch.autograd.Function):
@@ -98,8 +105,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
-        return functional.linear(input, weight.to(input.dtype), _cast(bias, input.dtype))
+        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
+        return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -113,95 +120,81 @@ class _Linear(torch.autograd.Function):
             )
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if (dtype := _half(weight, bias)) is None:
-        return functional.linear(input, weight, bias)
-    return _Linear.apply(input.to(dtype), weight, bias)
+def _linear(func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    dtype = _half(weight, bias) if weight.dim() == 2 else None
+    return func(input, weight, bias) if dtype is None else _Linear.apply(input.to(dtype), weight, bias)
 
 
-def _addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    if kwargs or bias.dim() != 1 or _half(right, bias) is None:
-        return torch.addmm(bias, left, right, **kwargs)
-    return _linear(left, right.t(), bias)
+def _addmm(func: Any, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    if kwargs or args[0].dim() != 1 or _half(args[2], args[0]) is None:
+        return func(*args, **kwargs)
+    bias, left, right = args
+    return _linear(functional.linear, left, right.t(), bias)
 
 
 class _Batched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.save_for_backward(left, right)
-        return torch.bmm(left.to(dtype), right.to(dtype))
+    def forward(ctx: Any, left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(left if ctx.needs_input_grad[1] else None, weight)
+        return torch.bmm(left, weight.to(left.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (left, right), needs = ctx.saved_tensors, ctx.needs_input_grad
+        (left, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
-            of_left = _product_like(left, grad, right.mT.to(grad.dtype)) if needs[0] else None
-            return of_left, _product_like(right, left.mT.to(grad.dtype), grad) if needs[1] else None, None
+            of_left = torch.bmm(grad, weight.mT.to(grad.dtype)) if needs[0] else None
+            return of_left, _product(left.mT, grad) if needs[1] else None
 
 
-def _product_like(like: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return _product(left, right) if like.dtype == torch.float32 else torch.bmm(left, right)
-
-
-def _matmul(left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    if not kwargs:
-        if right.dim() == 2 and _half(right) is not None:
-            return _linear(left, right.t())
-        if left.dim() == 2 and right.dim() > 1 and _half(left) is not None:
-            return _linear(right.mT, left).mT
-        if left.dim() == right.dim() == 3 and len(left) == len(right):
-            dtype = _half(left) or _half(right)
-            if dtype is not None:
-                return _Batched.apply(left, right, dtype)
-    return torch.matmul(left, right, **kwargs)
+def _matmul(func: Any, *factors: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    if kwargs or len(factors) != 2:
+        return func(*factors, **kwargs)
+    left, right = factors
+    if left.dim() == 2 and isinstance(left, nn.Parameter) and right.dim() > 1 and _half(left) is not None:
+        return _linear(functional.linear, right.mT, left).mT.contiguous()
+    if right.dim() == 2 and _half(right) is not None:
+        return _linear(functional.linear, left, right.t())
+    # where each token has a product of its own, no sum of tokens is rounded; so with experts that are chosen by index
+    batched = left.dim() == right.dim() == 3 and len(left) == len(right) and isinstance(right, nn.Parameter)
+    dtype = _half(right) if batched else None
+    return func(left, right) if dtype is None else _Batched.apply(left.to(dtype), right)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, name: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args: Any
+        ctx: Any, func: Any, options: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.name, ctx.args = name, args
-        return getattr(functional, name)(input, weight.to(input.dtype), _cast(bias, input.dtype), *args)
+        ctx.name, ctx.options, (args, kwargs) = func.__name__, options, options
+        bias = None if bias is None else bias.to(input.dtype)
+        return func(input, weight.to(input.dtype), bias, *args, **kwargs)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        (input, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (input, weight), needs, (args, kwargs) = ctx.saved_tensors, ctx.needs_input_grad[2:], ctx.options
         of_input, of_weight = (getattr(convolution_grad, f"{ctx.name}_{side}") for side in ("input", "weight"))
-        others = [dim for dim in range(grad.dim()) if dim != 1]
         with torch.autocast(grad.device.type, enabled=False):
             return (
-                None,
-                of_input(input.shape, weight.to(grad.dtype), grad, *ctx.args) if needs[1] else None,
-                of_weight(input.float(), weight.shape, grad.float(), *ctx.args) if needs[2] else None,
-                grad.sum(others, dtype=torch.float32) if needs[3] else None,
-                *[None] * len(ctx.args),
+                *(None, None),
+                of_input(input.shape, weight.to(grad.dtype), grad, *args, **kwargs) if needs[0] else None,
+                of_weight(input.float(), weight.shape, grad.float(), *args, **kwargs) if needs[1] else None,
+                grad.sum((0, *range(2, grad.dim())), dtype=torch.float32) if needs[2] else None,
             )
 
 
 def _convolution(
-    name: str,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    args, batched = (stride, padding, dilation, groups), input.dim() == weight.dim()
-    if (dtype := _half(weight, bias)) is None or isinstance(padding, str) or not batched:
-        return getattr(functional, name)(input, weight, bias, *args)
-    return _Convolution.apply(name, input.to(dtype), weight, bias, *args)
+    args = tuple(0 if option == "valid" else option for option in args)
+    named = any(isinstance(option, str) for option in (*args, *kwargs.values()))  # padding="same"
+    if named or input.dim() != weight.dim() or (dtype := _half(weight, bias)) is None:
+        return func(input, weight, bias, *args, **kwargs)
+    return _Convolution.apply(func, (args, kwargs), input.to(dtype), weight, bias)
 
 
 _INSTEAD: dict[Any, Callable[..., Any]] = {
-    functional.linear: _linear,
-    torch.addmm: _addmm,
-    **dict.fromkeys(
-        (torch.matmul, torch.mm, torch.bmm, *(getattr(torch.Tensor, n) for n in ("matmul", "__matmul__", "mm", "bmm"))),
-        _matmul,
-    ),
-    **{getattr(functional, name): partial(_convolution, name) for name in ("conv1d", "conv2d", "conv3d")},
+    **{functional.linear: _linear, torch.addmm: _addmm, torch.Tensor.__matmul__: _matmul},
+    **{getattr(place, name): _matmul for place in (torch, torch.Tensor) for name in ("matmul", "mm", "bmm")},
+    **{getattr(functional, name): _convolution for name in ("conv1d", "conv2d", "conv3d")},
 }

@@ -1,0 +1,385 @@
+"""Weight gradients in float32 under autocast: parts of a batch add up to the whole, and nothing else changes.
+
+Two micro-batches of whole groups run the same forward as one of both. So where their gradients differ by more than
+float32's rounding, a gradient was rounded to half precision on its way to the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import peft
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from grpo_ext.forward.architecture import base_model_of
+from grpo_ext.forward.forms import in_form, run_rows, why_not_packed
+from grpo_ext.forward.lm_head import install
+from grpo_ext.precision.weight_gradients import float32_weight_gradients
+from tests.support.architectures import HYBRID, PREFIXED, REFUSING, ROUTED, architecture
+from tests.support.packs import rows_of
+from tests.support.tiny import TINY, tiny_model
+
+full = pytest.mark.full
+PACKS = rows_of([7, 12, 3, 9], [[4, 1, 9], [6, 6, 2], [11, 3, 5], [7, 7, 2]])
+OF_ONE_WIDTH = rows_of([8] * 4, [[6, 6, 6]] * 4)
+SAME, ROUNDED = 3e-6, 1e-4  # relative difference of a parameter's gradients
+# models that themselves cast these parameters to half precision
+CASTING = ("bamba", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2", "jamba")
+CAST = ("dt_bias", "dt_proj.bias")
+
+Gradients = dict[str, torch.Tensor]
+
+
+def gradients(model: Any, cuts: list[tuple[int, int]], on: bool, dtype: Any = torch.bfloat16) -> Any:
+    """Log-probabilities, and the gradients summed over these micro-batches, by name."""
+    base = base_model_of(model)
+    packed = why_not_packed(base) is None
+    form, rows = ("packed", PACKS) if packed else ("padded", OF_ONE_WIDTH)
+    weights, logps = torch.linspace(0.5, 1.5, sum(rows.completions_B)), []
+    model.zero_grad()
+    with float32_weight_gradients(base) if on else nullcontext(), in_form(base, form):  # type: ignore[arg-type]
+        for start, end in cuts:
+            with torch.autocast("cpu", dtype):
+                output = run_rows(form, model, rows.part(slice(start, end)))  # type: ignore[arg-type]
+            weight, weights = weights.split([len(output.logps_S), len(weights) - len(output.logps_S)])
+            (weight * (output.logps_S + 0.3 * output.entropies_S)).sum().backward()
+            logps.append(output.logps_S.detach())
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    return torch.cat(logps), found
+
+
+def apart(one: Gradients, other: Gradients) -> dict[str, float]:
+    return {name: float((one[name] - other[name]).norm() / one[name].norm()) for name in one if one[name].any()}
+
+
+def assert_parts_add_up(model: Any, left_out: tuple[str, ...] = (), dtype: Any = torch.bfloat16) -> None:
+    """With `float32_weight_gradients`, apart from parameters `left_out`; not without it."""
+    differences, results = {}, {}
+    for on in (True, False):
+        logps, whole = results[on] = gradients(model, [(0, 12)], on, dtype)
+        in_parts, parts = gradients(model, [(0, 6), (6, 12)], on, dtype)
+        assert torch.equal(logps, in_parts)
+        differences[on] = apart(whole, parts)
+    rounded = {name for name, difference in differences[True].items() if difference > SAME}
+    expected = {name for name in rounded if name.endswith(left_out)} if left_out else set()
+    assert rounded == expected, {name: differences[True][name] for name in rounded - expected}
+    if left_out:
+        assert max(differences[True][name] for name in rounded) > ROUNDED
+    changed = {name for name, difference in differences[False].items() if difference > ROUNDED}
+    assert changed - rounded or left_out
+    # outputs keep their bits, and so do gradients of norms and embeddings, which are float32, and so those of inputs
+    (logps, ours), (plain, theirs) = results[True], results[False]
+    assert torch.equal(logps, plain)
+    float32 = [n for n in ours.keys() - changed if "norm" in n or "embed_tokens.weight" in n or "wte" in n]
+    assert [name for name in float32 if not torch.equal(ours[name], theirs[name])] == []
+    assert max(apart(ours, theirs).values()) < 0.05
+
+
+def network(kind: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = tiny_model(kind) if kind == "moe" else architecture(kind, tie_word_embeddings=False, **options)
+    install(model, 0.9)
+    return model.train(kind != "phimoe")  # which moves its router's inputs at random
+
+
+KINDS = ("qwen2", "gpt2", "moe", "llama4_text", "lfm2", "bamba")
+OTHERS = sorted({*TINY, *PREFIXED, *HYBRID, *REFUSING, *ROUTED, "gemma3_text"} - set(KINDS))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=full) for kind in OTHERS)])
+def test_parts_of_a_batch_add_up_to_the_whole(kind):
+    assert_parts_add_up(network(kind), CAST if kind in CASTING else ())
+
+
+@pytest.mark.parametrize("experts", ["eager", pytest.param("batched_mm", marks=full)])
+@pytest.mark.parametrize("kind", ["moe", pytest.param("gpt_oss", marks=full), pytest.param("glm4_moe", marks=full)])
+def test_experts_add_up_however_they_are_computed(kind, experts):
+    model = network(kind)
+    model.set_experts_implementation(experts)
+    assert_parts_add_up(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2", pytest.param("moe", marks=full), pytest.param("lfm2", marks=full)])
+def test_parts_add_up_under_gradient_checkpointing(kind, reentrant):
+    model = network(kind)
+    _, expected = gradients(model, [(0, 12)], True)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_parts_add_up(model)
+    assert max(apart(gradients(model, [(0, 12)], True)[1], expected).values()) < SAME
+
+
+def test_parts_add_up_in_fp16():
+    assert_parts_add_up(network("qwen2"), dtype=torch.float16)
+
+
+# ---- Adapters -------------------------------------------------------------------------------------------------------
+
+TWO = ["q_proj", "v_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(**{"r": 4, "target_modules": TWO, "init_lora_weights": False, **options})
+
+
+ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "dora": ("qwen2", lambda: lora(use_dora=True)),
+    "bias": ("qwen2", lambda: lora(bias="all", lora_bias=True)),
+    "Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
+    "experts": ("qwen3_moe", lambda: lora(target_parameters=EXPERTS)),
+    "embeddings": ("qwen2", lambda: lora(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"])),
+    "tokens": ("qwen2", lambda: lora(trainable_token_indices=[5, 6, 7, 9], use_rslora=True)),
+    "adalora": ("qwen2", lambda: peft.AdaLoraConfig(total_step=10, target_modules=TWO)),
+    "lokr": ("qwen2", lambda: peft.LoKrConfig(target_modules=TWO)),
+    "miss": ("qwen2", lambda: peft.MissConfig(r=4, target_modules=TWO)),
+    "randlora": ("qwen2", lambda: peft.RandLoraConfig(r=4, target_modules=TWO)),
+}
+LEFT_OUT: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "the parameter of a linear layer": ("qwen2", lambda: lora(target_parameters=["o_proj.weight"]), "o_proj"),
+    "oft": ("qwen2", lambda: peft.OFTConfig(oft_block_size=8, target_modules=TWO), "oft_R"),
+    "boft": ("qwen2", lambda: peft.BOFTConfig(boft_block_size=8, target_modules=TWO), "boft_R"),
+    "loha": ("qwen2", lambda: peft.LoHaConfig(target_modules=TWO), "hada_"),
+    "fourierft": ("qwen2", lambda: peft.FourierFTConfig(n_frequency=50, target_modules=TWO), "fourierft"),
+    "hra": ("qwen2", lambda: peft.HRAConfig(r=4, target_modules=TWO), "hra_u"),
+}
+
+
+def adapted(base: Any, config: Any) -> Any:
+    torch.manual_seed(3)
+    model = peft.get_peft_model(base, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
+    return model.train()
+
+
+@pytest.mark.parametrize("name", [n if n in ("dora", "experts") else pytest.param(n, marks=full) for n in ADAPTERS])
+def test_parts_of_an_adapter_add_up(name):
+    kind, config = ADAPTERS[name]
+    base = network(kind)
+    if name == "experts":
+        base.set_experts_implementation("eager")
+    assert_parts_add_up(adapted(base, config()))
+
+
+@full
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_weights_made_of_weights_are_left_out(name):
+    kind, config, part = LEFT_OUT[name]
+    model = adapted(network(kind), config())
+    names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad and part in name)
+    assert_parts_add_up(model, names)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install '.[quantized]'")
+def test_parts_of_an_adapter_of_quantised_weights_add_up(tmp_path):
+    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised, dtype=torch.float32).train()
+    install(base, 0.9)
+    assert_parts_add_up(adapted(base, lora(use_dora=True)))
+
+
+# ---- Modules of users -----------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class Owner(nn.Module):
+    """Owns weights, and multiplies by them in one way."""
+
+    def __init__(self, product: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.product = product
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+        self.each, self.vector = nn.Parameter(torch.randn(4, 8, 8)), nn.Parameter(torch.randn(8))
+        self.convolution, self.norm = nn.Conv1d(8, 8, 3, padding=1, groups=2), nn.LayerNorm(8)
+        self.same, self.valid = (nn.Conv1d(8, 8, 3, padding=padding) for padding in ("same", "valid"))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.product(self, input)
+
+
+COVERED: dict[str, Callable[..., torch.Tensor]] = {
+    "@": lambda m, x: x @ m.weight,
+    "keywords": lambda m, x: torch.matmul(input=x, other=m.weight) + functional.linear(input=x, weight=m.weight),
+    "a left factor": lambda m, x: m.weight.matmul(x.mT),
+    "two matrices": lambda m, x: m.weight @ x[0].mT,
+    "mm": lambda m, x: torch.mm(x[0], m.weight.t()),
+    "addmm": lambda m, x: torch.addmm(m.bias, x[0], m.weight),
+    "one expert": lambda m, x: functional.linear(x, m.each[1], m.bias),
+    "bmm": lambda m, x: torch.bmm(x, m.each),
+    "convolution": lambda m, x: m.convolution(x.mT),
+    "no padding, by name": lambda m, x: m.valid(x.mT),
+    "the weight of a convolution": lambda m, x: functional.conv1d(x.mT, m.convolution.weight, groups=2, padding=1),
+}
+UNCOVERED: dict[str, Callable[..., torch.Tensor]] = {
+    "addmm by keyword": lambda m, x: torch.addmm(input=m.bias, mat1=x[0], mat2=m.weight),
+    "a vector": lambda m, x: x @ m.vector + functional.linear(x, m.vector),
+    "each to the left": lambda m, x: m.each @ x.mT,
+    "padding by name": lambda m, x: m.same(x.mT),
+    "a norm of half-precision states": lambda m, x: m.norm(x.to(torch.get_autocast_dtype("cpu"))),
+    "without a batch": lambda m, x: m.convolution(x[0].mT),
+    "einsum": lambda m, x: torch.einsum("bti,io->bto", x, m.weight),
+}
+
+
+def replaced(module: nn.Linear) -> nn.Linear:
+    module.forward = lambda input: functional.linear(input, module.weight) * 2  # type: ignore[method-assign]
+    return module
+
+
+def frozen(module: nn.Linear) -> nn.Linear:
+    module.weight.requires_grad_(False)
+    return module
+
+
+class InFloat32(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(input.float())
+
+
+class Twice(nn.Module):
+    """A layer that runs twice, and its weight in another layer too; without gradients once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.weight = self.one.weight
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            constant = self.one(input)
+        return self.other(self.one(self.one(input))) + constant
+
+
+class Hooked(nn.Linear):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[str] = []
+        self.register_forward_hook(lambda *_: self.seen.append("forward"))
+        self.register_full_backward_hook(lambda *_: self.seen.append("backward"))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(8, 8),
+    "bias alone": lambda: frozen(nn.Linear(8, 8)),
+    "subclass": lambda: Doubled(8, 8),
+    "hooks of device_map": lambda: add_hook_to_module(nn.Linear(8, 8), AlignDevicesHook("cpu", io_same_device=True)),
+    "a replaced forward": lambda: replaced(nn.Linear(8, 8, bias=False)),
+    "hooks": lambda: Hooked(8, 8),
+    "float32 inside": lambda: InFloat32(8, 8),
+    "twice": Twice,
+    "attention of torch": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+}
+SIMPLE = ("linear", "bias alone", "subclass", "hooks of device_map", "a replaced forward", "hooks")
+INPUT = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
+def of_module(model: nn.Module, on: bool, dtype: Any = torch.bfloat16, enabled: bool = True) -> Any:
+    """The output, and the gradients of the input and of the parameters."""
+    input = INPUT.to(next(model.parameters()).dtype).clone().requires_grad_()
+    model.zero_grad()
+    with float32_weight_gradients(model) if on else nullcontext():
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            output = model(input)
+        output.float().square().sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return output.detach(), {"input": input.grad, **found}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_gradient_goes_missing(name):
+    torch.manual_seed(1)
+    model = MODULES[name]()
+    before = [dict(vars(module)) for module in model.modules()]
+    plain, theirs = of_module(model, on=False)
+    output, ours = of_module(model, on=True)
+    assert torch.equal(output, plain)
+    assert torch.equal(ours["input"], theirs["input"])
+    assert ours.keys() == theirs.keys() >= {n for n, p in model.named_parameters() if p.requires_grad}
+    assert max(apart(ours, theirs).values()) < 0.02
+    if name in SIMPLE:
+        assert [n for n, g in ours.items() if n != "input" and torch.equal(g.bfloat16().float(), g)] == []
+        assert all(torch.equal(g.bfloat16().float(), g) for n, g in theirs.items() if n != "input")
+    assert [vars(module).keys() for module in model.modules()] == [attributes.keys() for attributes in before]
+    assert all(vars(m).get("forward") is b.get("forward") for m, b in zip(model.modules(), before))
+
+
+@pytest.mark.parametrize("name", [*COVERED, *UNCOVERED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_a_module_of_its_own(name, dtype):
+    torch.manual_seed(1)
+    model = Owner({**COVERED, **UNCOVERED}[name])
+    (plain, theirs), (output, ours) = (of_module(model, on, dtype) for on in (False, True))
+    assert torch.equal(output, plain)
+    assert ours.keys() == theirs.keys()
+    if name != "keywords":  # two products, whose parts of this gradient may be added in another order
+        assert torch.equal(ours["input"], theirs["input"])
+    assert max(apart(ours, theirs).values()) < 0.02
+    for gradients_of, rounded in ((theirs, True), (ours, name in UNCOVERED)):
+        weights = [gradient for name, gradient in gradients_of.items() if name != "input"]
+        assert [torch.equal(gradient.to(dtype).float(), gradient) for gradient in weights] == [rounded] * len(weights)
+
+
+@pytest.mark.parametrize("case", ["no autocast", "bfloat16 weights", "float64 weights"])
+def test_other_precisions_keep_their_bits(case):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8), nn.Linear(8, 8))
+    model.to({"bfloat16 weights": torch.bfloat16, "float64 weights": torch.float64}.get(case, torch.float32))
+    options = {"enabled": case == "bfloat16 weights"}
+    (plain, theirs), (output, ours) = (of_module(model, on, **options) for on in (False, True))
+    assert torch.equal(output, plain)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_forwards_are_put_back_after_an_error():
+    model = nn.Sequential(nn.Linear(8, 8), replaced(nn.Linear(8, 8)), Doubled(8, 9))
+
+    def forwards() -> list[Any]:
+        return [vars(module).get("forward") for module in model.modules()]
+
+    before = forwards()
+    with float32_weight_gradients(model):
+        assert None not in forwards()[1:]
+    with pytest.raises(RuntimeError, match="shape"), float32_weight_gradients(model):
+        model(torch.randn(3, 9))
+    assert forwards() == before
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=full)])
+@pytest.mark.parametrize("name", ["linear", "one expert", "convolution"])
+def test_a_compiled_model_is_compiled_once(name, backend):
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Sequential(nn.Linear(8, 8), Owner(COVERED[name]) if name in COVERED else nn.Linear(8, 8))
+    compiled: Any = torch.compile(model, backend=backend)
+    for _ in range(3):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            compiled(INPUT)
+        model.zero_grad()
+        with float32_weight_gradients(model):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = compiled(INPUT)
+            output.float().square().sum().backward()
+    assert dict(counters["frames"]) == {"total": 2, "ok": 2}  # without gradients, and with them
+    assert not counters["graph_break"]
+    gradients_of = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients_of) >= 4
+    assert not any(torch.equal(gradient.bfloat16().float(), gradient) for gradient in gradients_of)
