@@ -276,11 +276,14 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
     masks = describe_plan(several, None, False, None, longest=1024, most_kept=512)
     assert "up to 512 ids per token, 1,024 MiB per rollout batch" in masks
     says = "half precision  "
-    for processes, calls in ((1, 8), (3, 3), (8, 1)):
+    for processes, chunk in ((1, ""), (3, "=172"), (8, "=64")):
         split = resolve(global_batch_size=512, num_processes=processes)
         text = describe_plan(split, None, False, None, longest=8, half=True)
         assert says in text
-        assert f"tokens depend on processes (rollout_chunk_size=64: not, {calls} call(s))" in text
+        assert f"samples other tokens; rollout_chunk_size{chunk} prevents that" in text
+        assert ("cut groups" in text) == (split.micro_batch_size % 4 > 0)
+    cut = resolve(global_batch_size=512, micro_batch_size=6)
+    assert "micro-batches of 6 cut groups of 4" in describe_plan(cut, None, False, None, longest=8, half=True)
     assert says not in describe_plan(several, None, False, None, longest=8)
     for same in (resolve(global_batch_size=512, rollout_chunk_size=64), resolve(global_batch_size=4)):
         assert says not in describe_plan(same, None, False, None, longest=8, half=True)
