@@ -91,7 +91,7 @@ class MicroBatchLayout:
     form: Form = "padded"
     cost: TokenCost = field(default_factory=TokenCost)  # of a token, by which groups are assigned to processes
     unit_rows: int | None = None  # completions per canonical unit, then the micro-batch; None: cut by the sizes above
-    whole_groups: bool = False  # cut few: in half precision each part of a group rounds the gradient of its prompt
+    whole_groups: bool = False  # cut few: each part of a group would round the gradient of its prompt
     processes: int = 1
     rank: int = 0
     equal_counts: bool = False  # a micro-batch may hold collectives, so all processes run the same number

@@ -196,7 +196,7 @@ class StepPlanner:
             form=form,
             cost=self.cost,
             unit_rows=self.args.unit_rows,
-            whole_groups=forwards.half,
+            whole_groups=forwards.float32_weight_gradients and form != "padded",
             processes=self.accelerator.num_processes,
             rank=self.accelerator.process_index,
             equal_counts=forwards.sharded or settings.equal_counts,
