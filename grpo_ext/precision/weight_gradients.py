@@ -31,9 +31,8 @@ def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
     Covers linear layers, `Conv1D`, convolutions, and matrix products in the forward of a module that owns the weight.
     Embeddings, norms and grouped products of experts are float32 under autocast anyway; the head sums in float32.
 
-    Left out: weights computed from other weights (OFT, BOFT, LoHa, FourierFT, HRA, LoRA on the parameter of a linear
-    layer, or of Llama 4's experts), what the model itself casts (Mamba's `dt_bias`), `einsum`, `MultiheadAttention`
-    of torch, a norm of half-precision states on a CPU, kernels with gradients of their own. Backward passes run inside.
+    Left out (docs/precision.md has names): weights that are computed from other weights or that the model itself casts,
+    `einsum`, norms of half-precision states on a CPU, kernels with gradients of their own. Backward passes run inside.
     """
     with ExitStack() as restored:
         for module in model.modules():
@@ -43,10 +42,8 @@ def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
                 forward: Callable[..., Any] = types.MethodType(_linear_forward, module)
             elif not _reads_weights(module):
                 continue
-            elif replaced is None:  # a method, because torch.compile knows it again and compiles once
-                forward = types.MethodType(_own_in_mode, module)
-            else:
-                forward = partial(_in_mode, replaced)
+            else:  # torch.compile knows a method again that is made anew, and compiles it once
+                forward = types.MethodType(_own_in_mode, module) if replaced is None else partial(_in_mode, replaced)
             # in reverse; one that is left behind would look like a forward that a user replaced
             restored.callback(attributes.update, {} if replaced is None else {"forward": replaced})
             restored.callback(attributes.pop, "forward")

@@ -35,10 +35,9 @@ class Rounding(NamedTuple):
 # Adam divides a gradient by its own size, so an element whose gradient is rounding noise moves by a whole learning
 # rate: with its default epsilon the updates of equal gradients differ by 1e-5 to 1e-2.
 IN_FLOAT32 = Rounding(GRADIENT_TOLERANCE, METRIC_TOLERANCE, update=1e-2, log=1e-2)
-# bfloat16 carries 8 bits. Where forwards round differently, gradients differed by up to 1e-2 (tiny models, the demo)
-# and 5e-2 (SmolLM2-135M), and sums over the step by less: their norm and the first log line by up to 2e-3. A completion
-# left out or a mean of means moves one of these by 5e-3 and more. Once a sampled token changes, updates differ by up to
-# 0.33, and those of another seed by 1.4.
+# bfloat16 carries 8 bits. Where forwards round differently, gradients differed by up to 5e-2 and sums over the step by
+# up to 2e-3; most faults move one of these further (docs/tools.md). Once a sampled token changes, updates differ by up
+# to 0.33, and those of another seed by 1.4.
 IN_HALF = Rounding(gradient=0.1, start=5e-3, update=0.5, log=math.inf)
 _TIMING = ("step_time", "total_flos")  # values that the algorithm does not determine
 _TIMING_ENDS = ("_runtime", "_per_second")
