@@ -38,8 +38,7 @@ class TokenRows:
     attended_N: torch.Tensor | None = None
     kept_B: Sequence[KeptIds] | None = None  # what each completion was sampled from; None: the whole vocabulary
     experts_NC: torch.Tensor | None = None  # to replay (forward.routing); None: the routers choose
-    # tokens of all completions of each row's group, those in other micro-batches too; None: of these rows alone
-    group_lengths_B: Sequence[tuple[int, ...]] | None = None
+    group_lengths_B: Sequence[tuple[int, ...]] | None = None  # of all completions of its group; None: of these rows
 
     @classmethod
     def of_padded(
