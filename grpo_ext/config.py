@@ -81,8 +81,7 @@ class GRPOConfig(trl.GRPOConfig):
         "called once, so that completions are the same for every number of processes. Default: an eighth of the "
         "rollout batch, at most 64, in whole groups; a process then samples its chunks in one call, and a few "
         "completions may differ by rounding, most in half precision (bitwise_invariant: 64, a call for each). "
-        "rollout_batch_size / P gives up to P processes the same tokens for up to P times the decode steps on one. A "
-        "resumed run keeps its chunks."
+        "With rollout_batch_size / P they are the same on up to P processes. A resumed run keeps its chunks."
     )
     rollout_lag: int = setting(
         "Rollout batches that sampling runs ahead of training, on a thread: rollout batch r is sampled with the "
@@ -102,6 +101,11 @@ class GRPOConfig(trl.GRPOConfig):
         "the same ones in every later forward of the policy. Their weights come from the router as it is then.",
         default=False,
     )
+    float32_weight_gradients: bool = setting(
+        "With bf16 or fp16: sum and keep the gradients of float32 weights in float32, so that micro-batches of whole "
+        "groups give the same update. False: every micro-batch rounds them. No effect under FSDP and DeepSpeed.",
+        default=True,
+    )
 
     # How it is laid out: changes nothing that is learned.
     micro_batch_tokens: int | None = setting(
@@ -117,12 +121,6 @@ class GRPOConfig(trl.GRPOConfig):
         "padded batches, with a warning.",
         default="auto",
         choices=["auto", *get_args(Form)],
-    )
-    float32_weight_gradients: bool = setting(
-        "With bf16 or fp16: compute the gradients of float32 weights from the same half-precision operands, and keep "
-        "them in float32 until they are added up, so that the split does not change the update. False: autocast "
-        "rounds them in every micro-batch. No effect under FSDP and DeepSpeed.",
-        default=True,
     )
     skip_zero_contribution: bool = setting(
         "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or "

@@ -91,7 +91,7 @@ class MicroBatchLayout:
     form: Form = "padded"
     cost: TokenCost = field(default_factory=TokenCost)  # of a token, by which groups are assigned to processes
     unit_rows: int | None = None  # completions per canonical unit, then the micro-batch; None: cut by the sizes above
-    whole_groups: bool = False  # cut few: in half precision each part of a group rounds the gradient of its prompt
+    whole_groups: bool = False  # cut few: each part of a group would round the gradient of its prompt
     processes: int = 1
     rank: int = 0
     equal_counts: bool = False  # a micro-batch may hold collectives, so all processes run the same number
@@ -109,8 +109,7 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
         numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
         most = max(map(len, numbers)) if layout.equal_counts else 1
         return fill_up([units[number] for number in sorted(numbers[layout.rank])], max(most, 1), shortest)
-    balanced = BALANCED_WHOLE if layout.whole_groups else BALANCED
-    assigned = assign_rows(sizes, rows, layout.processes, layout.cost, balanced)
+    assigned = assign_rows(sizes, rows, layout)
     most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
     return fill_up(_cut(sizes, assigned[layout.rank], layout), max(most, 1), shortest)
 
@@ -129,13 +128,11 @@ def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> lis
     if layout.max_tokens is None:
         parts = cut_by_count(sizes, rows, layout.max_rows)
     else:
-        parts = cut_by_tokens(sizes, rows, layout.max_rows, layout.max_tokens, layout.form, layout.whole_groups)
+        parts = cut_by_tokens(sizes, rows, layout)
     return sorted(parts, key=lambda part: -sizes.tokens(part, layout.form))
 
 
-def assign_rows(
-    sizes: StepSizes, rows: Sequence[int], processes: int, cost: TokenCost, balanced: float = BALANCED
-) -> list[list[int]]:
+def assign_rows(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
     """Assign rows to processes by cost, whole groups first, so that the slowest does little more than the mean.
 
     Longest group first to the least loaded process (Graham 1969, LPT); where that leaves the loads uneven (few groups,
@@ -144,6 +141,8 @@ def assign_rows(
     Returns:
         For each process, its rows in order. Every row is assigned once; a process may get none.
     """
+    cost, processes = layout.cost, layout.processes
+    balanced = BALANCED_WHOLE if layout.whole_groups else BALANCED
     pieces = sizes.pieces(rows)
     numbers = _longest_first([sizes.load(piece, cost) for piece in pieces], processes)
     assigned = [sorted(row for number in of_process for row in pieces[number]) for of_process in numbers]
@@ -219,24 +218,21 @@ def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[l
     return result
 
 
-def cut_by_tokens(
-    sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, form: Form, whole_groups: bool = False
-) -> list[list[int]]:
+def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
     """Cut rows into few micro-batches of at most `max_rows` rows and `max_tokens` tokens, each as full as it gets.
 
     Where prompts are shared the rows of a group stay together, where they are padded rows of like length. A row that is
     larger than the budget goes alone. With `whole_groups` a group that fits is not cut.
     """
 
-    def lengths(piece: Sequence[int]) -> list[int]:
-        return [sizes.prompts_B[row] + sizes.completions_B[row] for row in piece]
+    def longest_first(row: int) -> tuple[int, int]:
+        return -sizes.prompts_B[row] - sizes.completions_B[row], row
 
-    pieces = [[row] for row in sorted(rows)] if form == "padded" else sizes.pieces(rows)
-    pieces.sort(key=lambda piece: -max(lengths(piece)))
-    pieces = [[row for _, row in sorted(zip((-n for n in lengths(piece)), piece))] for piece in pieces]
-    if not whole_groups:
+    pieces = [[row] for row in rows] if layout.form == "padded" else sizes.pieces(rows)
+    pieces = sorted((sorted(piece, key=longest_first) for piece in pieces), key=lambda piece: longest_first(piece[0]))
+    if not layout.whole_groups:
         pieces = [[row] for piece in pieces for row in piece]
-    return [sorted(part) for part in _filled(sizes, pieces, max_rows, max_tokens, form)]
+    return [sorted(part) for part in _filled(sizes, pieces, layout.max_rows, layout.max_tokens, layout.form)]
 
 
 def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: Form) -> list[slice]:

@@ -78,7 +78,7 @@ def build_pack(
 
     Args:
         prompt_lengths, completion_lengths: tokens of each row, which lie one after the other without padding.
-        groups: ranges of rows with one prompt (`group_runs`); group_lengths: see `TokenRows.groups_B`.
+        groups: ranges of rows with one prompt (`group_runs`); group_lengths: see `TokenRows`.
         keep_last: a completion's last token, which predicts nothing, runs too: a router's statistics count it.
         multiple: the pack is filled up to a multiple of this many tokens, with a prompt that nothing sees.
     """

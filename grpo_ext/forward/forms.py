@@ -178,7 +178,7 @@ def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
 
 def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
     runs = group_runs(rows.same_prompt)
-    pack = build_pack(rows.prompts_B, rows.completions_B, runs, with_router, multiple, rows.groups_B)
+    pack = build_pack(rows.prompts_B, rows.completions_B, runs, with_router, multiple, rows.group_lengths_B)
     ids = rows.ids_N[pack.source_N].unsqueeze(0)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), LAYOUT: pack.layout}
     inputs["position_ids"] = pack.positions_N.unsqueeze(0)

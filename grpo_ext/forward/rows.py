@@ -38,8 +38,7 @@ class TokenRows:
     attended_N: torch.Tensor | None = None
     kept_B: Sequence[KeptIds] | None = None  # what each completion was sampled from; None: the whole vocabulary
     experts_NC: torch.Tensor | None = None  # to replay (forward.routing); None: the routers choose
-    # tokens of all completions of each row's group, those in other micro-batches too; None: of these rows alone
-    groups_B: Sequence[tuple[int, ...]] | None = None
+    group_lengths_B: Sequence[tuple[int, ...]] | None = None  # of all completions of its group; None: of these rows
 
     @classmethod
     def of_padded(
@@ -81,8 +80,8 @@ class TokenRows:
             attended = None
         kept_B = None if self.kept_B is None else self.kept_B[first:last]
         experts = None if self.experts_NC is None else self.experts_NC[tokens]
-        groups_B = None if self.groups_B is None else self.groups_B[first:last]
-        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_B, experts, groups_B)
+        whole_B = None if self.group_lengths_B is None else self.group_lengths_B[first:last]
+        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_B, experts, whole_B)
 
     def image_inputs(
         self, rows: Sequence[int], ids_BL: torch.Tensor, prompt_columns: int, pixels: bool = True

@@ -80,9 +80,8 @@ class ForwardRunner:
         multiple: Any = args.pad_to_multiple_of
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
-        self.half = accelerator.native_amp and accelerator.mixed_precision in ("bf16", "fp16")
         # engines cast weights themselves
-        self.float32_weight_gradients = args.float32_weight_gradients and not self.sharded
+        self.float32_weight_gradients = args.float32_weight_gradients and accelerator.native_amp and not self.sharded
         may_cut = not (self.sharded or args.bitwise_invariant)
         remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"
         self.memory = Halving("computing log-probabilities", remedy, may_cut)

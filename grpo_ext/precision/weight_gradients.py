@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.nn import grad as convolution_grad
 from torch.overrides import TorchFunctionMode
 
-_READ_BY_PARENTS = (nn.modules.conv._ConvNd, nn.ParameterDict, nn.ParameterList)
+# parts whose weights some modules read in their own forwards
+_READ_BY_PARENTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ParameterDict, nn.ParameterList)
 
 
 @contextmanager
@@ -30,9 +31,8 @@ def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
     Covers linear layers, `Conv1D`, convolutions, and matrix products in the forward of a module that owns the weight.
     Embeddings, norms and grouped products of experts are float32 under autocast anyway; the head sums in float32.
 
-    Left out: weights computed from other weights (OFT, BOFT, LoHa, FourierFT, HRA, LoRA on the parameter of a linear
-    layer, or of Llama 4's experts), what the model itself casts (Mamba's `dt_bias`), `einsum`, `MultiheadAttention`
-    of torch, a norm of half-precision states on a CPU, kernels with gradients of their own. Backward passes run inside.
+    Left out (docs/precision.md has names): weights that are computed from other weights or that the model itself casts,
+    `einsum`, norms of half-precision states on a CPU, kernels with gradients of their own. Backward passes run inside.
     """
     with ExitStack() as restored:
         for module in model.modules():
@@ -44,10 +44,9 @@ def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
                 continue
             else:  # torch.compile knows a method again that is made anew, and compiles it once
                 forward = types.MethodType(_own_in_mode, module) if replaced is None else partial(_in_mode, replaced)
-            if replaced is None:  # left behind, it would look like a forward that a user replaced
-                restored.callback(attributes.pop, "forward")
-            else:
-                restored.callback(attributes.update, forward=replaced)
+            # in reverse; one that is left behind would look like a forward that a user replaced
+            restored.callback(attributes.update, {} if replaced is None else {"forward": replaced})
+            restored.callback(attributes.pop, "forward")
             attributes["forward"] = forward
         yield
 
@@ -100,18 +99,23 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 # ---- What replaces functions, which are the first arguments ---------------------------------------------------------
 
 
-class _Linear(torch.autograd.Function):
-    """Saves the weight itself and not its copy in half precision; the backward pass casts it again."""
+class _Product(torch.autograd.Function):
+    """A linear layer, or a batch of matrix products. Saves the weight itself; the backward pass casts it again."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
+        if weight.dim() == 3:
+            return torch.bmm(input, weight.to(input.dtype))
         return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (input, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
+            if weight.dim() == 3:
+                of_input = torch.bmm(grad, weight.mT.to(grad.dtype)) if needs[0] else None
+                return of_input, _product(input.mT, grad) if needs[1] else None, None
             rows = grad.reshape(-1, grad.size(-1))
             return (
                 grad @ weight.to(grad.dtype) if needs[0] else None,
@@ -122,42 +126,28 @@ class _Linear(torch.autograd.Function):
 
 def _linear(func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     dtype = _half(weight, bias) if weight.dim() == 2 else None
-    return func(input, weight, bias) if dtype is None else _Linear.apply(input.to(dtype), weight, bias)
+    return func(input, weight, bias) if dtype is None else _Product.apply(input.to(dtype), weight, bias)
 
 
-def _addmm(func: Any, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    if kwargs or args[0].dim() != 1 or _half(args[2], args[0]) is None:
-        return func(*args, **kwargs)
-    bias, left, right = args
-    return _linear(functional.linear, left, right.t(), bias)
-
-
-class _Batched(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(left if ctx.needs_input_grad[1] else None, weight)
-        return torch.bmm(left, weight.to(left.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (left, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
-        with torch.autocast(grad.device.type, enabled=False):
-            of_left = torch.bmm(grad, weight.mT.to(grad.dtype)) if needs[0] else None
-            return of_left, _product(left.mT, grad) if needs[1] else None
+def _addmm(func: Any, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **scales: Any) -> torch.Tensor:
+    if scales or input.dim() != 1 or _half(mat2, input) is None:
+        return func(input, mat1, mat2, **scales)
+    return _linear(functional.linear, mat1, mat2.t(), input)
 
 
 def _matmul(func: Any, *factors: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if kwargs or len(factors) != 2:
         return func(*factors, **kwargs)
     left, right = factors
+    # of two matrices the weight is the left one if it is a parameter, else the right one, which may be a view of one
     if left.dim() == 2 and isinstance(left, nn.Parameter) and right.dim() > 1 and _half(left) is not None:
         return _linear(functional.linear, right.mT, left).mT.contiguous()
-    if right.dim() == 2 and _half(right) is not None:
-        return _linear(functional.linear, left, right.t())
-    # where each token has a product of its own, no sum of tokens is rounded; so with experts that are chosen by index
+    if right.dim() == 2:
+        return func(left, right) if _half(right) is None else _linear(functional.linear, left, right.t())
+    # not experts that are chosen by index, one for each token: no sum of tokens is rounded there
     batched = left.dim() == right.dim() == 3 and len(left) == len(right) and isinstance(right, nn.Parameter)
     dtype = _half(right) if batched else None
-    return func(left, right) if dtype is None else _Batched.apply(left.to(dtype), right)
+    return func(left, right) if dtype is None else _Product.apply(left.to(dtype), right, None)
 
 
 class _Convolution(torch.autograd.Function):
@@ -167,8 +157,7 @@ class _Convolution(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.name, ctx.options, (args, kwargs) = func.__name__, options, options
-        bias = None if bias is None else bias.to(input.dtype)
-        return func(input, weight.to(input.dtype), bias, *args, **kwargs)
+        return func(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype), *args, **kwargs)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

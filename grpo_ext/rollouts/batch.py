@@ -159,15 +159,15 @@ class RolloutBatch:
             return [part for p, c, n, m in parts for part in (p[len(p) - n :], c[:m])]
 
         ids = tokens(self["prompt_ids"], self["completion_ids"])
-        # of one group: whether another group with the same prompt is beside it follows from the split
-        pairs = zip(itertools.pairwise(self.groups), itertools.pairwise(ids[::2]))
-        same = [group == other and torch.equal(*prompts) for (group, other), prompts in pairs]
+        # within a group: whether another group with the same prompt lies beside it depends on the split
+        neighbours = itertools.pairwise(zip(self.groups, ids[::2]))
+        same = [group == before and torch.equal(one, other) for (before, one), (group, other) in neighbours]
         same = same_prompts(same, images)
         experts = None
         if EXPERTS in self.columns:
             parts = [row_NC[: n + m] for row_NC, n, m in zip(self[EXPERTS], prompts, completions)]
-            routed = zip(same, itertools.pairwise(parts), prompts)  # rows of one prompt may have other experts
-            same = [text and torch.equal(one[:n], other[:n]) for text, (one, other), n in routed]
+            pairs = zip(same, itertools.pairwise(parts), prompts)  # rows of one prompt may have other experts
+            same = [text and torch.equal(one[:n], other[:n]) for text, (one, other), n in pairs]
             experts = torch.cat(parts)
         attended = None
         if any(self.gaps):

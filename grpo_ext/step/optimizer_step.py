@@ -196,7 +196,7 @@ class StepPlanner:
             form=form,
             cost=self.cost,
             unit_rows=self.args.unit_rows,
-            whole_groups=forwards.half,
+            whole_groups=forwards.float32_weight_gradients and form != "padded",
             processes=self.accelerator.num_processes,
             rank=self.accelerator.process_index,
             equal_counts=forwards.sharded or settings.equal_counts,
@@ -224,8 +224,8 @@ class StepPlanner:
         selected = rollout.select(rows)
         batch = selected.collate(self.pad_token_id, self.forwards.multiple) | (constants or {})
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        groups_B = [rollout.group_lengths[group] for group in selected.groups]
-        tokens = replace(self._token_rows(selected, training), groups_B=groups_B)
+        lengths = [rollout.group_lengths[group] for group in selected.groups]
+        tokens = replace(self._token_rows(selected, training), group_lengths_B=lengths)
         return to_device(batch, self.accelerator.device), tokens
 
     def _token_rows(self, rollout: RolloutBatch, training: bool) -> TokenRows:

@@ -13,13 +13,15 @@ from peft import LoraConfig
 
 from grpo_ext.batching.micro_batches import MicroBatchLayout, StepSizes, plan_step
 from grpo_ext.precision import weight_gradients
+from grpo_ext.step import optimizer_step
 from grpo_ext.tools.check.comparison import describe_difference, update_error
 from tests.support.cases import LORA, Bench
 from tests.support.launches import REFERENCE, Launches
 from tests.support.tiny import tiny_model
 from tests.support.trainers import change, error, far, native_fp16
-from tests.tolerances import CUT_GROUPS_BFLOAT16, DIFFERENT, UPDATE
+from tests.tolerances import DIFFERENT, UPDATE, UPDATE_BFLOAT16
 
+SETTING = "float32_weight_gradients"
 HALF: dict[str, Any] = {"bf16": True, "global_batch_size": 16, "max_completion_length": 12}
 SGD: dict[str, Any] = {
     **{"bf16": True, "optim": "sgd", "learning_rate": 10.0, "max_grad_norm": 0.0, "max_steps": 1},
@@ -58,7 +60,7 @@ def test_micro_batches_of_whole_groups_give_the_same_update(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_micro_batches_that_cut_groups_differ_by_the_rounding_of_the_prompts_gradient(tmp_path, kind):
     whole = step(tmp_path, kind, REFERENCE)
-    assert UPDATE < error(whole, step(tmp_path, kind, 3)) <= CUT_GROUPS_BFLOAT16
+    assert UPDATE < error(whole, step(tmp_path, kind, 3)) <= UPDATE_BFLOAT16
 
 
 def test_a_weight_that_is_left_out_shows(tmp_path, monkeypatch):
@@ -102,6 +104,21 @@ def test_groups_stay_whole_in_half_precision_where_that_costs_little():
 
     assert (cut(), cut(whole_groups=True)) == (1, 0)
     assert (cut(max_tokens=150), cut(max_tokens=150, whole_groups=True)) == (3, 0)
+
+
+@pytest.mark.parametrize(("settings", "on"), [({}, True), ({"bf16": False}, False), ({SETTING: False}, False)])
+def test_groups_stay_whole_for_the_sake_of_weight_gradients(tmp_path, monkeypatch, settings, on):
+    """Not in padded batches, where a group shares nothing."""
+    layouts: list[MicroBatchLayout] = []
+
+    def planned(sizes: StepSizes, rows: Any, layout: MicroBatchLayout) -> Any:
+        layouts.append(layout)
+        return plan_step(sizes, rows, layout)
+
+    monkeypatch.setattr(optimizer_step, "plan_step", planned)
+    for form in ("packed", "padded"):
+        step(tmp_path, "qwen2", 8, forward=form, **settings)
+    assert {layout.form: layout.whole_groups for layout in layouts} == {"packed": on, "padded": False}
 
 
 def test_fp16_too(tmp_path, monkeypatch):

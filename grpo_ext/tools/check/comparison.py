@@ -27,23 +27,21 @@ class Rounding(NamedTuple):
     """The largest errors that are called rounding."""
 
     gradient: float  # of the first one
-    start: float  # of a value in the first log line, which has the norm of that gradient before it was clipped
+    start: float  # of its norm before it was clipped, and of values in the first log line
     update: float
-    later: float  # of a value in a later log line
+    log: float  # of any logged value
 
 
 # Adam divides a gradient by its own size, so an element whose gradient is rounding noise moves by a whole learning
 # rate: with its default epsilon the updates of equal gradients differ by 1e-5 to 1e-2.
-IN_FLOAT32 = Rounding(GRADIENT_TOLERANCE, METRIC_TOLERANCE, update=1e-2, later=1e-2)
-# bfloat16 carries 8 bits. Where forwards round differently, gradients differed by up to 1e-2 (tiny models, the demo)
-# and 5e-2 (SmolLM2-135M), and sums over the step by less: their norm and the first log line by up to 2e-3. A completion
-# left out or a mean of means moves one of these by 5e-3 and more. Once a sampled token changes, updates differ by up to
-# 0.33, and those of another seed by 1.4.
-IN_HALF = Rounding(gradient=0.1, start=5e-3, update=0.5, later=math.inf)
+IN_FLOAT32 = Rounding(GRADIENT_TOLERANCE, METRIC_TOLERANCE, update=1e-2, log=1e-2)
+# bfloat16 carries 8 bits. Where forwards round differently, gradients differed by up to 5e-2 and sums over the step by
+# up to 2e-3; most faults move one of these further (docs/tools.md). Once a sampled token changes, updates differ by up
+# to 0.33, and those of another seed by 1.4.
+IN_HALF = Rounding(gradient=0.1, start=5e-3, update=0.5, log=math.inf)
 _TIMING = ("step_time", "total_flos")  # values that the algorithm does not determine
 _TIMING_ENDS = ("_runtime", "_per_second")
 _LAYOUT_STARTS = ("time/", "layout/")  # values that depend on the split
-_NOISE_IN_HALF = ("sampling/",)  # beginnings of values that are rounding themselves
 _SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that reveal different completions
 
 
@@ -76,16 +74,14 @@ def describe_difference(reference: dict[str, torch.Tensor], other: dict[str, tor
     return f"largest difference {float(gaps[worst].max()):.2e} (mean {float(gaps[worst].mean()):.2e}) in {worst}"
 
 
-def metric_difference(
-    reference: list[dict[str, Any]], other: list[dict[str, Any]], without: tuple[str, ...] = ()
-) -> tuple[float, str]:
-    """Largest `|a - b| / max(1, |a|)` over all logged values except timings, and its name; `without` has beginnings."""
+def metric_difference(reference: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[float, str]:
+    """Largest `|a - b| / max(1, |a|)` over all logged values except timings, and its name."""
     if len(reference) != len(other):
         return math.inf, f"{len(reference)} against {len(other)} log lines"
     worst, name = 0.0, ""
     for line_a, line_b in zip(reference, other):
         for key in line_a.keys() | line_b.keys():
-            if key in _TIMING or key.endswith(_TIMING_ENDS) or key.startswith(_LAYOUT_STARTS + without):
+            if key in _TIMING or key.endswith(_TIMING_ENDS) or key.startswith(_LAYOUT_STARTS):
                 continue
             gap = _relative_gap(line_a.get(key), line_b.get(key))
             if gap > worst:
@@ -135,19 +131,18 @@ def _verdict(
     if run.trace:
         reason = _first_different_hash(reference.trace, other.trace) or only_log * (result.metric_error > 0.0)
         return "differs" if reason else "same bits", reason
-    bounds, noise = (IN_FLOAT32, ()) if run.in_float32 else (IN_HALF, _NOISE_IN_HALF)
-    start, first = max(
-        metric_difference(reference.log[:1], other.log[:1], noise), (norm_error(reference, other), "grad_norm")
-    )
     same_gradient, same_update = result.gradient_error <= GRADIENT_TOLERANCE, result.update_error <= tolerance
     if same_gradient and same_update and result.metric_error <= METRIC_TOLERANCE:
         return "same", ""
+    bounds, noise = (IN_FLOAT32, ()) if run.in_float32 else (IN_HALF, ("sampling/",))  # which is rounding itself
+    first_lines = [[{n: v for n, v in r.log[0].items() if not n.startswith(noise)}] for r in (reference, other)]
+    start, name = max(metric_difference(*first_lines), (norm_error(reference, other), "grad_norm"))
     beyond = ""
     if not result.gradient_error <= bounds.gradient:
         beyond = f"the gradient differs by more than 16-bit rounding ({bounds.gradient:g})"
     elif not start <= bounds.start:
-        beyond = f"{first} differs by {start:.1e} in the first log line, more than 16-bit rounding ({bounds.start:g})"
-    elif result.update_error <= bounds.update and result.metric_error <= bounds.later:
+        beyond = f"{name} differs by {start:.1e} in the first log line, more than 16-bit rounding ({bounds.start:g})"
+    elif result.update_error <= bounds.update and result.metric_error <= bounds.log:
         return "rounding", ""
     if cause := _known_cause(run, reference, other, beyond):
         return "differs", cause

@@ -51,7 +51,7 @@ def imbalance(sizes: StepSizes, shares: list[list[int]]) -> float:
 @pytest.mark.parametrize("seed", range(5))
 def test_packs_are_few_and_even(seed):
     sizes = step(seed, groups=40, skewed=True)
-    parts = cut_by_tokens(sizes, range(320), 1000, 4000, form="packed")
+    parts = cut_by_tokens(sizes, range(320), MicroBatchLayout(1000, 4000, "packed"))
     tokens = [sizes.tokens(part, "packed") for part in parts]
     assert len(parts) <= 1.15 * sum(tokens) / 4000 + 1
     assert max(tokens) <= 1.25 * sum(tokens) / len(tokens)
@@ -69,7 +69,7 @@ def test_loads_are_even_where_counts_are_not(seed, processes):
     sizes = step(seed, skewed=True)
     rows = list(range(48))
     by_count = [rows[48 * p // processes : 48 * (p + 1) // processes] for p in range(processes)]
-    by_cost = assign_rows(sizes, rows, processes, COST)
+    by_cost = assign_rows(sizes, rows, MicroBatchLayout(1, cost=COST, processes=processes))
     assert imbalance(sizes, by_cost) <= 1.1
     assert imbalance(sizes, by_cost) <= imbalance(sizes, by_count)
 
@@ -79,10 +79,10 @@ def test_the_longest_items_are_assigned_first():
 
 
 def test_one_group_is_cut_for_two_processes_when_that_pays():
-    sizes = whole(4, [10], [200, 200, 200, 200])
-    assert sorted(map(len, assign_rows(sizes, range(4), 2, COST))) == [2, 2]
+    sizes, on_two = whole(4, [10], [200, 200, 200, 200]), MicroBatchLayout(1, cost=COST, processes=2)
+    assert sorted(map(len, assign_rows(sizes, range(4), on_two))) == [2, 2]
     long_prompt = whole(4, [2000], [1, 1, 1, 1])
-    assert sorted(map(len, assign_rows(long_prompt, range(4), 2, COST))) == [0, 4]
+    assert sorted(map(len, assign_rows(long_prompt, range(4), on_two))) == [0, 4]
 
 
 def test_passes_without_gradients_are_cut_in_order():
@@ -121,20 +121,29 @@ def test_pieces_and_units_never_mix_groups_and_keep_every_row_in_order(sizes, da
 
 
 @given(
-    CUT_STEPS, st.integers(1, 12), st.integers(1, 2000), st.sampled_from(FORMS), st.integers(1, 40), st.integers(1, 6)
+    CUT_STEPS,
+    st.integers(1, 12),
+    st.integers(1, 2000),
+    st.sampled_from(FORMS),
+    st.booleans(),
+    st.integers(1, 40),
+    st.integers(1, 6),
 )
-def test_a_cut_step_is_planned_without_loss_within_the_limits(sizes, max_rows, max_tokens, form, processes, unit):
+def test_a_cut_step_is_planned_without_loss_within_the_limits(
+    sizes, max_rows, max_tokens, form, whole_groups, processes, unit
+):
     rows = list(range(len(sizes.groups_B)))
     by_count = cut_by_count(sizes, rows, max_rows)
     assert [row for part in by_count for row in part] == rows
     assert max(map(len, by_count)) <= max_rows
     assert len(by_count) == math.ceil(len(rows) / max_rows)
-    by_tokens = cut_by_tokens(sizes, rows, max_rows, max_tokens, form)
+    by_tokens = cut_by_tokens(sizes, rows, MicroBatchLayout(max_rows, max_tokens, form, whole_groups=whole_groups))
     assert sorted(row for part in by_tokens for row in part) == rows
     for part in by_tokens:
         assert len(part) <= max_rows
         assert sizes.tokens(part, form) <= max_tokens or len(part) == 1
-    shares = assign_rows(sizes, rows, processes, COST)
+    layout = MicroBatchLayout(1, cost=COST, whole_groups=whole_groups, processes=processes)
+    shares = assign_rows(sizes, rows, layout)
     assert sorted(row for share in shares for row in share) == rows
     assert all(share == sorted(share) for share in shares)
     layouts = [MicroBatchLayout(1, cost=COST, unit_rows=unit, processes=processes, rank=r) for r in range(processes)]

@@ -222,6 +222,7 @@ COVERED: dict[str, Callable[..., torch.Tensor]] = {
     "two matrices": lambda m, x: m.weight @ x[0].mT,
     "mm": lambda m, x: torch.mm(x[0], m.weight.t()),
     "addmm": lambda m, x: torch.addmm(m.bias, x[0], m.weight),
+    "addmm by keyword": lambda m, x: torch.addmm(input=m.bias, mat1=x[0], mat2=m.weight),
     "one expert": lambda m, x: functional.linear(x, m.each[1], m.bias),
     "bmm": lambda m, x: torch.bmm(x, m.each),
     "convolution": lambda m, x: m.convolution(x.mT),
@@ -229,7 +230,6 @@ COVERED: dict[str, Callable[..., torch.Tensor]] = {
     "the weight of a convolution": lambda m, x: functional.conv1d(x.mT, m.convolution.weight, groups=2, padding=1),
 }
 UNCOVERED: dict[str, Callable[..., torch.Tensor]] = {
-    "addmm by keyword": lambda m, x: torch.addmm(input=m.bias, mat1=x[0], mat2=m.weight),
     "a vector": lambda m, x: x @ m.vector + functional.linear(x, m.vector),
     "each to the left": lambda m, x: m.each @ x.mT,
     "padding by name": lambda m, x: m.same(x.mT),
