@@ -19,7 +19,7 @@ from .sizes import ceil_div, even_slice
 Form = Literal["packed", "prefix", "padded"]
 
 BALANCED = 1.02  # largest load over the mean at which no more groups are cut
-BALANCED_WHOLE = 1.12  # the same with `MicroBatchLayout.whole_groups`
+BALANCED_WHOLE = 1.12  # with `whole_groups`; from two groups a process on, most steps then cut none (simulated)
 WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest load to this share of it
 
 

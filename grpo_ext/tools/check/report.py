@@ -70,8 +70,9 @@ class CheckReport:
         verdicts = {r.verdict for r in ours}
         if "rounding" in verdicts:
             return (
-                "rounding: the gradient agrees to the run's precision. Adam moves an element whose gradient is "
-                f"rounding noise by a whole learning rate; a larger adam_epsilon damps it.\n{same}, to rounding."
+                "rounding: the gradient agrees to the run's precision (half precision: docs/precision.md says which "
+                "micro-batches agree best). Adam moves an element whose gradient is rounding noise by a whole learning "
+                f"rate; a larger adam_epsilon damps it.\n{same}, to rounding."
             )
         return f"{same}, to the bit." if "same bits" in verdicts else f"{same}."
 
