@@ -68,6 +68,10 @@ def _own_in_mode(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _in_mode(type(module).forward, module, *args, **kwargs)
 
 
+# by this name pickle finds the module's own forward again
+_linear_forward.__name__ = _own_in_mode.__name__ = "forward"
+
+
 def _in_mode(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _Products():
         return below(*args, **kwargs)
@@ -84,7 +88,8 @@ class _Products(TorchFunctionMode):
 def _half(*weights: torch.Tensor | None) -> torch.dtype | None:
     """The dtype to which autocast casts these, if the first is float32 and any is trained; else None."""
     weight = weights[0]
-    if weight is None or weight.dtype != torch.float32 or not torch.is_grad_enabled():
+    usable = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()  # and no `_Linear`
+    if weight is None or weight.dtype != torch.float32 or not usable:
         return None
     kind, trained = weight.device.type, any(part is not None and part.requires_grad for part in weights)
     return torch.get_autocast_dtype(kind) if trained and torch.is_autocast_enabled(kind) else None
@@ -92,7 +97,8 @@ def _half(*weights: torch.Tensor | None) -> torch.dtype | None:
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """A matrix product, or a batch of them, of half-precision operands, summed and returned in float32."""
-    if left.device.type == "cuda" and torch.version.hip is None:
+    # with create_graph=True autograd needs a derivative, which `out_dtype` lacks
+    if left.device.type == "cuda" and torch.version.hip is None and not torch.is_grad_enabled():
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
@@ -106,7 +112,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
-        return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
+        output = functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
+        return torch.ops.aten._unsafe_view(output, output.shape)  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
