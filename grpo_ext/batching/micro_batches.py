@@ -91,7 +91,7 @@ class MicroBatchLayout:
     form: Form = "padded"
     cost: TokenCost = field(default_factory=TokenCost)  # of a token, by which groups are assigned to processes
     unit_rows: int | None = None  # completions per canonical unit, then the micro-batch; None: cut by the sizes above
-    whole_groups: bool = False  # cut few: in half precision each part of a group rounds the gradient of its prompt
+    whole_groups: bool = False  # cut few: in half precision each part of a group rounds the gradient of a shared prompt
     processes: int = 1
     rank: int = 0
     equal_counts: bool = False  # a micro-batch may hold collectives, so all processes run the same number
@@ -109,7 +109,7 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
         numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
         most = max(map(len, numbers)) if layout.equal_counts else 1
         return fill_up([units[number] for number in sorted(numbers[layout.rank])], max(most, 1), shortest)
-    balanced = BALANCED_WHOLE if layout.whole_groups else BALANCED
+    balanced = BALANCED_WHOLE if layout.whole_groups and layout.form != "padded" else BALANCED
     assigned = assign_rows(sizes, rows, layout.processes, layout.cost, balanced)
     most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
     return fill_up(_cut(sizes, assigned[layout.rank], layout), max(most, 1), shortest)

@@ -57,7 +57,7 @@ _TRL_LAYOUT = (
 # compared in bitwise mode alone: elsewhere they change the rounding at most
 _BITWISE = (
     *("canonical_unit_size", "bitwise_threads"),
-    *("forward", "skip_zero_contribution", "compact_rollouts"),
+    *("forward", "float32_weight_gradients", "skip_zero_contribution", "compact_rollouts"),
 )
 # fields of this package's GRPOConfig that decide what is learned; its sizes are compared as they were resolved
 _EXTENSIONS = (

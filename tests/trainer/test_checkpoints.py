@@ -371,10 +371,17 @@ def test_what_a_checkpoint_has_loaded_is_freed(tmp_path, monkeypatch, held):
     assert [reference() is not None for reference in loaded] == [held] * 2
 
 
-def test_bitwise_mode_does_not_go_on_with_another_form_of_the_forward(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"forward": "padded"}, 'forward: "auto" in the checkpoint, "padded" now'),
+        ({"float32_weight_gradients": False}, "float32_weight_gradients: true in the checkpoint, false now"),
+    ],
+)
+def test_bitwise_mode_does_not_go_on_with_other_rounding(tmp_path, change, says):
     other(tmp_path, max_steps=1, bitwise_invariant=True).train()
-    with pytest.raises(CheckpointError, match='forward: "auto" in the checkpoint, "padded" now'):
-        other(tmp_path, max_steps=1, bitwise_invariant=True, forward="padded").train("latest")
+    with pytest.raises(CheckpointError, match=says):
+        other(tmp_path, max_steps=1, bitwise_invariant=True, **change).train("latest")
 
 
 # ---- Folders of runs ------------------------------------------------------------------------------------------------
