@@ -142,14 +142,13 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout)
         For each process, its rows in order. Every row is assigned once; a process may get none.
     """
     cost, processes = layout.cost, layout.processes
-    balanced = BALANCED_WHOLE if layout.whole_groups else BALANCED
     pieces = sizes.pieces(rows)
     numbers = _longest_first([sizes.load(piece, cost) for piece in pieces], processes)
     assigned = [sorted(row for number in of_process for row in pieces[number]) for of_process in numbers]
     loads = [sizes.load(part, cost) for part in assigned]
     for _ in range(8 * processes):
         high, low = loads.index(max(loads)), loads.index(min(loads))
-        if loads[high] <= balanced * sum(loads) / processes:
+        if loads[high] <= (BALANCED_WHOLE if layout.whole_groups else BALANCED) * sum(loads) / processes:
             break
         moved = _rows_to_move(sizes, cost, assigned[high], assigned[low])
         if not moved:

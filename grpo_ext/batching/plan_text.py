@@ -72,13 +72,12 @@ def _notes(g: BatchGeometry, longest: int | None, half: bool) -> list[tuple[str,
     if longest is not None and chunks < g.num_processes:
         rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
     if half and g.micro_batch_size % (group := g.num_generations):
-        cut = f"micro-batches of {g.micro_batch_size} cut groups of {group}, which then round differently"
-        rows.append(("half precision", f"{cut}; a multiple of {group} keeps groups whole"))
+        cut = f"micro-batches of {g.micro_batch_size} cut groups and round; multiples of {group} do not"
+        rows.append(("half precision", cut))
     if longest is not None and half and g.together and chunks > 1:
         size = ceil_div(g.prompts_per_rollout, g.num_processes) * g.num_generations
         chunk = f"={size} prevents that for up to {g.num_processes}" if g.num_processes > 1 else " prevents that"
-        other = "another number of processes samples other tokens"
-        rows.append(("half precision", f"{other}; rollout_chunk_size{chunk}"))
+        rows.append(("half precision", f"other numbers of processes sample other tokens; rollout_chunk_size{chunk}"))
     return rows
 
 

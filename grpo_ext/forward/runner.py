@@ -80,7 +80,6 @@ class ForwardRunner:
         multiple: Any = args.pad_to_multiple_of
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
-        # engines cast weights themselves
         self.float32_weight_gradients = args.float32_weight_gradients and accelerator.native_amp and not self.sharded
         may_cut = not (self.sharded or args.bitwise_invariant)
         remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"

@@ -1,9 +1,8 @@
 """Weight gradients in float32 under autocast, so that the update in half precision does not depend on the split.
 
-Autocast rounds the gradient of a float32 weight to half precision in every backward pass, and a sum of rounded parts
-depends on how a step was cut. Here the same half-precision operands are multiplied, and the product is summed and
-returned in float32, as Megatron and TransformerEngine do for accuracy. Nothing else changes: outputs and the gradients
-of inputs keep their bits. Entered by forward.runner.
+Autocast rounds the gradient of a float32 weight in every backward pass, and a sum of rounded parts depends on how a
+step was cut. Here the same half-precision operands are multiplied, and the product is summed and returned in float32,
+as Megatron and TransformerEngine do for accuracy. Outputs and gradients of inputs keep their bits.
 """
 
 from __future__ import annotations
@@ -67,6 +66,10 @@ def _own_in_mode(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _in_mode(type(module).forward, module, *args, **kwargs)
 
 
+# by this name pickle finds the module's own forward again
+_linear_forward.__name__ = _own_in_mode.__name__ = "forward"
+
+
 def _in_mode(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _Products():
         return below(*args, **kwargs)
@@ -80,18 +83,18 @@ class _Products(TorchFunctionMode):
         return func(*args, **kwargs or {}) if instead is None else instead(func, *args, **kwargs or {})
 
 
-def _half(*weights: torch.Tensor | None) -> torch.dtype | None:
-    """The dtype to which autocast casts these, if the first is float32 and any is trained; else None."""
-    weight = weights[0]
-    if weight is None or weight.dtype != torch.float32 or not torch.is_grad_enabled():
-        return None
-    kind, trained = weight.device.type, any(part is not None and part.requires_grad for part in weights)
-    return torch.get_autocast_dtype(kind) if trained and torch.is_autocast_enabled(kind) else None
+def _half(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.dtype | None:
+    """The dtype to which autocast casts a float32 weight, where it or its bias is trained; else None."""
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    usable = trained and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    cast = usable and weight.dtype == torch.float32 and torch.is_autocast_enabled(weight.device.type)
+    return torch.get_autocast_dtype(weight.device.type) if cast else None
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """A matrix product, or a batch of them, of half-precision operands, summed and returned in float32."""
-    if left.device.type == "cuda" and torch.version.hip is None:
+    # with create_graph=True autograd needs a derivative, which `out_dtype` lacks
+    if left.device.type == "cuda" and torch.version.hip is None and not torch.is_grad_enabled():
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
@@ -107,7 +110,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
         if weight.dim() == 3:
             return torch.bmm(input, weight.to(input.dtype))
-        return functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
+        output = functional.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
+        return torch.ops.aten._unsafe_view(output, output.shape)  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -212,8 +212,9 @@ class RolloutWorker:
             kept_B = [(t.record or TokenRecord.neutral(n)).kept.first(n) for t, n in zip(shown, lengths, strict=True)]
         experts_B = [experts for t in shown if (experts := t.experts) is not None]
         experts_NC = torch.cat(experts_B) if experts_B else None  # recorded by the forward of these rows
-        prompts = [len(t.prompt_ids) for t in shown]
-        return TokenRows(ids, prompts, lengths, same, images, kept_B=kept_B, experts_NC=experts_NC)
+        prompts, group = [len(t.prompt_ids) for t in shown], local.request.num_generations
+        groups_B = [tuple(lengths[row - row % group :][:group]) for row in range(len(shown))]
+        return TokenRows(ids, prompts, lengths, same, images, None, kept_B, experts_NC, groups_B)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Rewards of each function; none where the user's `_calculate_rewards` makes them, after `exchange`."""

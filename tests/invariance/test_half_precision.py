@@ -18,7 +18,7 @@ from grpo_ext.tools.check.comparison import describe_difference, update_error
 from tests.support.cases import LORA, Bench
 from tests.support.launches import REFERENCE, Launches
 from tests.support.tiny import tiny_model
-from tests.support.trainers import change, error, far, native_fp16
+from tests.support.trainers import change, error, far, log_of, native_fp16
 from tests.tolerances import DIFFERENT, UPDATE, UPDATE_BFLOAT16
 
 SETTING = "float32_weight_gradients"
@@ -63,6 +63,16 @@ def test_micro_batches_that_cut_groups_differ_by_the_rounding_of_the_prompts_gra
     assert UPDATE < error(whole, step(tmp_path, kind, 3)) <= UPDATE_BFLOAT16
 
 
+@pytest.mark.parametrize("size", [REFERENCE, 3, 1])
+def test_the_reference_scores_parts_of_groups_as_training_does(tmp_path, size):
+    settings = {**HALF, "beta": 0.1, "max_completion_length": 40, "num_generations": 8}
+    settings |= {"per_device_train_batch_size": size, "num_iterations": 2, "max_steps": 2}
+    trainer = far(tmp_path, tiny_model("qwen2"), 10.0, **settings)
+    trainer.train()
+    assert log_of(trainer, "kl")[0] == 0.0  # the policy is the reference
+    assert log_of(trainer, "kl")[1] > DIFFERENT
+
+
 def test_a_weight_that_is_left_out_shows(tmp_path, monkeypatch):
     covered = weight_gradients._linear
 
@@ -97,7 +107,8 @@ def test_groups_stay_whole_in_half_precision_where_that_costs_little():
 
     def cut(**layout: Any) -> int:
         """How many groups lie in several micro-batches, on three processes."""
-        layouts = [MicroBatchLayout(max_rows=8, processes=3, rank=rank, form="packed", **layout) for rank in range(3)]
+        layout = {"form": "packed", **layout}
+        layouts = [MicroBatchLayout(max_rows=8, processes=3, rank=rank, **layout) for rank in range(3)]
         parts = [part.rows for layout in layouts for part in plan_step(sizes, range(24), layout) if part.weight]
         assert sorted(row for part in parts for row in part) == list(range(24))
         return sum(len({row // 4 for row in part}) for part in parts) - 6

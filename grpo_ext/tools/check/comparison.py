@@ -137,13 +137,12 @@ def _verdict(
     bounds, noise = (IN_FLOAT32, ()) if run.in_float32 else (IN_HALF, ("sampling/",))  # which is rounding itself
     first_lines = [[{n: v for n, v in r.log[0].items() if not n.startswith(noise)}] for r in (reference, other)]
     start, name = max(metric_difference(*first_lines), (norm_error(reference, other), "grad_norm"))
-    beyond = ""
-    if not result.gradient_error <= bounds.gradient:
-        beyond = f"the gradient differs by more than 16-bit rounding ({bounds.gradient:g})"
-    elif not start <= bounds.start:
-        beyond = f"{name} differs by {start:.1e} in the first log line, more than 16-bit rounding ({bounds.start:g})"
-    elif result.update_error <= bounds.update and result.metric_error <= bounds.log:
+    near, begins = result.gradient_error <= bounds.gradient, start <= bounds.start
+    if near and begins and result.update_error <= bounds.update and result.metric_error <= bounds.log:
         return "rounding", ""
+    what = f"{name} differs by {start:.1e} in the first log line" if near else "the gradient differs"
+    limit = bounds.start if near else bounds.gradient
+    beyond = "" if near and begins else f"{what}, more than 16-bit rounding ({limit:g})"
     if cause := _known_cause(run, reference, other, beyond):
         return "differs", cause
     if same_update:

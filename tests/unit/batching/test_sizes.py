@@ -280,10 +280,12 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
         split = resolve(global_batch_size=512, num_processes=processes)
         text = describe_plan(split, None, False, None, longest=8, half=True)
         assert says in text
-        assert f"samples other tokens; rollout_chunk_size{chunk} prevents that" in text
+        assert f"sample other tokens; rollout_chunk_size{chunk} prevents that" in text
         assert ("cut groups" in text) == (split.micro_batch_size % 4 > 0)
     cut = resolve(global_batch_size=512, micro_batch_size=6)
-    assert "micro-batches of 6 cut groups of 4" in describe_plan(cut, None, False, None, longest=8, half=True)
+    assert "micro-batches of 6 cut groups and round; multiples of 4 do not" in describe_plan(
+        cut, None, False, None, longest=8, half=True
+    )
     assert says not in describe_plan(several, None, False, None, longest=8)
     for same in (resolve(global_batch_size=512, rollout_chunk_size=64), resolve(global_batch_size=4)):
         assert says not in describe_plan(same, None, False, None, longest=8, half=True)

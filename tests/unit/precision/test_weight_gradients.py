@@ -6,6 +6,8 @@ float32's rounding, a gradient was rounded to half precision on its way to the p
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -336,6 +338,59 @@ def test_products_in_a_module_of_its_own(name, dtype):
     for gradients_of, rounded in ((theirs, True), (ours, name in UNCOVERED)):
         weights = [gradient for name, gradient in gradients_of.items() if name != "input"]
         assert [torch.equal(gradient.to(dtype).float(), gradient) for gradient in weights] == [rounded] * len(weights)
+
+
+def of_users() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), nn.Conv1d(5, 5, 3, padding=1), Doubled(8, 8), nn.Linear(8, 8))
+
+
+def changed_in_place(model: nn.Module) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        model(INPUT).mul_(2).float().square().sum().backward()
+
+
+def twice_differentiated(model: nn.Module) -> None:
+    weights = list(model.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(INPUT)
+    found = torch.autograd.grad(output.float().square().sum(), weights, create_graph=True)
+    torch.stack([gradient.square().sum() for gradient in found]).sum().backward()
+
+
+def transformed(model: nn.Module) -> None:
+    def loss(weights: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.func.functional_call(model, weights, (INPUT,)).float().square().sum()
+
+    for name, gradient in torch.func.grad(loss)({n: p.detach() for n, p in model.named_parameters()}).items():
+        model.get_parameter(name).grad = gradient
+
+
+@pytest.mark.parametrize("use", [changed_in_place, twice_differentiated, transformed])
+def test_what_users_do_with_a_model_works_as_without(use):
+    model, found = of_users(), []
+    for on in (False, True):
+        model.zero_grad()
+        with float32_weight_gradients(model) if on else nullcontext():
+            use(model)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert max(apart(*found).values()) < 0.02
+
+
+def test_a_model_that_is_saved_or_copied_inside_runs():
+    model, file = of_users(), io.BytesIO()
+    with float32_weight_gradients(model):
+        torch.save(model, file)
+        others = copy.deepcopy(model), torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    expected = of_module(model, on=True)
+    for other in others:
+        with torch.no_grad():
+            model[0].weight.add_(1.0)  # which the other does not have
+        output, found = of_module(other, on=True)
+        assert torch.equal(output, expected[0])
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected[1].items())
 
 
 @pytest.mark.parametrize("case", ["no autocast", "bfloat16 weights", "float64 weights"])
