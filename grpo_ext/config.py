@@ -77,10 +77,10 @@ class GRPOConfig(trl.GRPOConfig):
         "With dynamic_sampling: how often further prompts are sampled for one rollout batch.", default=10
     )
     rollout_chunk_size: int | None = setting(
-        "Completions of a chunk, a multiple of num_generations; reward functions are called for each chunk. Where it is "
+        "Completions of a chunk, a multiple of num_generations; reward functions are called per chunk. Where it is "
         "set, generate is too, and completions are the same on every number of processes (rollout_batch_size / P is "
-        "cheapest for up to P). Default: an eighth of the rollout batch, at most 64, in whole groups; a process samples "
-        "its chunks in one call, and rounding may change completions: few in float32, most in half precision."
+        "cheapest for up to P). Default: an eighth of the rollout batch, at most 64, in whole groups; a process then "
+        "samples its chunks in one call, and rounding may change completions: few in float32, most in half precision."
     )
     rollout_lag: int = setting(
         "Rollout batches that sampling runs ahead of training, on a thread: rollout batch r is sampled with the "

@@ -140,9 +140,9 @@ def _verdict(
     near, begins = result.gradient_error <= bounds.gradient, start <= bounds.start
     if near and begins and result.update_error <= bounds.update and result.metric_error <= bounds.log:
         return "rounding", ""
-    what = f"{name} differs by {start:.1e} in the first log line" if near else "the gradient differs"
+    what = f"{name} differs by {start:.1e} in the first log line," if near else "the gradient differs by"
     limit = bounds.start if near else bounds.gradient
-    beyond = "" if near and begins else f"{what}, more than 16-bit rounding ({limit:g})"
+    beyond = "" if near and begins else f"{what} more than 16-bit rounding ({limit:g})"
     if cause := _known_cause(run, reference, other, beyond):
         return "differs", cause
     if same_update:
