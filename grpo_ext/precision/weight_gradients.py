@@ -19,7 +19,6 @@ from torch.nn import functional
 from torch.nn import grad as convolution_grad
 from torch.overrides import TorchFunctionMode
 
-# parts whose weights some modules read in their own forwards
 _READ_BY_PARENTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ParameterDict, nn.ParameterList)
 
 
@@ -76,7 +75,7 @@ def _in_mode(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Products(TorchFunctionMode):
-    """Inside, the functions of `_INSTEAD` are replaced."""
+    """Inside, the functions of `_INSTEAD` are replaced by ours, whose first argument they are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = _INSTEAD.get(func)
@@ -97,9 +96,6 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.device.type == "cuda" and torch.version.hip is None and not torch.is_grad_enabled():
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
-
-
-# ---- What replaces functions, which are the first arguments ---------------------------------------------------------
 
 
 class _Product(torch.autograd.Function):

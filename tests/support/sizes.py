@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FILE, FUNCTION, PACKAGE = 400, 50, 20_080
+FILE, FUNCTION, PACKAGE = 400, 50, 20_077
 LARGER = {"trainer.py": 550}  # the override points
 
 
