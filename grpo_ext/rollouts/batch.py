@@ -114,7 +114,7 @@ class RolloutBatch:
     @functools.cached_property
     def group_lengths(self) -> dict[int, tuple[int, ...]]:
         """Tokens of the completions of each group."""
-        pairs = sorted(zip(self.groups, self.completion_lengths), key=lambda pair: pair[0])
+        pairs = sorted(zip(self.groups, self.completion_lengths, strict=True), key=lambda pair: pair[0])
         return {group: tuple(n for _, n in rows) for group, rows in itertools.groupby(pairs, lambda pair: pair[0])}
 
     @property
@@ -160,7 +160,7 @@ class RolloutBatch:
 
         ids = tokens(self["prompt_ids"], self["completion_ids"])
         # within a group: whether another group with the same prompt lies beside it depends on the split
-        neighbours = itertools.pairwise(zip(self.groups, ids[::2]))
+        neighbours = itertools.pairwise(zip(self.groups, ids[::2], strict=True))
         same = [group == before and torch.equal(one, other) for (before, one), (group, other) in neighbours]
         same = same_prompts(same, images)
         experts = None

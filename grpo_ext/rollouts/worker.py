@@ -213,8 +213,8 @@ class RolloutWorker:
         experts_B = [experts for t in shown if (experts := t.experts) is not None]
         experts_NC = torch.cat(experts_B) if experts_B else None  # recorded by the forward of these rows
         prompts, group = [len(t.prompt_ids) for t in shown], local.request.num_generations
-        groups_B = [tuple(lengths[row - row % group :][:group]) for row in range(len(shown))]
-        return TokenRows(ids, prompts, lengths, same, images, None, kept_B, experts_NC, groups_B)
+        whole = [tuple(lengths[first : first + group]) for first in range(0, len(shown), group) for _ in range(group)]
+        return TokenRows(ids, prompts, lengths, same, images, None, kept_B, experts_NC, group_lengths_B=whole)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Rewards of each function; none where the user's `_calculate_rewards` makes them, after `exchange`."""

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,7 +33,7 @@ from grpo_ext.rollouts import engine
 from grpo_ext.rollouts.transcript import Sampled, Transcript
 from tests.support.tiny import letter_reward, prompts, tiny_model
 from tests.support.toy_recipe import load_recipe
-from tests.support.trainers import change, error, make, on
+from tests.support.trainers import change, error, far, make, on
 
 Run = Callable[[int], dict[str, float]]  # takes the number of the round
 STEPS, FIRST = 14, 2  # of a timed run; those before it is timed
@@ -187,14 +188,12 @@ def of_sizes(float32: bool, settings: dict[str, Any], number: int) -> dict[str, 
 
     def step(size: int, **changes: Any) -> torch.Tensor:
         sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "initializer_range": 0.02}
-        parts = {"train_dataset": prompts(8, number), "seed": number, "max_steps": 1}
-        parts |= {"per_device_train_batch_size": size}
-        parts |= {"global_batch_size": 32, "num_generations": 8, "max_completion_length": 24, "bf16": True}
-        parts |= {"optim": "sgd", "learning_rate": 10.0, "max_grad_norm": 0.0, "adam_epsilon": 1e-8}
+        parts = {"global_batch_size": 32, "num_generations": 8, "per_device_train_batch_size": size, "seed": number}
+        parts |= {"max_completion_length": 24, "bf16": True, "rollout_chunk_size": 8}
+        parts |= {"float32_weight_gradients": float32, **settings, **changes}
         with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
             model = tiny_model("qwen2", number, **sizes)
-            settled = {"float32_weight_gradients": float32, "rollout_chunk_size": 8, **settings, **changes}
-            return change(make(folder, model, **{**parts, **settled}))
+            return change(far(Path(folder), model, 10.0, data=prompts(8, number), **parts))
 
     whole, packed = step(32), step(32, forward="packed")
     errors = {f"micro-batches of {size}": error(whole, step(size)) for size in (16, 8, 3)}

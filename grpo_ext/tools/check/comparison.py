@@ -142,7 +142,7 @@ def _verdict(
         return "rounding", ""
     what = f"{name} differs by {start:.1e} in the first log line," if near else "the gradient differs by"
     limit = bounds.start if near else bounds.gradient
-    beyond = "" if near and begins else f"{what} more than 16-bit rounding ({limit:g})"
+    beyond = "" if run.in_float32 or (near and begins) else f"{what} more than 16-bit rounding ({limit:g})"
     if cause := _known_cause(run, reference, other, beyond):
         return "differs", cause
     if same_update:
@@ -159,7 +159,7 @@ def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str,
 
 
 def _known_cause(run: Run, reference: RunResult, other: RunResult, beyond: str) -> str:
-    """Why a split differs, where the settings or the log show it; `beyond`: what no rounding explains."""
+    """Why a split differs, where the settings or the log show it; `beyond`: what 16-bit rounding does not explain."""
     logs = enumerate(zip(reference.log, other.log), start=1)
     turned = (step for step, (a, b) in logs if any(_relative_gap(a.get(k), b.get(k)) > 1e-6 for k in _SAMPLED))
     step = next(turned, 0)
@@ -167,7 +167,7 @@ def _known_cause(run: Run, reference: RunResult, other: RunResult, beyond: str) 
         return "the first rollout differs (each process has its own sampling seed)"
     if run.config.get("allow_split_dependent"):
         return "allow_split_dependent=True: dropout or batch statistics depend on the micro-batch"
-    if beyond and not run.in_float32:
+    if beyond:
         return beyond
     if step > 1:
         return f"completions differ from step {step} on, by rounding or a fault; fewer steps tell (--steps {step - 1})"
