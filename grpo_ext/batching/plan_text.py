@@ -27,7 +27,7 @@ def describe_plan(
         micro_batch_tokens: tokens per forward on one device, or None.
         form, precision, ahead: the form of the forward, its precision, and what sampling ahead takes; None: no line.
         longest: tokens of the longest completion; None where this package's own engine does not sample.
-        half: it samples in half precision.
+        half: its rounding depends on the split: half precision, outside bitwise mode.
         most_kept: token ids of a replayed sampling mask, at most; None: no masks are replayed.
     """
     g, group = geometry, geometry.num_generations

@@ -250,7 +250,7 @@ class RunKeeper(TrainerCallback):
             precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
             ahead=described(trainer),
             longest=None if args.use_vllm or continuous else trainer.max_completion_length,
-            half=args.bf16 or args.fp16,
+            half=(args.bf16 or args.fp16) and not args.bitwise_invariant,
             most_kept=most_kept(truncating_filters(trainer)) if args.replay.masks else None,
         )
         plan += "".join(f"\n  {work.what}: up to {work.limit} at a time" for work in halved if work.limit)

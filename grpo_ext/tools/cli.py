@@ -106,7 +106,7 @@ def plan(
     ahead = f"{lag} rollout batch(es)" if lag else None
     others = settings.get("use_vllm") or settings.get("use_transformers_continuous_batching")
     longest = None if others else settings.get("max_completion_length", 512)  # TRL's default
-    half = bool(settings.get("bf16", not settings.get("fp16"))) or bool(settings.get("fp16"))  # TRL's default is bf16
+    half = bool(settings.get("bf16", True) or settings.get("fp16")) and not settings.get("bitwise_invariant")
     bound = None
     if settings.get("sampling_mask") == "replay":
         from ..rollouts.keyed import most_kept, truncating_in  # loads torch

@@ -73,6 +73,17 @@ def test_a_plan_of_an_unknown_engine_is_refused_without_a_model_too():
         assert str(result.exception) == "engine='fsdp3': use one of ddp, zero2, zero3, fsdp2."
 
 
+def test_a_plan_in_half_precision_names_micro_batches_that_cut_groups():
+    def rounds(*flags: str) -> bool:
+        sizes = ["--global_batch_size", "64", "--per_device_train_batch_size", "5"]
+        return "cut groups and round" in runner.invoke(app, ["plan", *sizes, *flags]).output
+
+    assert rounds()
+    assert rounds("--bf16", "False", "--fp16", "True")
+    assert not rounds("--bf16", "False")
+    assert not rounds("--bitwise_invariant", "True")  # units follow from the data alone
+
+
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_a_misspelt_setting_is_refused(tmp_path, command):
     file = tmp_path / "run.yaml"
