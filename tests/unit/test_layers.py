@@ -26,6 +26,7 @@ ROOMS = (
         "precision",
         "setting_rules",
         "config",
+        "view",
     ),
     *("forward", "rewards", "rollouts", "step", "run", "checks", "trainer", "package", "demo", "tools"),
 )

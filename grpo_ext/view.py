@@ -1,0 +1,138 @@
+"""What the package reads of a trainer, by public names and with types: the one file that knows a trainer's attributes.
+
+Components are built from the parts of a view. Settings are read through it where TRL reads them, because users and
+callbacks may change them: those of a rollout batch when it begins, those of the loss at each loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import trl
+from accelerate import Accelerator
+from transformers import GenerationConfig, TrainerControl, TrainerState
+
+from .config import GRPOConfig
+
+# names of TRL's and transformers' private attributes, by their names here
+_PRIVATE = {
+    "tokenizer": "_tokenizer",
+    "metrics": "_metrics",
+    "logs": "_logs",
+    "pending_metrics": "_pending_metrics",
+    "pending_columns": "_pending_extra_logs",
+    "standalone_tools": "_standalone_tools",
+    "environment_tools": "_env_tools",
+    "environment_pools": "_environment_pool",
+    "entropy_bonus": "_entropy_bonus_enabled",
+    "last_entropy": "_last_world_entropy",
+}
+
+
+class TrainerView:
+    """A trainer's attributes; reading one gives its value at that moment.
+
+    Args:
+        trainer: a `grpo_ext.GRPOTrainer`, or a subclass's.
+        ours: the class whose methods count as not overridden.
+    """
+
+    # Models and data
+    model: Any
+    ref_model: Any
+    model_wrapped: Any
+    accelerator: Accelerator
+    processing_class: Any
+    tokenizer: Any
+    train_dataset: Any
+    eval_dataset: Any
+    optimizer: Any
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    # The loop
+    args: GRPOConfig
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: Any
+    # Sampling
+    num_generations: int
+    num_generations_eval: int
+    num_iterations: int
+    max_completion_length: int | None
+    temperature: float
+    generation_config: GenerationConfig
+    generation_kwargs: dict[str, Any]
+    eos_token_ids: list[int]
+    pad_to_multiple_of: int | None
+    use_vllm: bool
+    vllm_mode: str
+    vllm_generation: Any
+    vllm_importance_sampling_correction: bool
+    vllm_importance_sampling_mode: str
+    vllm_importance_sampling_clip_min: float | None
+    vllm_importance_sampling_clip_max: float | None
+    use_transformers_continuous_batching: bool
+    rollout_func: Callable[..., Any] | None
+    # Chats, tools, environments
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any]
+    tools: list[Callable[..., Any]] | None
+    standalone_tools: list[Callable[..., Any]]
+    environment_factories: dict[str, Any] | None
+    max_tool_calling_iterations: int
+    # Rewards and advantages
+    reward_funcs: list[Any]
+    reward_func_names: list[str]
+    reward_weights: torch.Tensor
+    reward_processing_classes: list[Any]
+    scale_rewards: str
+    multi_objective_aggregation: str
+    mask_truncated_completions: bool
+    # The loss
+    beta: float
+    loss_type: str
+    top_entropy_quantile: float
+    aux_loss_enabled: bool
+    router_aux_loss_coef: float
+    entropy_bonus: bool
+    use_adaptive_entropy: bool
+    entropy_coef: float
+    last_entropy: float
+    # Logs
+    metrics: dict[str, MutableMapping[str, list[float]]]
+    logs: dict[str, Any]
+    pending_metrics: MutableMapping[str, list[float]]
+    pending_columns: MutableMapping[str, list[Any]]
+    log_completions: bool
+    log_multimodal: bool
+
+    def __init__(self, trainer: trl.GRPOTrainer, ours: type[trl.GRPOTrainer]) -> None:
+        self._trainer, self._ours = trainer, ours
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes above and no others
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._trainer, _PRIVATE.get(name, name))
+
+    @property
+    def group_size(self) -> int:
+        """Completions per prompt, of training or of an evaluation."""
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    @property
+    def policy(self) -> Any:
+        """The trained model as it is inside an engine's wrapper."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def override_of(self, name: str) -> Callable[..., Any] | None:
+        """The method of a subclass, or one assigned to the trainer, that replaces ours; None without one."""
+        kind = type(self._trainer)
+        replaced = name in vars(self._trainer) or getattr(kind, name) is not getattr(self._ours, name)
+        return getattr(self._trainer, name) if replaced else None
+
+    def overridden(self, *names: str) -> str | None:
+        """The first of these methods that a user overrides, with the name of the class; None if none is overridden."""
+        name = next((name for name in names if self.override_of(name) is not None), None)
+        return None if name is None else f"{type(self._trainer).__name__}.{name}"
