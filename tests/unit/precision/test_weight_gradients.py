@@ -6,8 +6,6 @@ float32's rounding, a gradient was rounded to half precision on its way to the p
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -18,7 +16,6 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -379,20 +376,6 @@ def test_what_users_do_with_a_model_works_as_without(use):
     assert max(apart(*found).values()) < 0.02
 
 
-def test_a_model_that_is_saved_or_copied_inside_runs():
-    model, file = of_users(), io.BytesIO()
-    with float32_weight_gradients(model):
-        torch.save(model, file)
-        others = copy.deepcopy(model), torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    expected = of_module(model, on=True)
-    for other in others:
-        with torch.no_grad():
-            model[0].weight.add_(1.0)  # which the other does not have
-        output, found = of_module(other, on=True)
-        assert torch.equal(output, expected[0])
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected[1].items())
-
-
 @pytest.mark.parametrize("case", ["no autocast", "bfloat16 weights", "float64 weights"])
 def test_other_precisions_keep_their_bits(case):
     torch.manual_seed(1)
@@ -416,25 +399,3 @@ def test_forwards_are_put_back_after_an_error():
     with pytest.raises(RuntimeError, match="shape"), float32_weight_gradients(model):
         model(torch.randn(3, 9))
     assert forwards() == before
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=full)])
-@pytest.mark.parametrize("name", ["linear", "one expert", "convolution"])
-def test_a_compiled_model_is_compiled_once(name, backend):
-    torch._dynamo.reset()
-    counters.clear()
-    model = nn.Sequential(nn.Linear(8, 8), Owner(COVERED[name]) if name in COVERED else nn.Linear(8, 8))
-    compiled: Any = torch.compile(model, backend=backend)
-    for _ in range(3):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            compiled(INPUT)
-        model.zero_grad()
-        with float32_weight_gradients(model):
-            with torch.autocast("cpu", torch.bfloat16):
-                output = compiled(INPUT)
-            output.float().square().sum().backward()
-    assert dict(counters["frames"]) == {"total": 2, "ok": 2}  # without gradients, and with them
-    assert not counters["graph_break"]
-    gradients_of = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(gradients_of) >= 4
-    assert not any(torch.equal(gradient.bfloat16().float(), gradient) for gradient in gradients_of)
