@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, LaunchError
-from grpo_ext.step.optimizer_step import Attempt
-from grpo_ext.step.statistics import CONTEXT_KEY, loss_mask
 from grpo_ext.tools.check import runs, splits
 from grpo_ext.tools.check.comparison import compare, gradient_error, metric_difference, update_error
 from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
 from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.check.splits import check, splits_of
+from grpo_ext.tools.cli import app
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.support.launches import train as train_forked
 from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
@@ -81,15 +79,12 @@ def verdict(reference: RunResult, other: RunResult, trace: bool = False, **chang
     ("changes", "expected", "reason"),
     [
         ({}, "same", ""),
-        ({"update": 1.0 + 1e-6, "loss": 1.0 + 1e-5}, "same", ""),
         ({"update": 1.005}, "rounding", ""),  # the gradient agrees, and Adam enlarges rounding
         ({"loss": 1.005}, "rounding", ""),  # of a later step
         ({"update": 1.02}, "differs", "largest difference 2.00e-02 (mean 2.00e-02) in w"),
         ({"loss": 1.02}, "differs", "only the log differs, most in loss"),
         ({"entropy": 2.005}, "differs", "only the log differs, most in entropy"),  # of the same weights
-        ({"update": 1.005, "entropy": 2.005}, "differs", "largest difference"),
         ({"norm": 1.0001}, "differs", "the gradient differs, the update hides it"),
-        ({"update": 1.005, "norm": 1.0001}, "differs", "largest difference"),
         ({"update": 1.005, "norm": math.nan}, "differs", "largest difference"),
     ],
 )
@@ -114,7 +109,7 @@ def test_a_token_that_was_sampled_differently_is_named_with_its_step():
     assert verdict(one, other, trainer=STOCK).reason.startswith("the first rollout differs")
 
 
-def test_a_run_that_learned_nothing_is_no_success():
+def test_a_run_that_learned_nothing_is_not_ok():
     still = RunResult("a", delta(0.0), [{"loss": 0.0}])
     result = verdict(still, still)
     assert result.verdict == "nothing learned"
@@ -177,44 +172,31 @@ def test_verdicts_in_half_precision(changes, expected, reason):
     assert (far.verdict, far.reason) == ("differs", "the gradient differs by more than 16-bit rounding (0.1)")
 
 
-@contextlib.contextmanager
-def mean_of_means(model: Any) -> Iterator[None]:
-    """Inside, every micro-batch divides by its own tokens."""
-    whole = Attempt.micro_batch
-
-    def micro_batch(attempt: Attempt, part: Any) -> Any:
-        inputs = whole(attempt, part)
-        context = inputs[CONTEXT_KEY]
-        counts = replace(context.step.counts, tokens=float(loss_mask(inputs).sum()) * len(attempt.plan))
-        return {**inputs, CONTEXT_KEY: replace(context, step=replace(context.step, counts=counts))}
-
-    with mock.patch.object(Attempt, "micro_batch", micro_batch):
-        yield
-
-
 @pytest.mark.parametrize(
-    ("parts", "settings", "verdicts"),
+    ("settings", "options", "verdicts"),
     [
-        ({}, {}, ["reference", "same", "rounding"]),  # whole groups; sizes that cut them
-        ({}, {"float32_weight_gradients": False}, ["reference", "rounding", "rounding"]),
-        ({"within": mean_of_means}, {"loss_type": "bnpo"}, ["reference", "differs", "differs"]),
+        ({}, [], ["reference", "same", "rounding"]),  # whole groups; sizes that cut them
+        ({"float32_weight_gradients": False}, [], ["reference", "rounding", "rounding"]),
+        pytest.param(  # stock TRL divides every micro-batch by its own tokens
+            {"loss_type": "bnpo", "max_completion_length": 32},
+            ["--against", "trl"],
+            ["reference", "same", "rounding", "reference", "differs", "refused"],
+            marks=stock_scores,
+        ),
     ],
 )
-def test_the_command_tells_rounding_from_a_fault_in_bfloat16(monkeypatch, tmp_path, parts, settings, verdicts):
-    from typer.testing import CliRunner
-
-    from grpo_ext.tools import cli
-
-    monkeypatch.setattr(splits, "train", train_forked)
+def test_the_command_tells_rounding_from_a_fault_in_bfloat16(
+    fork_launches, monkeypatch, tmp_path, settings, options, verdicts
+):
     sizes = {"global_batch_size": 16, "num_generations": 4, "rollout_chunk_size": 8}
     config = {**TRAINED, **sizes, "learning_rate": 1e-3, "adam_epsilon": 1e-4, "bf16": True, **settings}
-    run = replace(saved(tmp_path, config), **parts)
+    run = saved(tmp_path, config)
     monkeypatch.setattr("grpo_ext.tools.check.task.load_run", lambda *args: (run, ""))
-    command = ["check", "--processes", "1", "--micro-batch-sizes", "16,4,3", "--json", str(tmp_path / "json")]
-    done = CliRunner().invoke(cli.app, command)
+    command = ["check", "--processes", "1", "--micro-batch-sizes", "16,4,3", "--json", str(tmp_path / "json"), *options]
+    done = CliRunner().invoke(app, command)
     report = json.loads((tmp_path / "json").read_text())
     assert [result["verdict"] for result in report["results"]] == verdicts, done.output
-    assert done.exit_code == ("differs" in verdicts)
+    assert done.exit_code == 0
     errors = [result["gradient_error"] for result in report["results"]]
     assert errors[2] > 1e-3
     assert (errors[1] < 1e-6) is (verdicts[1] == "same")
