@@ -58,6 +58,7 @@ from .step.loss import assemble_loss
 from .step.optimizer_step import StepPlanner
 from .step.settings import loss_config_of, step_settings_of
 from .step.statistics import CONTEXT_KEY, MicroBatchContext, args_in_loss
+from .view import TrainerView
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
@@ -141,9 +142,10 @@ class GRPOTrainer(trl.GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        self._view = TrainerView(self, GRPOTrainer)
         train_in_float32(self.model, adapters)
         if reference is not None:
-            use_reference(reference, self, config)
+            use_reference(reference, self._view, config)
         self._build(config, args)
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
@@ -171,7 +173,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
         self._pass_at_k = PassAtK(self.args)
-        self._uncovered = check_trainer(self, config)
+        self._uncovered = check_trainer(self._view, self._rollouts, config)
         if config.reward_workers:
             self._rollouts.worker.rewards.pack_functions(terms_of(self).rewards)
         if config.bitwise_invariant:
@@ -235,7 +237,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         completions = self._completions_of(inputs)
-        settings = step_settings_of(self)
+        settings = step_settings_of(self._view)
         # more than one where memory runs out, each with smaller micro-batches
         for attempt in self._step_planner.attempts(model, completions, settings):
             with attempt.running():
@@ -270,7 +272,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         apart = assigned(self._clock, seconds=PhaseClock().seconds)  # only phases of training are logged
         with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names(), apart:
             completions = self._prepare_inputs(inputs)
-            for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self)):
+            for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self._view)):
                 with attempt.running():
                     attempt.measure(self.model)
                     for micro_batch in self._with_events(map(attempt.micro_batch, attempt.plan)):
@@ -328,12 +330,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         """A micro-batch's part of the loss of the step; a batch without a context is a whole step."""
         # a dictionary that an override makes anew lacks it; inside `compute_loss`, `args_in_loss` has it
         if (context := inputs.get(CONTEXT_KEY, getattr(self.args, "micro_batch", None))) is None:
-            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, step_settings_of(self))
+            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, step_settings_of(self._view))
         else:
             inputs = {**inputs, CONTEXT_KEY: context}
         rows = self._step_planner.tokens_of(inputs, self.model.training)
         scores = self._forwards.micro_batch_log_probs(model, inputs, rows, self.aux_loss_enabled)
-        return assemble_loss(loss_config_of(self), inputs, scores)
+        return assemble_loss(loss_config_of(self._view), inputs, scores)
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""
@@ -435,7 +437,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             if (reward_workers := self._rollouts.worker.rewards.workers) is not None:
                 ending.callback(reward_workers.kill)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
-            warn_before_training(self, self._uncovered)
+            warn_before_training(self._view, self._rollouts, self._uncovered)
             with (
                 compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),
@@ -457,7 +459,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             logs |= scaler.report()
         if self._losses and "train_loss" in logs:
             logs["train_loss"] = math.fsum(self._losses) / len(self._losses)
-        with completions_logged(self):
+        with completions_logged(self._view):
             super().log(logs, start_time)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 from accelerate import Accelerator
-from transformers import GenerationConfig, TrainerControl, TrainerState
+from transformers import GenerationConfig, ProcessorMixin, TrainerControl, TrainerState
 
 from . import compat
 from .batching.sizes import BatchGeometry
@@ -33,6 +33,7 @@ _PRIVATE = {
     "weights_sent_at": "_last_loaded_step",
     "entropy_bonus": "_entropy_bonus_enabled",
     "last_entropy": "_last_world_entropy",
+    "tokenize_prompts": "_tokenize_prompts",
 }
 
 
@@ -56,12 +57,14 @@ class TrainerView:
     optimizer: Any
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
+    get_tp_size: Callable[[], int]
     # The loop
     args: GRPOConfig
     geometry: BatchGeometry
     state: TrainerState
     control: TrainerControl
     callback_handler: Any
+    add_callback: Callable[[Any], None]
     # Sampling
     num_generations: int
     num_generations_eval: int
@@ -74,7 +77,6 @@ class TrainerView:
     pad_to_multiple_of: int | None
     use_vllm: bool
     vllm_mode: str
-    vllm_generation: Any
     vllm_importance_sampling_correction: bool
     vllm_importance_sampling_mode: str
     vllm_importance_sampling_clip_min: float | None
@@ -86,10 +88,10 @@ class TrainerView:
     # Chats, tools, environments
     chat_template: str | None
     chat_template_kwargs: dict[str, Any]
+    tokenize_prompts: Callable[[list[Any]], tuple[list[list[int]], Any, Any]]
     tools: list[Callable[..., Any]] | None
     standalone_tools: list[Callable[..., Any]]
     environment_factories: dict[str | None, Any] | None
-    async_loop: Any
     max_tool_calling_iterations: int
     # Rewards and advantages
     reward_funcs: list[Any]
@@ -131,9 +133,39 @@ class TrainerView:
         return self.num_generations if self.model.training else self.num_generations_eval
 
     @property
+    def generation_settings(self) -> dict[str, Any]:
+        """The user's `generation_kwargs`, for vLLM or transformers."""
+        return dict(self.args.generation_kwargs or {})  # type: ignore[arg-type]
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images: the processing class is a processor, not a tokenizer."""
+        return isinstance(self.processing_class, ProcessorMixin)
+
+    @property
+    def vllm_generation(self) -> Any:
+        """TRL's client or engine of vLLM; None without one."""
+        return getattr(self._trainer, "vllm_generation", None)
+
+    @property
+    def async_loop(self) -> Any:
+        """TRL's event loop of asynchronous tools and reward functions; None without them."""
+        return getattr(self._trainer, "async_loop", None)
+
+    @property
     def policy(self) -> Any:
         """The trained model as it is inside an engine's wrapper."""
         return self.accelerator.unwrap_model(self.model)
+
+    def set_reference(self, model: Any, beta: float, sync: bool) -> None:
+        """Give the trainer a reference model, and the settings of it that TRL's constructor was not shown."""
+        self._trainer.ref_model = model
+        self._trainer.beta = self.args.beta = beta
+        self.args.sync_ref_model = sync
+
+    def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
+        """Inside, TRL writes this table of completions."""
+        return assigned(self._trainer, _logs=table)
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """The method of a subclass, or one assigned to the trainer, that replaces ours; None without one."""

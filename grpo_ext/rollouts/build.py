@@ -342,7 +342,7 @@ def _hooks(trainer: Any, corrects: bool) -> Hooks:
 
 def overridden(trainer: Any, *names: str) -> str | None:
     """The first of these methods that a user overrides, with the name of the class; None if none is overridden."""
-    return next((f"{type(trainer).__name__}.{n}" for n in names if trainer._override_of(n) is not None), None)
+    return trainer._view.overridden(*names)
 
 
 def own_sampling(trainer: Any) -> str | None:

@@ -98,7 +98,7 @@ class RunKeeper(TrainerCallback):
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What is compared on resume."""
-        return fingerprint_of(self.trainer)
+        return fingerprint_of(self.trainer._view, self.trainer.geometry)
 
     # ---- Events of the Trainer ------------------------------------------------------------------------------------
 
