@@ -38,10 +38,9 @@ from .forward.quantised import keep_4bit_weights, train_in_float32, trained_valu
 from .forward.reference import reference_loader, use_reference
 from .forward.routing import install_routers
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
-from .rollouts.batch import RolloutBatch
-from .rollouts.build import build_rollouts, sampling_config, terms_of
-from .rollouts.build_ahead import sample_ahead
+from .rollouts.build import build_rollouts
 from .rollouts.decoding import without_router_logits
+from .rollouts.trl_methods import TrlMethods
 from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
 from .run.completions import completions_logged
@@ -159,7 +158,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         if self.args.replay.experts:
             install_routers(base_model_of(self.model))
-        self._forwards, self._rollouts = build_rollouts(self, self._clock)
+        self._forwards, self._rollouts = build_rollouts(
+            self._view, self._clock, max_tokens=lambda: self._step_planner.limits.tokens
+        )
+        self._trl_methods = TrlMethods(self._view, self._rollouts)
         self._step_planner = StepPlanner(
             accelerator=self.accelerator,
             args=self.args,
@@ -175,7 +177,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._pass_at_k = PassAtK(self.args)
         self._uncovered = check_trainer(self._view, self._rollouts, config)
         if config.reward_workers:
-            self._rollouts.worker.rewards.pack_functions(terms_of(self).rewards)
+            self._rollouts.worker.rewards.pack_functions(self._rollouts.reader.reward_functions())
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
@@ -206,7 +208,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             dataset = self._remove_unused_columns(dataset, description="Training")
         slices = self._rollouts.slices(self.num_generations)
         loader = make_loader(dataset, slices, self.args, bool(self.shuffle_dataset))
-        self._rollouts.steps = loader.dataset
+        self._rollouts.rounds.steps = loader.dataset
         self._rollouts.images.prompts[True] = getattr(loader.dataset, "prompts", None)  # a stream has none
         return loader
 
@@ -236,7 +238,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
-        completions = self._completions_of(inputs)
+        completions = self._prepare_inputs(inputs)
         settings = step_settings_of(self._view)
         # more than one where memory runs out, each with smaller micro-batches
         for attempt in self._step_planner.attempts(model, completions, settings):
@@ -255,15 +257,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             clear_device_cache()
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
-
-    def _completions_of(self, inputs: Any) -> RolloutBatch:
-        """The completions of a step; with a lag, further rollout batches are sampled while it trains."""
-        sample_ahead(self, only_due=self.args.dynamic_sampling)
-        completions = self._prepare_inputs(inputs)
-        sample_ahead(self)
-        if self._rollouts.ahead is not None:
-            self._metrics["train"]["sampling/staleness"].append(self.state.global_step - self._rollouts.sampled_at)
-        return completions
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -304,9 +297,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
-        batch = self._rollouts.completions_of(StepRows.checked(generation_batch), terms_of(self))
-        if (terms := self._rollouts.scored_by) is not None and not terms.training:
-            self._pass_at_k.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
+        batch = self._rollouts.completions_of(StepRows.checked(generation_batch))
+        if not self.model.training and (scored := self._rollouts.scored) is not None:
+            rewards = scored.settings.rewards
+            self._pass_at_k.observe(scored.rewards_BF, rewards.weights_F, rewards.functions.names)
         return batch
 
     def _with_events(self, micro_batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -376,25 +370,23 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's: rows of this process -> its padded dictionary, with advantages over the whole rollout batch."""
-        return self._rollouts.score(inputs, terms_of(self))
+        return self._trl_methods.score(inputs)
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's tuple of eight; called outside a user's `_generate`, TRL's own method."""
-        worker = self._rollouts.worker
-        return super()._generate(prompts) if worker.active_rollout is None else worker.generate_for_trl(prompts)
+        generated = self._trl_methods.generate(prompts)
+        return super()._generate(prompts) if generated is None else generated
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """TRL's: of rows of this process, the rewards of all processes (B, F), in global order."""
-        return self._rollouts.rewards((inputs, prompts, completions, completion_ids_list), terms_of(self))
+        return self._trl_methods.rewards(inputs, prompts, completions, completion_ids_list)
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
         """TRL's; called by a user's `_generate_single_turn`, this trainer's engine."""
-        worker = self._rollouts.worker
-        if worker.active_chunk is not None and not self.use_transformers_continuous_batching:
-            config = None if self.use_vllm else sampling_config(self)
-            return worker.turn_for_trl(prompt_ids, images, config, self._group_size)
+        if (sampled := self._trl_methods.turn(prompt_ids, images)) is not None:
+            return sampled
         return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def trl_turn(self, *args: Any, **kwargs: Any) -> Any:

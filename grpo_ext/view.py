@@ -28,8 +28,6 @@ _PRIVATE = {
     "pending_metrics": "_pending_metrics",
     "pending_columns": "_pending_extra_logs",
     "standalone_tools": "_standalone_tools",
-    "environment_tools": "_env_tools",
-    "environment_pools": "_environment_pool",
     "weights_sent_at": "_last_loaded_step",
     "entropy_bonus": "_entropy_bonus_enabled",
     "last_entropy": "_last_world_entropy",
@@ -151,6 +149,16 @@ class TrainerView:
     def async_loop(self) -> Any:
         """TRL's event loop of asynchronous tools and reward functions; None without them."""
         return getattr(self._trainer, "async_loop", None)
+
+    @property
+    def environment_tools(self) -> dict[str | None, Any]:
+        """TRL's tools of each environment, by its name; empty without environments."""
+        return getattr(self._trainer, "_env_tools", {})
+
+    @property
+    def environment_pools(self) -> dict[str | None, list[Any]] | None:
+        """TRL's environments to use again, by name; None without environments."""
+        return getattr(self._trainer, "_environment_pool", None)
 
     @property
     def policy(self) -> Any:

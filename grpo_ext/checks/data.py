@@ -13,9 +13,9 @@ from ..errors import ConfigError, DataError
 from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, settle_rope
-from ..rollouts.build import CHANGE_ROWS, all_end_tokens, chat_of
 from ..rollouts.chat import Chat, check_prompt
 from ..rollouts.keyed import NEW_TOKENS
+from ..rollouts.settings import CHANGE_ROWS, all_end_tokens, chat_of
 from ..view import TrainerView
 from .model import refuse
 

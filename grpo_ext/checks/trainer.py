@@ -16,16 +16,15 @@ from transformers import ProcessorMixin
 
 from .. import compat
 from ..algorithms.advantages import AdvantageRule
-from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
 from ..errors import ConfigError, did_you_mean, refuse_combination
 from ..forward.architecture import base_model_of, layer_kinds
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
-from ..rollouts.build import own_sampling, why_not_by_key
 from ..rollouts.environments import check_names
-from ..rollouts.rollout_func import why_equal
+from ..rollouts.equal_shares import check_equal_shares, why_equal
+from ..rollouts.settings import own_sampling, why_not_by_key
 from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
@@ -177,7 +176,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     if view.use_vllm:
         dataset = view.train_dataset
         length = len(dataset) if hasattr(dataset, "__len__") else None
-        check_equal_slices(config.geometry, length, config.dataloader_drop_last)
+        check_equal_shares(config.geometry, length, config.dataloader_drop_last)
     uncovered = models.refuse(models.split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
     if config.bitwise_invariant:
         check_bitwise(view, rollouts)

@@ -58,7 +58,7 @@ class RolloutWorker:
     clock: PhaseClock
     settings: EngineSettings
     retired: dict[int, Any] = field(default_factory=dict)
-    show_environments: Callable[[list[Transcript]], None] = lambda transcripts: None
+    show_environments: Callable[[Sequence[Transcript]], None] = lambda transcripts: None
 
     @property
     def shards_vision(self) -> bool:

@@ -31,9 +31,9 @@ from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
 from ..errors import CheckpointError, MemoryShortageError
 from ..forward.reference import weight_sums
-from ..rollouts.build import truncating_filters
 from ..rollouts.build_ahead import described
 from ..rollouts.keyed import most_kept
+from ..rollouts.settings import truncating_filters
 from ..runtime.attributes import assigned
 from ..runtime.collectives import failing_together, from_main_process, shards_parameters, without_long_waits
 from ..runtime.determinism import environment
@@ -248,10 +248,10 @@ class RunKeeper(TrainerCallback):
             micro_batch_tokens=limits.tokens,
             form=trainer._forwards.choice.described(trainer.model),
             precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
-            ahead=described(trainer),
+            ahead=described(trainer._view),
             longest=None if args.use_vllm or continuous else trainer.max_completion_length,
             half=(args.bf16 or args.fp16) and not args.bitwise_invariant,
-            most_kept=most_kept(truncating_filters(trainer)) if args.replay.masks else None,
+            most_kept=most_kept(truncating_filters(trainer._view)) if args.replay.masks else None,
         )
         plan += "".join(f"\n  {work.what}: up to {work.limit} at a time" for work in halved if work.limit)
         self.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
