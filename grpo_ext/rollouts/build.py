@@ -123,7 +123,7 @@ def _settings(trainer: Any) -> EngineSettings:
         fp16=trainer.args.fp16,
     )
     if not trainer.use_vllm:
-        settings.resize_chunks(trainer.geometry)
+        settings.resize_chunks(trainer.args.geometry)
     return settings
 
 
@@ -210,7 +210,7 @@ def terms_of(trainer: Any) -> Terms:
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         bounds = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
         ratios = RatioRule(trainer.vllm_importance_sampling_mode, *bounds)
-    steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
+    steps = trainer.args.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
     return Terms(
         training=training,
         num_generations=trainer._group_size,

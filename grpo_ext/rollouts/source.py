@@ -38,6 +38,7 @@ from .local import LocalRollout, Terms
 from .overrides import MainWorker
 from .records import add_to_table, rollout_metrics
 from .rollout_func import refuse_unequal_shares, why_equal
+from .saved import batch_state, saved_batch, saved_waiting, waiting_state
 from .trl_shapes import trl_dictionary
 from .worker import logged_elsewhere, reward_columns
 
@@ -85,10 +86,14 @@ class Rollouts:
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
     threads: int | None = field(default=None, init=False)
     steps: Any = field(default=None, init=False)
+    geometry: BatchGeometry = field(init=False)
     # while a user's `_generate_and_score_completions` runs: the request, and a round for each call of TRL's method
     _scored: tuple[RolloutRequest, list[Round]] | None = field(default=None, init=False)
     _rewarded: LocalRollout | None = field(default=None, init=False)  # while a user's `_calculate_rewards` runs
     _free_requests: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+
+    def __post_init__(self) -> None:
+        self.geometry = self.args.geometry
 
     @property
     def images(self) -> ImageSource:
@@ -99,22 +104,36 @@ class Rollouts:
         """Train on a rollout batch of this name; None: the next step samples."""
         self.batch, self.batch_name = batch, name
 
-    def forget_rollout(self) -> None:
-        """The next step samples, and nothing waits to be sampled ahead."""
+    def begin(self, geometry: BatchGeometry) -> None:
+        """Begin a run with these batch sizes: its first step samples, and nothing waits to be sampled ahead."""
         self.batch, self.batch_name, self.waiting = None, None, ()
+        self.geometry = geometry
+        if not self.args.use_vllm:
+            self.worker.settings.resize_chunks(geometry)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rollout batch that is trained on, and what samples those that are sampled ahead, for a checkpoint."""
+        batch = batch_state(self.batch)
+        waiting = self.waiting if self.ahead is None else [(job.step, job.weights) for job in self.ahead.jobs]
+        return {
+            "batch": batch,
+            "batch_name": None if batch is None else self.batch_name,
+            "sampled_at": self.sampled_at,
+            "waiting": waiting_state(waiting),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the rollout batches of a checkpoint."""
+        name = state["batch_name"]
+        self.hold(saved_batch(state["batch"]), None if name is None else tuple(name))
+        self.waiting, self.sampled_at = saved_waiting(state["waiting"]), state["sampled_at"]
 
     def slices(self, num_generations: int) -> ProcessSlices:
         """How rollout batches are divided over the processes for sampling."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         # vLLM batches by itself, and tensor parallel engines need as many rows from every process: a chunk is one group
-        chunk = num_generations if self.args.use_vllm else self.args.geometry.rollout_chunk_size
+        chunk = num_generations if self.args.use_vllm else self.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, processes, rank)
-
-    def resize_chunks(self, geometry: BatchGeometry) -> None:
-        """Sample and score in the chunks of `geometry` from now on."""
-        self.args.geometry = geometry
-        if not self.args.use_vllm:
-            self.worker.settings.resize_chunks(geometry)
 
     def divide_threads(self) -> int | None:
         """CPU threads of training, where sampling ahead takes half of them; None: as many as torch has."""
