@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from . import compat
 from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader, make_loader
+from .batching.sizes import BatchGeometry
 from .checks.model import refuse_frozen
 from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .config import GRPOConfig
@@ -38,6 +39,7 @@ from .forward.quantised import keep_4bit_weights, train_in_float32, trained_valu
 from .forward.reference import reference_loader, use_reference
 from .forward.routing import install_routers
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
+from .rollouts.ahead import divide_threads
 from .rollouts.build import build_rollouts
 from .rollouts.decoding import without_router_logits
 from .rollouts.trl_methods import TrlMethods
@@ -149,10 +151,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """Build the components, and check what is known once they are there."""
-        self._losses: list[float] = []  # of all steps
         self._clock = PhaseClock()
-        self.geometry = config.geometry
-        self.args.steps_per_generation = self.geometry.steps_per_rollout
+        self.args.steps_per_generation = config.geometry.steps_per_rollout
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
@@ -171,10 +171,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             pad_token_id=self._rollouts.worker.settings.pad,
             cost=token_cost(base_model_of(self.model)),
         )
-        self._keeper = RunKeeper(self, user_args)
+        self._pass_at_k = PassAtK(self.args)
+        parts = self._rollouts, self._forwards, self._step_planner.limits, self._pass_at_k
+        self._keeper = RunKeeper(self._view, user_args, *parts)
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
-        self._pass_at_k = PassAtK(self.args)
         self._uncovered = check_trainer(self._view, self._rollouts, config)
         if config.reward_workers:
             self._rollouts.worker.rewards.pack_functions(self._rollouts.reader.reward_functions())
@@ -196,6 +197,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Like transformers' method; without DDP, see `step.gradients.replicate`."""
         model = super()._wrap_model(model, training, dataloader)
         return replicate(self.accelerator, model) if training else model
+
+    @property
+    def geometry(self) -> BatchGeometry:
+        """The batch sizes of the run."""
+        return self._keeper.geometry
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per optimizer step over all processes, for the Trainer's reports."""
@@ -251,7 +257,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                             backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
         attempt.refuse_not_finite(loss, self.state.global_step + 1, functools.partial(self._loss_of, model))
-        self._losses.append(loss)
+        self._keeper.losses.append(loss)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()
@@ -283,7 +289,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """Like transformers' method, with pass@k and mean@k of the whole set, under its prefix; for `predict` too."""
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        with self._keeper.saving_on_failure():
+        with self._keeper.saving_on_failure(lambda: self._save_checkpoint(self.model, None)):
             output: Any = super().evaluation_loop(dataloader, *options)
         pass_metrics = self._pass_at_k.metrics(self.num_generations_eval) if len(dataloader) else {}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pass_metrics.items()})
@@ -422,18 +428,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
         refuse_frozen(self.model)
-        self._rollouts.forget_rollout()
-        self._losses = []
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.release_folder)
             if (reward_workers := self._rollouts.worker.rewards.workers) is not None:
                 ending.callback(reward_workers.kill)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
+            threads = divide_threads(self.args, self.accelerator.device)
+            self._rollouts.begin(self.geometry, threads.sampling)
             warn_before_training(self._view, self._rollouts, self._uncovered)
             with (
                 compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),
-                computing_with(self._rollouts.divide_threads()),
+                computing_with(threads.training),
                 refused_alone(self.accelerator),
                 self._keeper.running(checkpoint),
                 contextlib.closing(self._rollouts),
@@ -449,8 +455,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""
         if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
             logs |= scaler.report()
-        if self._losses and "train_loss" in logs:
-            logs["train_loss"] = math.fsum(self._losses) / len(self._losses)
+        if (losses := self._keeper.losses) and "train_loss" in logs:
+            logs["train_loss"] = math.fsum(losses) / len(losses)
         with completions_logged(self._view):
             super().log(logs, start_time)
 
@@ -514,7 +520,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
         final, push = self._checkpoint_folder(trial), self.args.push_to_hub
-        with self._keeper.writing(final, self.state), assigned(self.args, push_to_hub=False):
+        with self._keeper.writer.writing(final), assigned(self.args, push_to_hub=False):
             super()._save_checkpoint(model, trial)
         if push:  # once the checkpoint has its final name
             self._push_from_checkpoint(str(final))
@@ -524,12 +530,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             folder = Path(str(self.args.output_dir)).resolve()
-            saved = "" if self._keeper.output_dir is None else f"/{self._checkpoint_folder(None).name}"
+            saved = "" if self._keeper.writer.output_dir is None else f"/{self._checkpoint_folder(None).name}"
             complete_card(folder, self.hub_model_id or f"{folder.name}{saved}", self.model, self.processing_class)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Like transformers' method; while a checkpoint is written, the folder in which it becomes whole."""
-        return self._keeper.output_dir or super()._get_output_dir(trial)
+        return self._keeper.writer.output_dir or super()._get_output_dir(trial)
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

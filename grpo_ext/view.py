@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from transformers import GenerationConfig, ProcessorMixin, TrainerControl, TrainerState
 
 from . import compat
-from .batching.sizes import BatchGeometry
 from .config import GRPOConfig
 from .runtime.attributes import assigned
 
@@ -58,7 +57,6 @@ class TrainerView:
     get_tp_size: Callable[[], int]
     # The loop
     args: GRPOConfig
-    geometry: BatchGeometry
     state: TrainerState
     control: TrainerControl
     callback_handler: Any
@@ -165,11 +163,34 @@ class TrainerView:
         """The trained model as it is inside an engine's wrapper."""
         return self.accelerator.unwrap_model(self.model)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the Trainer's loop has summed up since its last log line, and since its start."""
+        loop: Any = self._trainer
+        return {
+            "loss": float(loop._tr_loss),
+            "total_loss": float(loop._total_loss_scalar),
+            "last_logged": float(loop._globalstep_last_logged),
+            "metrics": {name: [float(value) for value in values] for name, values in self.metrics["train"].items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the sums of a checkpoint, after the loop has set its own to zero."""
+        loop: Any = self._trainer
+        self.metrics["train"].clear()
+        self.metrics["train"].update(state["metrics"])
+        loop._step, loop._initial_global_step = self.state.global_step, 0
+        loop._tr_loss = loop._tr_loss + state["loss"]
+        loop._total_loss_scalar, loop._globalstep_last_logged = state["total_loss"], int(state["last_logged"])
+
     def set_reference(self, model: Any, beta: float, sync: bool) -> None:
         """Give the trainer a reference model, and the settings of it that TRL's constructor was not shown."""
         self._trainer.ref_model = model
         self._trainer.beta = self.args.beta = beta
         self.args.sync_ref_model = sync
+
+    def in_state(self, state: TrainerState) -> AbstractContextManager[None]:
+        """Inside, this is the trainer's state."""
+        return assigned(self._trainer, state=state)
 
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         """Inside, TRL writes this table of completions."""

@@ -17,7 +17,7 @@ from peft import PeftModel
 
 from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
 from ..errors import ConfigError, ModelError
-from ..runtime.collectives import copy_from_main_process
+from ..runtime.collectives import copy_from_main_process, shards_parameters
 from ..view import TrainerView
 from .architecture import base_model_of
 from .lm_head import gathered, install
@@ -114,6 +114,28 @@ def _loaded(name: str, load: dict[str, Any], policy: Any) -> Any:
         if tensor.is_floating_point():
             tensor.copy_(start[key])
     return model
+
+
+class MovedReference:
+    """The weights of the reference model in a checkpoint, where callbacks have moved them.
+
+    An engine that shards weights saves none.
+    """
+
+    def __init__(self, view: TrainerView) -> None:
+        self.view = view
+        self._start = None if shards_parameters(view.accelerator) else weight_sums(view.ref_model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights; none where they are those of the start."""
+        if self._start in (None, weight_sums(self.view.ref_model)):
+            return {}
+        return dict(self.view.accelerator.unwrap_model(self.view.ref_model).state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Move the reference to where the checkpoint has it."""
+        if state and self.view.ref_model is not None:
+            self.view.accelerator.unwrap_model(self.view.ref_model).load_state_dict(state)
 
 
 def weight_sums(model: Any) -> list[float]:

@@ -106,7 +106,7 @@ def _settings(view: TrainerView) -> EngineSettings:
         fp16=view.args.fp16,
     )
     if not view.use_vllm:
-        settings.resize_chunks(view.geometry)
+        settings.resize_chunks(view.args.geometry)
     return settings
 
 

@@ -116,7 +116,7 @@ class SettingsReader:
 
     def _logprobs(self, hooks: Hooks, ratios: RatioRule | None) -> LogprobSettings:
         view, args, training = self.view, self.view.args, self.view.model.training
-        steps = view.geometry.steps_per_rollout * view.num_iterations  # optimizer steps on one rollout batch
+        steps = args.geometry.steps_per_rollout * view.num_iterations  # optimizer steps on one rollout batch
         trained_on = steps > 1 or ratios is not None or (training and bool(args.rollout_lag))
         checked = self.check is not None and not self.check.done and not hooks.sampling
         record_experts = args.replay.experts and not self._samples_experts()

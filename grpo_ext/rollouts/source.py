@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -22,7 +23,7 @@ from ..forward.snapshot import Weights
 from ..runtime.collectives import of_ours, wait_for_all
 from ..runtime.out_of_memory import Halving
 from ..view import TrainerView
-from .ahead import RolloutsAhead, divide_threads
+from .ahead import RolloutsAhead
 from .batch import RolloutBatch
 from .build_ahead import build_ahead, settings_ahead, take_weights
 from .dynamic_sampling import sample_rounds
@@ -32,6 +33,7 @@ from .local import RolloutLogs, RolloutSettings
 from .overrides import MainWorker
 from .records import RolloutLog
 from .rounds import RoundMaker
+from .saved import batch_state, saved_batch, saved_waiting, waiting_state
 from .settings import SettingsReader
 from .user_scoring import round_by_user
 
@@ -62,6 +64,7 @@ class Rollouts:
         sampled_at: the optimizer step whose weights sampled the rollout batch.
         waiting: rollout batches that a checkpoint names: their first steps, and the weights that sample them.
         threads: CPU threads of sampling ahead; None: as many as torch has.
+        geometry: the batch sizes of the run.
     """
 
     view: TrainerView
@@ -77,6 +80,10 @@ class Rollouts:
     sampled_at: int = field(default=0, init=False)
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
     threads: int | None = field(default=None, init=False)
+    geometry: BatchGeometry = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.geometry = self.view.args.geometry
 
     @property
     def worker(self) -> MainWorker:
@@ -92,28 +99,40 @@ class Rollouts:
         """Train on a rollout batch of this name; None: the next step samples."""
         self.batch, self.batch_name = batch, name
 
-    def forget_rollout(self) -> None:
-        """The next step samples, and nothing waits to be sampled ahead."""
+    def begin(self, geometry: BatchGeometry, threads: int | None) -> None:
+        """Begin a run with these batch sizes: its first step samples, and nothing waits to be sampled ahead.
+
+        Args:
+            threads: CPU threads of sampling ahead; None: as many as torch has.
+        """
         self.batch, self.batch_name, self.waiting = None, None, ()
+        self.geometry, self.threads = geometry, threads
+        if not self.view.args.use_vllm:
+            self.worker.settings.resize_chunks(geometry)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rollout batch that is trained on, and what samples those that are sampled ahead, for a checkpoint."""
+        batch = batch_state(self.batch)
+        waiting = self.waiting if self.ahead is None else [(job.step, job.weights) for job in self.ahead.jobs]
+        return {
+            "batch": batch,
+            "batch_name": None if batch is None else self.batch_name,
+            "sampled_at": self.sampled_at,
+            "waiting": waiting_state(waiting),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the rollout batches of a checkpoint."""
+        name = state["batch_name"]
+        self.hold(saved_batch(state["batch"]), None if name is None else tuple(name))
+        self.waiting, self.sampled_at = saved_waiting(state["waiting"]), state["sampled_at"]
 
     def slices(self, num_generations: int) -> ProcessSlices:
         """How rollout batches are divided over the processes for sampling."""
         accelerator = self.view.accelerator
         # vLLM batches by itself, and tensor parallel engines need as many rows from every process: a chunk is one group
-        chunk = num_generations if self.view.args.use_vllm else self.view.geometry.rollout_chunk_size
+        chunk = num_generations if self.view.args.use_vllm else self.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, accelerator.num_processes, accelerator.process_index)
-
-    def resize_chunks(self, geometry: BatchGeometry) -> None:
-        """Sample and score in the chunks of `geometry` from now on."""
-        self.view.args.geometry = geometry
-        if not self.view.args.use_vllm:
-            self.worker.settings.resize_chunks(geometry)
-
-    def divide_threads(self) -> int | None:
-        """Give sampling ahead its CPU threads; returns those of training (None: as many as torch has)."""
-        threads = divide_threads(self.view.args, self.view.accelerator.device)
-        self.threads = threads.sampling
-        return threads.training
 
     def close(self) -> None:
         """Stop sampling ahead."""
