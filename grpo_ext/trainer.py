@@ -302,6 +302,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
+        self._choose_forms()
         batch = self._rollouts.completions_of(StepRows.checked(generation_batch), terms_of(self))
         if (terms := self._rollouts.scored_by) is not None and not terms.training:
             self._pass_at_k.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
@@ -400,6 +401,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         with without_router_logits(self.model.config):
             return super()._generate_single_turn(*args, **kwargs)
 
+    def _choose_forms(self) -> None:
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        with compat.hiding_old_names():
+            self._forwards.choose_forms(models)
+
     # ---- Queries --------------------------------------------------------------------------------------------------
 
     @property
@@ -436,6 +442,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 ending.callback(reward_workers.kill)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             warn_before_training(self, self._uncovered)
+            if not self._forwards.sharded:  # else the loop prepares the models first
+                self._choose_forms()
             with (
                 compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),

@@ -22,6 +22,7 @@ from ..algorithms.losses import RatioRule
 from ..batching.micro_batches import Form
 from ..forward.architecture import base_model_of
 from ..forward.images import PromptProcessor
+from ..forward.probe import probe_rows
 from ..forward.routing import Router, routers_of
 from ..forward.runner import ForwardRunner
 from ..precision.half import as_in_training
@@ -71,7 +72,8 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
             refused["prefix"] = "tools and environments may show images after the prompt"
         images.carry_images = later_images or any(map(trainer._override_of, CHANGE_ROWS))
     override = functools.partial(trainer._override_of, LOGPS)
-    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, suppressed_in(trainer), override)
+    make_rows = functools.partial(probe_rows, tokenizer=trainer._tokenizer, processor=images.prepare)
+    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, suppressed_in(trainer), override, make_rows)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or trainer.args.bitwise_invariant))
     worker = _worker(trainer, images, forwards, memory, clock)

@@ -161,8 +161,9 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any) -> RolloutWorker
         engine: Any = VllmServer(main.engine.generation, main.engine.client, main.engine.seeded)
     else:
         engine = TransformersEngine(lambda: snapshot.policy, generating, settings, images.of_transcripts, memory)
+    twins = (trainer.model, snapshot.policy), (trainer.ref_model, snapshot.reference)
     return RolloutWorker(
-        forwards=trainer._forwards.copy(accelerator),
+        forwards=trainer._forwards.copy(accelerator, [pair for pair in twins if pair[0] is not None]),
         models=lambda: (snapshot.policy, snapshot.reference),
         engine=engine,
         rewards=RewardRunner(rewards.device, rewards.faults, rewards.workers, rewards.async_loop),
