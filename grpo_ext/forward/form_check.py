@@ -58,7 +58,12 @@ def why_form_fails(
     later_S = (rows.places()[1] > 0).to(device)
     run = functools.partial(_outputs, model, policy, later_S=later_S)
     with torch.no_grad():
-        padded, padded_logps = run(padded_batch)  # a model that fails here has a fault of its own
+        try:
+            padded, padded_logps = run(padded_batch)
+        except Exception as error:
+            if rows.images is None or is_out_of_memory(error):  # a fault of the model's own
+                raise
+            return f"{name} fails on an image made for the comparison ({_first_line(error)})"
         try:
             batch = lay_out(form, policy, rows, device)
             outputs, logps = run(batch)
@@ -69,8 +74,7 @@ def why_form_fails(
         except Exception as error:  # whatever a model does with what it does not expect
             if is_out_of_memory(error):
                 raise
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            return f"{name} fails on {_BATCHES[form]} ({reason})"
+            return f"{name} fails on {_BATCHES[form]} ({_first_line(error)})"
         unit, perturbed = rounding_unit(policy, device), []
         for seed in range(_DRAWS):
             with _perturbed(policy, unit, seed):
@@ -87,6 +91,10 @@ def why_form_fails(
                 "does something between tokens that this form does not keep"
             )
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _keeps_cache(

@@ -57,7 +57,7 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
         long = long if limit is None else min(long, limit - max(_LONG_COMPLETIONS))
         prompts = [(drawn(long), None)] if long > max(_PROMPTS) else []
     else:
-        image = torch.randint(256, (48, 64, 3), generator=generator, dtype=torch.uint8)
+        image = torch.randint(256, (64, 128, 3), generator=generator, dtype=torch.uint8)
         batches = [rows_of([_prepared(processor, _WORDS, image), _prepared(processor, _WORDS)], list(_COMPLETIONS))]
         prompts = [_prepared(processor, _WORDS * (1 + long // 15))] if long else []
     return [*batches, rows_of(prompts, [_LONG_COMPLETIONS])] if prompts else batches
