@@ -20,7 +20,7 @@ from .rope import covered_length
 from .rows import TokenRows
 
 _LONGEST_WINDOW = 1024
-_WINDOW_NAMES = re.compile("window|attention_chunk|local")  # settings of models that hold a width of attention
+_WINDOW_NAMES = re.compile("(window|attention_chunk|local)(?!.*layers)")  # settings that hold a width of attention
 _PROMPTS, _COMPLETIONS = (11, 7), ((24, 2, 9), (16, 20))  # tokens
 _LONG_COMPLETIONS = (24, 9)
 _WORDS = "how many birds sit on the wall and which of them can be seen from here "
@@ -57,7 +57,7 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
         long = long if limit is None else min(long, limit - max(_LONG_COMPLETIONS))
         prompts = [(drawn(long), None)] if long > max(_PROMPTS) else []
     else:
-        image = torch.randint(256, (64, 128, 3), generator=generator, dtype=torch.uint8)
+        image = torch.randint(256, (32, 64, 3), generator=generator, dtype=torch.uint8)
         batches = [rows_of([_prepared(processor, _WORDS, image), _prepared(processor, _WORDS)], list(_COMPLETIONS))]
         prompts = [_prepared(processor, _WORDS * (1 + long // 15))] if long else []
     return [*batches, rows_of(prompts, [_LONG_COMPLETIONS])] if prompts else batches
