@@ -66,6 +66,7 @@ class ForwardRunner:
         refused: forms that no model of this run takes, with the reason.
         suppressed: sets of token ids that sampling suppresses, which completions refer to (`sampling_mask="replay"`).
         override: returns the user's `_get_per_token_logps_and_entropies`, which is called as TRL calls it, or None.
+        make_rows: from a model to the rows on which its forms are compared (forward.probe).
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class ForwardRunner:
         refused: Mapping[Form, str] | None = None,
         suppressed: Sequence[torch.Tensor] = (),
         override: Callable[[], LogProbsOverride | None] = lambda: None,
+        make_rows: Callable[[Any], Sequence[TokenRows]] = lambda policy: (),
     ) -> None:
         self.accelerator, self.args, self.suppressed, self.override = accelerator, args, suppressed, override
+        self.make_rows = make_rows
         multiple: Any = args.pad_to_multiple_of
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
@@ -87,14 +90,31 @@ class ForwardRunner:
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
         forms = forms_of(args.forward)
-        self.choice = ForwardChoice(forms, accelerator.device, not self.sharded, checkpointing, refused)
+        self.choice = ForwardChoice(forms, accelerator.device, self.sharded, checkpointing, refused)
         self._in_form: Any = None  # the model whose backward passes run in its form
 
-    def copy(self, accelerator: Accelerator) -> ForwardRunner:
-        """A runner for another thread, with that thread's accelerator."""
-        runner = ForwardRunner(accelerator, self.args, self.choice.all_refused, self.suppressed, self.override)
-        runner.memory = self.memory
+    def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> ForwardRunner:
+        """A runner for another thread, with that thread's accelerator.
+
+        Args:
+            twins: pairs of a model and its copy on that thread, which runs in the model's form.
+        """
+        runner = ForwardRunner(accelerator, self.args, None, self.suppressed, self.override)
+        runner.memory, runner.choice = self.memory, self.choice
+        for model, twin in twins:
+            self.choice.share(model, twin)
         return runner
+
+    def choose_forms(self, models: Sequence[Any]) -> None:
+        """Choose the forms of models that have none yet, with real weights; all processes together.
+
+        Called before training, or, where an engine shards the weights, before the first rollout batch, once it has
+        prepared the models. Until then they pad.
+        """
+        for model in models:
+            if not self.choice.is_compared(model):
+                with self.without_gradients(model):
+                    self.choice.compare(model, self.make_rows)
 
     @property
     def of_this_thread(self) -> ForwardRunner:
@@ -232,8 +252,6 @@ class ForwardRunner:
         self, model: Any, rows: TokenRows, limits: tuple[int | None, int | None, int], **options: bool
     ) -> list[LogProbs]:
         """Run a rollout in chunks that fit into memory, canonical units in bitwise mode; see `rollout_log_probs`."""
-        with self.accelerator.autocast():
-            self.choice.check(model, rows)
         batch_size, max_tokens, group_size = limits
         if (unit := self.args.unit_rows) is None:
             chunks = self._cut(model, rows, batch_size, max_tokens)

@@ -183,13 +183,9 @@ class StepPlanner:
     def _planned(
         self, model: Any, rollout: RolloutBatch, settings: StepSettings, gradients: NativeGradients | None
     ) -> Attempt:
-        """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
-        forwards, policy = self.forwards, self.accelerator.unwrap_model(model)
-        limits = self.limits if settings.training else self.eval_limits
-        if not forwards.choice.settled(policy):
-            with forwards.without_gradients(policy), uneven_collectives(self.accelerator):
-                forwards.choice.check(policy, self._token_rows(rollout, settings.training))
-        form = "padded" if any(rollout.gaps) else forwards.choice.form(policy)
+        """Assign the completions to processes and micro-batches."""
+        forwards, limits = self.forwards, self.limits if settings.training else self.eval_limits
+        form = "padded" if any(rollout.gaps) else forwards.choice.form(model)
         layout = MicroBatchLayout(
             max_rows=limits.rows,
             max_tokens=limits.tokens,
