@@ -52,7 +52,7 @@ logger = get_logger(__name__)
 
 SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
-# a user's override of these may change the rows, so each has to carry its images
+# a user's override of these may change the rows
 CHANGE_ROWS = (SCORE, "_generate")
 # TRL's methods behind arguments of reward functions
 _RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
@@ -66,10 +66,8 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
         images.prepare = PromptProcessor(trainer.processing_class, template_of(trainer), image_token)
         compat.sample_no_image_tokens(trainer)
         refused["packed"] = "the model takes images; where there are none, pass its tokenizer as processing_class"
-        later_images = bool(trainer.tools or trainer.environment_factories)
-        if later_images:
+        if trainer.tools or trainer.environment_factories:
             refused["prefix"] = "tools and environments may show images after the prompt"
-        images.carry_images = later_images or any(map(trainer._override_of, CHANGE_ROWS))
     override = functools.partial(trainer._override_of, LOGPS)
     forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, suppressed_in(trainer), override)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"

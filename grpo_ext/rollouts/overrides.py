@@ -103,10 +103,9 @@ class MainWorker(RolloutWorker):
             if place >= len(chunk) or call_number:  # a row that the override has added, or a further call
                 added = place if place >= len(chunk) else 0
                 key = int(mix(torch.tensor(key), BEYOND + added + (call_number << 20)))
-            shown = row.images if images is None else list(images[place] or ())
-            rows.append(
-                dataclasses.replace(row, key=key, images=shown, prompt_ids=list(ids[:cut]), ids=list(ids[cut:]))
-            )
+            if images is not None:
+                row = dataclasses.replace(row, images=list(images[place] or ()), number=None)
+            rows.append(dataclasses.replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
         sampled = self.engine.generate(rows, config, num_generations)
         self._known_ends.update({tuple(row.ids): row.ended for row in sampled if row.ended is not None})
         logps = [row.logps for row in sampled]

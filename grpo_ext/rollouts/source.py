@@ -29,7 +29,7 @@ from ..runtime.attributes import assigned
 from ..runtime.collectives import any_process, gather_lists, of_ours, on_all_processes, together, uneven_collectives
 from ..runtime.out_of_memory import Halving
 from .ahead import RolloutsAhead
-from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
+from .batch import ROW_IMAGES, RolloutBatch, gather_scored
 from .engine_check import EngineCheck
 from .images import ImageSource
 from .join import Round, exchange, join
@@ -315,8 +315,7 @@ class Rollouts:
                     "_generate_and_score_completions returned other rows of a model that takes images, or in another "
                     "order, than TRL's method made last; return one for each of them, in their order."
                 )
-            images = {name: column for name, column in last.batch.columns.items() if name in (ROW_NUMBER, ROW_IMAGES)}
-            batch.columns |= images
+            batch.columns[ROW_IMAGES] = last.batch[ROW_IMAGES]
         return dataclasses.replace(last, batch=batch)
 
     def _check_scoring_without_super(self, rows: StepRows) -> None:

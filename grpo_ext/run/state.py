@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from ..errors import CheckpointError
 from ..forward.reference import weight_sums
 from ..forward.snapshot import Weights
-from ..rollouts.batch import Column, RolloutBatch
+from ..rollouts.batch import ROW_IMAGES, Column, RolloutBatch
 from ..rollouts.ragged import Ragged
 from ..runtime.out_of_memory import device_kind
 
@@ -201,7 +202,12 @@ def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, di
     layout = {"widths": rollout.widths, "items_per_token": rollout.items_per_token}
     objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": layout}
     for name, column in rollout.columns.items():
-        if isinstance(column, list):
+        if name == ROW_IMAGES and isinstance(column, list):  # rows share them
+            different = list(dict.fromkeys(column))
+            tensors[f"{name}/files"] = torch.from_numpy(np.frombuffer(bytearray().join(different), np.uint8))
+            tensors[f"{name}/lengths"] = torch.tensor([len(file) for file in different])
+            tensors[f"{name}/rows"] = torch.tensor([different.index(file) for file in column])
+        elif isinstance(column, list):
             objects["lists"][name] = column
         elif isinstance(column, Ragged):
             tensors[f"{name}/values"], tensors[f"{name}/lengths"] = column.values, torch.tensor(column.lengths)
@@ -235,6 +241,9 @@ def _join(tensors: dict[str, torch.Tensor], objects: dict[str, dict[str, Any]], 
         lengths = tensors.get(f"{name}/lengths")
         if part == "constant":
             constants[name] = tensors[key]
+        elif part == "files":
+            files = [file.numpy().tobytes() for file in Ragged(tensors[key], tensors[f"{name}/lengths"].tolist())]
+            columns[name] = [files[number] for number in tensors[f"{name}/rows"].tolist()]
         elif part == "values":
             columns[name] = tensors[key] if lengths is None else Ragged(tensors[key], lengths.tolist())
     layout = dict(objects["layout"])
