@@ -215,7 +215,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         slices = self._rollouts.slices(self.num_generations)
         loader = make_loader(dataset, slices, self.args, bool(self.shuffle_dataset))
         self._rollouts.rounds.steps = loader.dataset
-        self._rollouts.images.prompts[True] = getattr(loader.dataset, "prompts", None)  # a stream has none
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -228,9 +227,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Evaluation")
         slices = self._rollouts.slices(self.num_generations_eval)
-        loader = make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
-        self._rollouts.images.prompts[False] = loader.dataset.prompts  # type: ignore[attr-defined]
-        return loader
+        return make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As for evaluation; used by `predict`."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .images import Prepared, PromptProcessor, RowImages, messages_of
+from .images import PromptProcessor, RowImages, images_in, messages_of
 from .rope import covered_length
 from .rows import TokenRows
 
@@ -39,13 +39,12 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
     def drawn(length: int) -> torch.Tensor:
         return ids[torch.randint(len(ids), (length,), generator=generator)]
 
-    def rows_of(prompts: list[tuple[torch.Tensor, Prepared | None]], lengths: list[tuple[int, ...]]) -> TokenRows:
+    def rows_of(prompts: list[tuple[torch.Tensor, list[Any]]], lengths: list[tuple[int, ...]]) -> TokenRows:
         groups = [number for number, group in enumerate(lengths) for _ in group]
         completions = [length for group in lengths for length in group]
         parts = [part for n, length in zip(groups, completions, strict=True) for part in (prompts[n][0], drawn(length))]
         same = [before == after for before, after in pairwise(groups)]
-        prepared = {number: images for number, (_, images) in enumerate(prompts) if images is not None}
-        images = RowImages(groups, prepared.__getitem__) if prepared else None
+        images = None if processor is None else RowImages(groups, lambda number: prompts[number][1], processor)
         return TokenRows(torch.cat(parts), [len(prompts[n][0]) for n in groups], completions, same, images)
 
     window = _longest_window(policy.config)
@@ -53,9 +52,9 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
     if processor is None:
         scale = 1.0 if limit is None else min(1.0, limit / (max(_PROMPTS) + max(map(max, _COMPLETIONS))))
         lengths = [tuple(max(2, int(scale * n)) for n in group) for group in _COMPLETIONS]
-        batches = [rows_of([(drawn(max(1, int(scale * n))), None) for n in _PROMPTS], lengths)]
+        batches = [rows_of([(drawn(max(1, int(scale * n))), []) for n in _PROMPTS], lengths)]
         long = long if limit is None else min(long, limit - max(_LONG_COMPLETIONS))
-        prompts = [(drawn(long), None)] if long > max(_PROMPTS) else []
+        prompts: list[tuple[torch.Tensor, list[Any]]] = [(drawn(long), [])] if long > max(_PROMPTS) else []
     else:
         image = torch.randint(256, (32, 64, 3), generator=generator, dtype=torch.uint8)
         batches = [rows_of([_prepared(processor, _WORDS, image), _prepared(processor, _WORDS)], list(_COMPLETIONS))]
@@ -89,8 +88,8 @@ def _longest_window(config: Any) -> int:
 
 def _prepared(
     processor: PromptProcessor, text: str, image: torch.Tensor | None = None
-) -> tuple[torch.Tensor, Prepared | None]:
-    """The token ids of a prompt, and what the model takes beside them."""
+) -> tuple[torch.Tensor, list[Any]]:
+    """The token ids of a prompt, and its images."""
     row: dict[str, Any] = {"prompt": [{"role": "user", "content": text}]}
     if image is not None:
         from PIL import Image  # not installed where only text is trained on
@@ -99,4 +98,4 @@ def _prepared(
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     conversation = [messages_of(row)]
     encoded = processor.processor.apply_chat_template(conversation=conversation, **options, **processor.template)
-    return encoded["input_ids"][0], processor(row)
+    return encoded["input_ids"][0], images_in(conversation[0])

@@ -170,7 +170,7 @@ class ForwardRunner:
         """
         if (override := self.override()) is not None:
             ids, mask, width = rows.padded(self.multiple)
-            images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
+            images = {} if rows.images is None else rows.images.as_trl(ids)
             ids, mask, images = to_device((ids, mask, images), self.accelerator.device)
             with self._requested(ids, mask, rows, limits):
                 logps_BT, _, _ = override(model, ids, mask, width, batch_size=limits[0], **images)
@@ -193,7 +193,7 @@ class ForwardRunner:
         ids, mask = padded_ids_and_mask(inputs)
         images = compat.images_among(inputs)
         if not images and rows.images is not None:
-            images = rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
+            images = rows.images.as_trl(ids)
         options: Any = {"compute_entropy": True, "compute_aux_loss": with_router, **images}
         with self._requested(ids, mask, rows) as request:
             logps, entropies, _ = override(model, ids, mask, width, **options)

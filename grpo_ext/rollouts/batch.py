@@ -26,8 +26,7 @@ from ..forward.sampling_masks import KeptIds
 from ..runtime.collectives import gather_lists
 from .ragged import Ragged, padded
 
-# columns of a model that takes images: the row of the data set, or all images where tools or environments may show some
-ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
+ROW_IMAGES = "row_images"  # of a model that takes images (`rollouts.images`)
 # columns of this trainer's sampler (`rollouts.token_record`)
 KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS = "kept_counts", "kept_ids", "sampler_logps"
 EXPERTS = "experts"
@@ -58,7 +57,8 @@ class RolloutBatch:
             - old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: of the policy that sampled, the
               reference, and the inference engine; each only where the run needs it.
             - importance_sampling_ratio: of the policy to the engine, (B, 1) or one for each token.
-            - row_number, row_images: of a model that takes images.
+            - row_images: of a model that takes images, the bytes of a file with all that a completion shows; rows with
+              the same images share one object.
             - sampler_logps, kept_counts, kept_ids: of `TokenRecord`; the latter two are no part of TRL's dictionary.
             - experts: of the tokens of prompt and completion, (N, C); no part of TRL's dictionary either.
         groups: which group of the rollout batch each completion belongs to.
@@ -187,14 +187,13 @@ class RolloutBatch:
             if name in _NOT_OF_TRL:
                 continue
             if not isinstance(column, Ragged):
-                batch[name] = column.view(-1, 1) if name == ROW_NUMBER else column  # type: ignore[union-attr]
+                batch[name] = column
                 continue
             # a ratio of 1 is no correction; the VESPO weight sums its logarithm over the padding too
             neutral = 1 if name in ("tool_mask", "importance_sampling_ratio") else 0
             fill = pad_token_id if name in ("prompt_ids", "completion_ids") else neutral
-            left, exact = name.startswith("prompt_"), name == ROW_IMAGES
-            width = 1 if exact else prompt if left else completion
-            batch[name] = padded(list(column), fill, "left" if left else "right", multiple, width)
+            side, width = ("left", prompt) if name.startswith("prompt_") else ("right", completion)
+            batch[name] = padded(list(column), fill, side, multiple, width)
         return batch
 
 

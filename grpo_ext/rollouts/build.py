@@ -32,7 +32,7 @@ from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .images import ImageSource
 from .overrides import MainWorker
 from .rounds import RoundMaker
-from .settings import CHANGE_ROWS, LOGPS, SettingsReader, own_sampling, suppressed_in, template_of
+from .settings import LOGPS, SettingsReader, own_sampling, suppressed_in, template_of
 from .source import Rollouts
 from .transcript import Transcript
 from .vllm import VllmEngine, VllmServer
@@ -56,10 +56,8 @@ def build_rollouts(
         images.prepare = PromptProcessor(view.processing_class, template_of(view), image_token)
         view.never_sample_image_tokens()
         refused["packed"] = "the model takes images; where there are none, pass its tokenizer as processing_class"
-        later_images = bool(view.tools or view.environment_factories)
-        if later_images:
+        if view.tools or view.environment_factories:
             refused["prefix"] = "tools and environments may show images after the prompt"
-        images.carry_images = later_images or view.overridden(*CHANGE_ROWS) is not None
     override = functools.partial(view.override_of, LOGPS)
     make_rows = functools.partial(probe_rows, tokenizer=view.tokenizer, processor=images.prepare)
     forwards = ForwardRunner(view.accelerator, view.args, refused, suppressed_in(view), override, make_rows)

@@ -213,7 +213,7 @@ def sample_chunk(
     contexts, inputs = [len(prompts[i]) for i in firsts], _model_inputs([prompts[i] for i in firsts], settings)
     width = inputs["input_ids"].size(1)
     if images is not None:
-        inputs |= images.inputs(firsts, inputs["input_ids"], contexts, width)
+        inputs |= images.inputs(firsts, inputs["input_ids"])
     choice = recorder = None
     if keyed:
         filters, recorder = sampling_filters(model, config, settings.replay)

@@ -42,7 +42,7 @@ from .vllm_replay import vllm_filters
 
 SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
-# a user's override of these may change the rows, so each has to carry its images
+# a user's override of these may change the rows
 CHANGE_ROWS = (SCORE, "_generate")
 # TRL's methods behind arguments of reward functions
 _RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}

@@ -93,7 +93,7 @@ class Toolbox:
             if limits.has_room(t, len(ids)):
                 t.turns += 1
                 t.completion = [*t.completion, *answers]
-                t.images = [*t.images, *images_in(answers)]
+                t.show(images_in(answers))
                 t.add_answer(ids)
                 active.append(t)
         return active

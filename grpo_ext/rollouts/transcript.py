@@ -54,7 +54,7 @@ class Transcript:
         row: of the data set, this completion's own copy: a `rollout_func` may add columns to it.
         key: of the random numbers of its tokens (algorithms.keyed_random), int64.
         place: among the completions of this process.
-        number: of the row in the data set; None in a stream.
+        number: transcripts with one number have the same prompt, images included; None: its images are its own.
         prompt: text, or messages: after the environment's reset, with images in their content.
         prompt_ids: token ids of the prompt, without padding.
         ids: token ids of the completion so far.
@@ -101,6 +101,13 @@ class Transcript:
         """Set the prompt, and the images in it."""
         self.prompt, self.images = prompt, images_in(prompt)
         self.prompt_images = len(self.images)
+        if self.environment is not None:
+            self.number = None
+
+    def show(self, images: Sequence[Any]) -> None:
+        """Add images that a tool or an environment shows."""
+        if images:
+            self.images, self.number = [*self.images, *images], None
 
     def add_sampled(self, turn: Sampled) -> None:
         """Append tokens that the model wrote."""

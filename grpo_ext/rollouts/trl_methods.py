@@ -112,10 +112,9 @@ class TrlMethods:
             if place >= len(chunk) or repeat:  # a row that the override has added, or a further call
                 added = place if place >= len(chunk) else 0
                 key = int(mix(torch.tensor(key), BEYOND + added + (repeat << 20)))
-            shown = row.images if images is None else list(images[place] or ())
-            rows.append(
-                dataclasses.replace(row, key=key, images=shown, prompt_ids=list(ids[:cut]), ids=list(ids[cut:]))
-            )
+            if images is not None:
+                row = dataclasses.replace(row, images=list(images[place] or ()), number=None)
+            rows.append(dataclasses.replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
         config = None if self.view.use_vllm else sampling_config(self.view)
         sampled = self.worker.engine.generate(rows, config, self.view.group_size)
         call.local.known_ends |= {tuple(row.ids): row.ended for row in sampled if row.ended is not None}

@@ -37,8 +37,7 @@ def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, sett
     dictionary = send_to_device(dictionary, settings.device)
     if (images := source.of_transcripts(transcripts)) is not None:
         ids = torch.cat([dictionary["prompt_ids"], dictionary["completion_ids"]], dim=1)
-        prompts_B = [len(transcript.prompt_ids) for transcript in transcripts]
-        dictionary |= images.as_trl(ids, prompts_B, dictionary["prompt_ids"].size(1))
+        dictionary |= images.as_trl(ids)
     return dictionary
 
 
@@ -77,7 +76,7 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
     for place, row in enumerate(rows):
         row.completion = completions[place]
         if images is not None:
-            row.images = list(images[place] or ())
+            row.images, row.number = list(images[place] or ()), None
 
 
 def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:

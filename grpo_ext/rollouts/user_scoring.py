@@ -15,7 +15,7 @@ from accelerate.logging import get_logger
 from ..batching.prompt_order import StepRows
 from ..errors import ConfigError, RolloutError
 from ..runtime.collectives import together
-from .batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_scored
+from .batch import ROW_IMAGES, RolloutBatch, gather_scored
 from .equal_shares import refuse_unequal_shares
 from .join import Round
 from .local import RolloutSettings
@@ -51,19 +51,19 @@ def round_by_user(
         return Round(batch, unknown_BF, torch.zeros(len(batch)), entries=[], reward_calls=[], local_rows=range(0))
     last = call.rounds[-1]
     if worker.images.prepare is not None:
-        batch.columns |= _image_columns(last, batch)
+        _check_same_rows(last, batch)
+        batch.columns[ROW_IMAGES] = last.batch[ROW_IMAGES]
     return dataclasses.replace(last, batch=batch)
 
 
-def _image_columns(last: Round, batch: RolloutBatch) -> dict[str, Any]:
-    """The columns of images of the round that TRL's method made last, where the user's batch has its rows."""
+def _check_same_rows(last: Round, batch: RolloutBatch) -> None:
+    """Raise a RolloutError where the user's batch has other rows than the round that TRL's method made last."""
     pairs = zip(last.batch["prompt_ids"], batch["prompt_ids"])
     if len(last) != len(batch) or not all(torch.equal(ids, row[-len(ids) :]) for ids, row in pairs):
         raise RolloutError(
             "_generate_and_score_completions returned other rows of a model that takes images, or in another "
             "order, than TRL's method made last; return one for each of them, in their order."
         )
-    return {name: column for name, column in last.batch.columns.items() if name in (ROW_NUMBER, ROW_IMAGES)}
 
 
 def _check_scoring_without_super(rows: StepRows, bitwise: bool) -> None:

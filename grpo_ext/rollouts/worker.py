@@ -254,8 +254,7 @@ class RolloutWorker:
 
 def _prompt_name(transcript: Transcript) -> Hashable:
     """A key that transcripts with the same prompt share."""
-    # images are named by the row they are read from; those of an environment are not the row's
-    number = transcript.number if transcript.environment is None else None
+    number = transcript.number
     images = (number, transcript.place if number is None else None) if transcript.images else ()
     return transcript.environment_name, images, _frozen(transcript.prompt, transcript.images)
 

@@ -113,7 +113,7 @@ class Attempt:
         inputs, rows = planner.collate(self.rollout, part.rows, training, constants)
         if self.settings.custom_loss and rows.images is not None:
             ids, _ = padded_ids_and_mask(inputs)
-            inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
+            inputs |= rows.images.as_trl(ids)
         groups, sampler_logps = [self.rollout.groups[row] for row in part.rows], inputs.pop(SAMPLER_LOGPS, None)
         padded = Unchanged(*token_tensors(inputs))
         tokens = loss_tokens(inputs)
@@ -225,7 +225,7 @@ class StepPlanner:
         return to_device(batch, self.accelerator.device), tokens
 
     def _token_rows(self, rollout: RolloutBatch, training: bool) -> TokenRows:
-        return rollout.token_rows(self.images.of_batch(rollout.columns, training))
+        return rollout.token_rows(self.images.of_batch(rollout.columns))
 
     def tokens_of(self, inputs: Inputs, training: bool) -> TokenRows:
         """The tokens of a padded batch without padding; read from its tensors where a user built or changed it.
@@ -238,7 +238,7 @@ class StepPlanner:
             self.args.replay.refuse_other_tokens(
                 "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
             )
-            images = self.images.of_batch(inputs, training)
+            images = self.images.of_batch(inputs)
             rows = TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
         return rows
 
