@@ -303,8 +303,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._choose_forms()
         batch = self._rollouts.completions_of(StepRows.checked(generation_batch))
         if not self.model.training and (scored := self._rollouts.scored) is not None:
-            rewards = scored.settings.rewards
-            self._pass_at_k.observe(scored.rewards_BF, rewards.weights_F, rewards.functions.names)
+            self._pass_at_k.observe(scored.rewards_BF, scored.settings.weights_F, scored.settings.functions.names)
         return batch
 
     def _with_events(self, micro_batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -328,7 +327,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """A micro-batch's part of the loss of the step; a batch without a context is a whole step."""
         # a dictionary that an override makes anew lacks it; inside `compute_loss`, `args_in_loss` has it
         if (context := inputs.get(CONTEXT_KEY, getattr(self.args, "micro_batch", None))) is None:
-            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, step_settings_of(self._view))
+            inputs = self._step_planner.as_step(self.model, inputs, self._view.group_size, step_settings_of(self._view))
         else:
             inputs = {**inputs, CONTEXT_KEY: context}
         rows = self._step_planner.tokens_of(inputs, self.model.training)
@@ -402,17 +401,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         models = [model for model in (self.model, self.ref_model) if model is not None]
         with compat.hiding_old_names():
             self._forwards.choose_forms(models)
-
-    # ---- Queries --------------------------------------------------------------------------------------------------
-
-    @property
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _override_of(self, name: str) -> Any:
-        """The method of a subclass, or one assigned to this trainer, that replaces ours; None without one."""
-        overridden = name in vars(self) or getattr(type(self), name) is not getattr(GRPOTrainer, name)
-        return getattr(self, name) if overridden else None
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngi
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .images import ImageSource
 from .overrides import MainWorker
+from .records import RolloutLog
 from .rounds import RoundMaker
 from .settings import LOGPS, SettingsReader, own_sampling, suppressed_in, template_of
 from .source import Rollouts
@@ -66,7 +67,7 @@ def build_rollouts(
     worker = _worker(view, images, forwards, memory, clock)
     check = _check(view, worker.engine)
     reader = SettingsReader(view, worker, check, max_tokens)
-    return forwards, Rollouts(view, RoundMaker(view, worker, check), reader, memory)
+    return forwards, Rollouts(view, RoundMaker(view, worker, check), reader, RolloutLog(view), memory)
 
 
 def _worker(

@@ -43,16 +43,16 @@ class TrlMethods:
 
     def score(self, inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """`_generate_and_score_completions`: TRL's padded dictionary of any rows of this process."""
-        rollouts, settings, logs = self.rollouts, self.rollouts.settings_now(), self.rollouts.reader.logs()
+        rollouts, settings = self.rollouts, self.rollouts.settings_now()
         sampling = settings.sampling
         call = self.worker.calls.innermost(ScoreCall)
         rows, rounds = list(inputs), [] if call is None else call.rounds
         request = self._request(rows, sampling.num_generations)
         rollouts.send_weights()
         local = rollouts.rounds.sample(StepRows(rows, request), settings, repeat=len(rounds))
-        rounds.append(rollouts.rounds.join(local, settings, logs.shows_images))
+        rounds.append(rollouts.rounds.join(local, settings))
         if call is None or not (self.view.args.dynamic_sampling and sampling.training):
-            rollouts.log.add(rounds[-1:], settings, logs)
+            rollouts.log.add(rounds[-1:], settings)
         return trl_dictionary(local, rounds[-1], self.worker.images, self.worker.settings)
 
     def rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
