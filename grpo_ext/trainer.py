@@ -161,7 +161,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._forwards, self._rollouts = build_rollouts(
             self._view, self._clock, max_tokens=lambda: self._step_planner.limits.tokens
         )
-        self._trl_methods = TrlMethods(self._view, self._rollouts)
+        self._trl_methods = TrlMethods(self._view, self._rollouts, self._rollouts.worker)
         self._step_planner = StepPlanner(
             accelerator=self.accelerator,
             args=self.args,

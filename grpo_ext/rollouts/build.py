@@ -73,7 +73,6 @@ def build_rollouts(
 def _worker(
     view: TrainerView, images: ImageSource, forwards: ForwardRunner, memory: Halving, clock: PhaseClock
 ) -> MainWorker:
-    """The worker of the main thread, on the models that are trained."""
     args, settings = view.args, _settings(view)
     faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None

@@ -1,4 +1,4 @@
-"""TRL's metrics of a rollout batch and its table of completions, from all completions that were sampled for it.
+"""The log of rollout batches: TRL's metrics and its table, from all completions that were sampled for a batch.
 
 Differs from TRL, which logs means of processes' means where vLLM samples. Dynamic sampling logs once, of all its
 rounds. Shapes: B completions, F reward functions.

@@ -34,12 +34,8 @@ class TrlMethods:
 
     view: TrainerView
     rollouts: Rollouts
+    worker: MainWorker
     _free_requests: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
-
-    @property
-    def worker(self) -> MainWorker:
-        """The worker that runs the overrides."""
-        return self.rollouts.worker
 
     def score(self, inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """`_generate_and_score_completions`: TRL's padded dictionary of any rows of this process."""
@@ -81,7 +77,7 @@ class TrlMethods:
             return None
         local, transcripts = call.local, []
         known, sampling = local.transcripts, local.settings.sampling
-        repeat = call.next_super_call()
+        repeat = next(call.super_calls)
         keys = request_keys(local.request, len(prompts), sampling.seed, sampling.training, repeat)
         for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
             row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
@@ -105,7 +101,7 @@ class TrlMethods:
         call = self.worker.calls.innermost(TurnCall)
         if call is None or self.view.use_transformers_continuous_batching:
             return None
-        chunk, repeat, rows = call.chunk, call.next_super_call(), []
+        chunk, repeat, rows = call.chunk, next(call.super_calls), []
         for place, ids in enumerate(prompt_ids):
             row = chunk[min(place, len(chunk) - 1)]
             key, cut = row.key, len(ids) - len(row.ids)
