@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -437,12 +436,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._keeper.running(checkpoint),
                 contextlib.closing(self._rollouts),
             ):
-                result = super().train(checkpoint, trial, ignore_keys_for_eval)
-            if (limits := self._step_planner.limits).failures:
-                self._keeper.say(limits.what_fits())
-            if self._keeper.watch.stopping:
-                raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
-            return result
+                return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""
@@ -454,42 +448,22 @@ class GRPOTrainer(trl.GRPOTrainer):
             super().log(logs, start_time)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Like transformers' method, without its warning of another micro-batch size; says where a run resumes."""
+        """Like transformers' method, without its warning of another micro-batch size."""
         size = (self._keeper.resumed.train_batch_size or self.args.train_batch_size) // max(1, self.args.n_gpu)
         with assigned(self.args, per_device_train_batch_size=size):
-            place = super()._init_training_state(*args, **kwargs)
-        if self.state.global_step:
-            self._keeper.say(f"Going on after step {self.state.global_step} of {self.state.max_steps}.")
-        return place
+            return super()._init_training_state(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Like transformers' method, which would train on where a finished run is resumed."""
-        if (reason := self._keeper.why_finished()) is not None:
-            self._keeper.say(reason)
-            self.control.should_training_stop = True
-        elif not self._keeper.watch.evaluation_due:
-            super()._run_epoch(*args, **kwargs)
-        else:
-            with tempfile.TemporaryDirectory() as states:
-                self._evaluate_late(kwargs["trial"])
-                self._save_rng_state(states)
-                if not self.control.should_training_stop:  # a callback may stop the run after its evaluation
-                    # of the checkpoint transformers' method reads the random states alone
-                    super()._run_epoch(*args, **{**kwargs, "resume_from_checkpoint": states})
-
-    def _evaluate_late(self, trial: Any) -> None:
-        """Make the evaluation that an interrupt left, as the loop would have before it wrote the checkpoint."""
-        self._keeper.watch.evaluation_due = False
-        self._load_rng_state(self._keeper.checkpoint)
-        best = self._determine_best_metric(self._evaluate(trial, None), trial)
-        if best and self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = self._keeper.checkpoint
+        with self._keeper.epoch(kwargs["trial"]) as replaced:
+            if replaced is not None:
+                super()._run_epoch(*args, **{**kwargs, **replaced})
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """Like transformers' method, but keeps the checkpoint that an interrupted run resumes from."""
         watch = self._keeper.watch
         if watch.evaluation_due and not watch.stopping:  # of the last step of all
-            self._evaluate_late(trial)
+            self._keeper.evaluate_late(trial)
         limit = None if watch.stopping else self.args.save_total_limit
         with assigned(self.args, save_total_limit=limit):
             return super()._finalize_training(trial, num_train_samples, start_time)

@@ -14,7 +14,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ..forward.snapshot import Weights
-from .batch import ROW_IMAGES, Column, RolloutBatch
+from .batch import Column, RolloutBatch
 from .ragged import Ragged
 
 logger = get_logger(__name__)
@@ -24,9 +24,10 @@ def batch_state(batch: RolloutBatch | None) -> dict[str, Any] | None:
     """A rollout batch for a checkpoint; None, with a warning, for one with objects that no file can hold."""
     if batch is None:
         return None
-    lists = {name: column for name, column in batch.columns.items() if isinstance(column, list) and name != ROW_IMAGES}
+    lists = {name: column for name, column in batch.columns.items() if isinstance(column, list)}
     values = {name: value for name, value in batch.constants.items() if not isinstance(value, torch.Tensor)}
-    if unstorable := [name for name, value in (lists | values).items() if not _survives_json(value)]:
+    others = {name: value for name, value in (lists | values).items() if not _are_files(value)}
+    if unstorable := [name for name, value in others.items() if not _survives_json(value)]:
         logger.warning(
             f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
             "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
@@ -34,7 +35,7 @@ def batch_state(batch: RolloutBatch | None) -> dict[str, Any] | None:
         )
         return None
     return {
-        "columns": {name: _column_state(name, column) for name, column in batch.columns.items()},
+        "columns": {name: _column_state(column) for name, column in batch.columns.items()},
         "groups": list(batch.groups),
         "constants": batch.constants,
         "widths": batch.widths,
@@ -50,21 +51,26 @@ def saved_batch(state: dict[str, Any] | None) -> RolloutBatch | None:
     return RolloutBatch(**{**state, "columns": columns, "widths": None if widths is None else tuple(widths)})
 
 
-def _column_state(name: str, column: Column) -> Any:
-    if name == ROW_IMAGES and isinstance(column, list):  # files, which rows share
-        files = {file: number for number, file in enumerate(dict.fromkeys(column))}
-        values = torch.from_numpy(np.frombuffer(bytearray().join(files), np.uint8))
-        return {"files": values, "lengths": list(map(len, files)), "rows": [files[file] for file in column]}
+def _column_state(column: Column) -> Any:
+    if _are_files(column):  # rows share them
+        different = list(dict.fromkeys(column))
+        files = [torch.from_numpy(np.frombuffer(bytearray(file), np.uint8)) for file in different]
+        return _column_state(Ragged.of(files, torch.uint8)) | {"rows": [different.index(file) for file in column]}
     return {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else column
 
 
 def _column(state: Any) -> Column:
     if not isinstance(state, dict):
         return state
-    if "files" in state:
-        files = [file.numpy().tobytes() for file in Ragged(state["files"], state["lengths"])]
-        return [files[number] for number in state["rows"]]
-    return Ragged(state["values"], state["lengths"])
+    parts = Ragged(state["values"], state["lengths"])
+    if "rows" not in state:
+        return parts
+    files = [part.numpy().tobytes() for part in parts]
+    return [files[number] for number in state["rows"]]
+
+
+def _are_files(column: Any) -> bool:
+    return isinstance(column, list) and bool(column) and all(isinstance(value, bytes) for value in column)
 
 
 def _survives_json(value: Any) -> bool:
