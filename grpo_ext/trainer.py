@@ -125,7 +125,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
-        with compat.hiding_old_names(), compat.engine_options(engine_options(config, model, peft_config, rollout_func)):
+        options = engine_options(config, model, peft_config, rollout_func)
+        with compat.hiding_old_names(), compat.starting_vllm_with(options):
             super().__init__(
                 model=model,
                 reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,

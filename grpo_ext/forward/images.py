@@ -189,7 +189,7 @@ def packed_images(images: Sequence[Any]) -> bytes:
             "images, paths, addresses, or arrays of bytes, (height, width, 3) or (3, height, width)."
         ) from error
     file = io.BytesIO()
-    first.save(file, "TIFF", save_all=True, append_images=others, compression="tiff_adobe_deflate")
+    first.save(file, "TIFF", save_all=True, append_images=others, compression="zstd")
     return file.getvalue()
 
 
