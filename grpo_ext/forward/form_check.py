@@ -27,7 +27,7 @@ from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
 from .rows import TokenRows
 
 LIMIT = 4.0  # times the rounding; healthy models reach 1.6 (600 starts), a planted fault 8 and more
-_TOKENS, _CHANNELS = 256, 64  # of a module's output that are compared, at most
+_CHANNELS = 64  # of a module's output that are compared, at most
 _BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt"}
 _DRAWS = 2  # the rounding is estimated from this many perturbed forwards
 
@@ -117,8 +117,7 @@ def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
     # in the prefix form the batch of the completions comes last
-    index = batch.targets.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel())
-    index, outputs = index[:: max(1, ceil_div(len(index), _TOKENS))], Outputs()
+    index, outputs = batch.targets.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel()), Outputs()
 
     def record(module: Any, args: Any, output: Any, name: str) -> None:
         value = output[0] if isinstance(output, tuple) else output
