@@ -68,7 +68,7 @@ def _rows(prompts: Sequence[_Prompt], drawn: Callable[[int], torch.Tensor], shor
 
 
 def _text_ids(config: Any, tokenizer: Any) -> list[int]:
-    """The ids of a vocabulary that stand for text: no special or added tokens, none that stand for images."""
+    """The ids of a vocabulary that stand for text, not for special tokens, added tokens or images."""
     text = config.get_text_config()
     settings = (vars(config) | vars(text)).items()
     special = {value for name, value in settings if re.search("_token_(id|index)$", name) and isinstance(value, int)}
