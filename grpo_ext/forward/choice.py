@@ -34,7 +34,7 @@ _MEANINGS: dict[Form, str] = {
 
 
 def needs_whole_rows(model: Any) -> str | None:
-    """Why the adapter of a model needs a whole row for every completion, as a sentence; None if it does not."""
+    """The reason why a model's adapter needs a whole row for every completion, as a clause; None if it does not."""
     configs = getattr(model, "peft_config", {}).values()
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
         return "its adapter looks for tokens in every row of a batch"
@@ -56,7 +56,7 @@ class _ModelForms:
 
     @property
     def reasons(self) -> str:
-        """The reasons as parts of a sentence; empty where the first form runs."""
+        """The reasons as clauses; empty where the first form runs."""
         return "; ".join(f"no {_NAMES[form]}: {reason}" for form, reason in self.refused.items())
 
 
@@ -65,8 +65,8 @@ class ForwardChoice:
 
     The cost rule: a pack computes `prompt + sum of completions` tokens, the prefix form `prompt + rows * longest
     completion`, a padded batch `rows * (longest prompt + longest completion)`, each at least as many as the one before.
-    So a model runs packs if it can, else the prefix form if it can. Inside a pack, `forward.attention.split_is_cheaper`
-    decides for each group how its attention is computed.
+    So a model runs packs if it can, or else the prefix form if it can. Inside a pack,
+    `forward.attention.split_is_cheaper` decides how the attention of each group is computed.
 
     Every method takes a model with its adapters, with or without the wrapper of an engine.
 
@@ -74,7 +74,7 @@ class ForwardChoice:
         forms: the forms that may be run, the best first; a model that can run none of them pads.
         sharded: whether a forward is a collective.
         checkpointing_kwargs: arguments of gradient checkpointing; None without it.
-        refused: forms that no model of this run takes, with the reason.
+        refused: forms that no model of this run may run, with the reason.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ForwardChoice:
         return self._of(model).best
 
     def described(self, model: Any) -> str:
-        """How a model runs, and why not in another form, for people."""
+        """The form of a model, and why it does not run in a better one, as text."""
         forms = self._of(model)
         return _MEANINGS[forms.best] + (f" ({forms.reasons})" if forms.reasons else "")
 
@@ -128,7 +128,7 @@ class ForwardChoice:
             forms.refused[forms.best] = refused
             self._warn_of_padding(forms)
             if forms.best != "padded":
-                logger.warning(f"Completions do not run as planned: {self.described(model)}.")
+                logger.warning(f"The best form of the forward was refused; completions run as {self.described(model)}.")
         forms.compared = True
 
     def share(self, model: Any, twin: Any) -> None:
@@ -158,8 +158,8 @@ class ForwardChoice:
     def _why_refused(self, form: Form, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> str | None:
         try:
             batches = make_rows(base_model_of(model))
-        except Exception as error:  # whatever a processor does with a prompt that is not the user's
-            return f"no rows to compare it on could be made ({type(error).__name__}: {error})"
+        except Exception as error:  # a processor may expect prompts like the user's
+            return f"rows to compare it on could not be made ({type(error).__name__}: {error})"
         try:
             reasons = (why_form_fails(form, model, rows, self.device, self.checkpointing_kwargs) for rows in batches)
             return next(filter(None, reasons), None)

@@ -2,7 +2,7 @@
 
 Runs before training begins (forward.choice), on rows made for that (forward.probe). The parts of every layer are
 compared, and modules outside of layers. Log-probabilities alone do not suffice: in half precision a deep model
-multiplies rounding until it hides ignored positions. The rounding is measured: the padded batch runs again with every
+amplifies rounding until it hides ignored positions. The rounding is measured: the padded batch runs again with every
 module's output off by a unit in the last place.
 """
 
@@ -20,16 +20,16 @@ from ..batching.micro_batches import Form
 from ..batching.sizes import ceil_div
 from ..runtime.out_of_memory import is_out_of_memory
 from .architecture import base_model_of
-from .attention import TakesNoPacks
+from .attention import PacksNotSupported
 from .forms import FormBatch, lay_out, run_batch
 from .lm_head import PREFIX
 from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
 from .rows import TokenRows
 
 LIMIT = 4.0  # times the rounding; healthy models reach 1.6 (600 starts), a planted fault 8 and more
-_TOKENS, _CHANNELS = 256, 64  # of a module's output that are compared, at most
+_CHANNELS = 64  # of a module's output that are compared, at most
 _BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt"}
-_DRAWS = 2  # the rounding is estimated from this many perturbed forwards
+_DRAWS = 2  # perturbed forwards that the rounding is estimated from
 
 Outputs = dict[str, torch.Tensor]  # (tokens, channels), by module
 
@@ -43,15 +43,15 @@ def why_form_fails(
 ) -> str | None:
     """Run some completions in a form and padded, and compare the outputs of modules.
 
-    Every process runs the same number of forwards, unless the model refuses or memory is short.
+    Every process runs the same number of forwards, unless the model refuses or memory runs out.
 
     Args:
         model: as the loop calls it, without gradient checkpointing.
-        rows: several completions of a prompt, with two tokens at least: no form disturbs what predicts the first.
-        checkpointing_kwargs: of gradient checkpointing, under which layers may drop a cache; None without.
+        rows: groups of completions. The first token of a completion shows no fault: its prompt alone predicts it.
+        checkpointing_kwargs: arguments of gradient checkpointing, under which layers may drop a cache; None without it.
 
     Returns:
-        Why the model does not run the form, as a sentence without its end; None where both agree.
+        The reason why the model does not run the form, as a clause; None where both agree.
     """
     policy = base_model_of(model)
     name, padded_batch = type(policy).__name__, lay_out("padded", policy, rows, device)
@@ -69,9 +69,9 @@ def why_form_fails(
             outputs, logps = run(batch)
             if form == "prefix" and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
                 return f"{name} loses the cache under gradient checkpointing"
-        except TakesNoPacks as error:
+        except PacksNotSupported as error:
             return str(error)
-        except Exception as error:  # whatever a model does with what it does not expect
+        except Exception as error:  # models fail in many ways on input that they do not expect
             if is_out_of_memory(error):
                 raise
             return f"{name} fails on {_BATCHES[form]} ({_first_line(error)})"
@@ -87,8 +87,8 @@ def why_form_fails(
             gap = float((logps - padded_logps).abs().float().mean())
             return (
                 f"{form} and padded log-probabilities of {name} differ by {gap:.1e} on {len(rows)} completions, and "
-                f"the output of {place} by {ratio:.0f} times the rounding (at most {LIMIT:.0f} is rounding): the model "
-                "does something between tokens that this form does not keep"
+                f"the output of {place} by {ratio:.0f} times the rounding (up to {LIMIT:.0f} is rounding): the model "
+                "does something between tokens that this form does not reproduce"
             )
     return None
 
@@ -100,7 +100,7 @@ def _first_line(error: Exception) -> str:
 def _keeps_cache(
     model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: dict[str, Any] | None
 ) -> bool:
-    """Whether a forward has the same log-probabilities under gradient checkpointing; True where a run has none."""
+    """Whether a forward has the same log-probabilities under gradient checkpointing; True in a run without it."""
     if checkpointing_kwargs is None:
         return True
     policy.gradient_checkpointing_enable(checkpointing_kwargs)
@@ -113,12 +113,11 @@ def _keeps_cache(
 
 
 def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -> tuple[Outputs, torch.Tensor]:
-    """The outputs of modules at the positions that predict `later_S`, and all completions' log-probabilities."""
+    """Outputs of modules at the positions that predict the `later_S` tokens, and log-probabilities of all tokens."""
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
     # in the prefix form the batch of the completions comes last
-    index = batch.targets.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel())
-    index, outputs = index[:: max(1, ceil_div(len(index), _TOKENS))], Outputs()
+    index, outputs = batch.targets.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel()), Outputs()
 
     def record(module: Any, args: Any, output: Any, name: str) -> None:
         value = output[0] if isinstance(output, tuple) else output
@@ -151,13 +150,13 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _unit(kind: torch.dtype) -> float:
-    """Rounding of one operation, relative. Sums of float32 and float64 are rounded term by term, so a few units."""
+    """The relative rounding of one operation; a few units for float32 and float64, whose sums round every term."""
     eps = torch.finfo(kind).eps
     return eps / 2 if kind.itemsize <= 2 else eps * 8
 
 
 def rounding_unit(policy: Any, device: torch.device | str) -> float:
-    """Relative rounding of the coarsest arithmetic that a model's settings name."""
+    """The relative rounding of the coarsest arithmetic that a model uses."""
     kinds = {p.dtype for p in policy.parameters() if p.is_floating_point()}
     kinds |= {kind for m in policy.modules() if isinstance(kind := getattr(m, "compute_dtype", None), torch.dtype)}
     kind = torch.device(device).type
@@ -194,7 +193,7 @@ def _perturbed(policy: Any, unit: float, seed: int) -> Iterator[None]:
 
 
 def _in_roundings(values: torch.Tensor, padded: torch.Tensor, perturbed: list[torch.Tensor], unit: float) -> float:
-    """The difference between a form and padding at one place, in units of the rounding there: `unit` at least."""
+    """The difference between a form and padding at one place, in units of the rounding there (at least `unit`)."""
 
     def size(values: torch.Tensor) -> float:
         return float(values.square().mean().sqrt())

@@ -10,6 +10,7 @@ processor, one of them with an image.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,8 +23,9 @@ from .rows import TokenRows
 _LONGEST_WINDOW = 1024
 _WINDOW_NAMES = re.compile("(window|attention_chunk|local)(?!.*layers)")  # settings that hold a width of attention
 _PROMPTS, _COMPLETIONS = (11, 7), ((24, 2, 9), (16, 20))  # tokens
-_LONG_COMPLETIONS = (24, 9)
-_WORDS = "how many birds sit on the wall and which of them can be seen from here "
+_AFTER_LONG = (24, 9)  # tokens of the completions of a long prompt
+_TEXT = "how many birds sit on the wall and which of them can be seen from here "
+_Prompt = tuple[torch.Tensor, list[Any]]  # token ids, and images
 
 
 def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = None) -> list[TokenRows]:
@@ -33,37 +35,44 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
         processor: prepares the prompts of a model that takes images.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.tensor(_text_ids(policy.config, tokenizer))
-    limit = _longest_row(policy.config)
+    ids, limit = torch.tensor(_text_ids(policy.config, tokenizer)), _longest_row(policy.config)
+    window = _longest_window(policy.config)
+    long = window + max(window // 8, 8) if window > min(_PROMPTS) else 0
 
     def drawn(length: int) -> torch.Tensor:
         return ids[torch.randint(len(ids), (length,), generator=generator)]
 
-    def rows_of(prompts: list[tuple[torch.Tensor, list[Any]]], lengths: list[tuple[int, ...]]) -> TokenRows:
-        groups = [number for number, group in enumerate(lengths) for _ in group]
-        completions = [length for group in lengths for length in group]
-        parts = [part for n, length in zip(groups, completions, strict=True) for part in (prompts[n][0], drawn(length))]
-        same = [before == after for before, after in pairwise(groups)]
-        images = None if processor is None else RowImages(groups, lambda number: prompts[number][1], processor)
-        return TokenRows(torch.cat(parts), [len(prompts[n][0]) for n in groups], completions, same, images)
-
-    window = _longest_window(policy.config)
-    long = window + max(window // 8, 8) if window > min(_PROMPTS) else 0
-    if processor is None:
-        scale = 1.0 if limit is None else min(1.0, limit / (max(_PROMPTS) + max(map(max, _COMPLETIONS))))
-        lengths = [tuple(max(2, int(scale * n)) for n in group) for group in _COMPLETIONS]
-        batches = [rows_of([(drawn(max(1, int(scale * n))), []) for n in _PROMPTS], lengths)]
-        long = long if limit is None else min(long, limit - max(_LONG_COMPLETIONS))
-        prompts: list[tuple[torch.Tensor, list[Any]]] = [(drawn(long), [])] if long > max(_PROMPTS) else []
-    else:
+    if processor is not None:
         image = torch.randint(256, (32, 64, 3), generator=generator, dtype=torch.uint8)
-        batches = [rows_of([_prepared(processor, _WORDS, image), _prepared(processor, _WORDS)], list(_COMPLETIONS))]
-        prompts = [_prepared(processor, _WORDS * (1 + long // 15))] if long else []
-    return [*batches, rows_of(prompts, [_LONG_COMPLETIONS])] if prompts else batches
+        prompts = [_prepared(processor, _TEXT, image), _prepared(processor, _TEXT)]
+        long_prompts = [_prepared(processor, _TEXT * (1 + long // 15))] if long else []
+        return [_rows(part, drawn, processor=processor) for part in (prompts, long_prompts) if part]
+    shorter = 1.0 if limit is None else min(1.0, limit / (max(_PROMPTS) + max(map(max, _COMPLETIONS))))
+    batches = [_rows([(drawn(max(1, int(n * shorter))), []) for n in _PROMPTS], drawn, shorter)]
+    if limit is not None:
+        long = min(long, limit - max(_AFTER_LONG))
+    return [*batches, _rows([(drawn(long), [])], drawn)] if long > max(_PROMPTS) else batches
+
+
+def _rows(
+    prompts: Sequence[_Prompt],
+    drawn: Callable[[int], torch.Tensor],
+    shorter: float = 1.0,
+    processor: PromptProcessor | None = None,
+) -> TokenRows:
+    """Rows of several prompts, or of a long one; completions are `shorter` by a factor, but two tokens at least."""
+    lengths = [
+        (n, length) for n, group in enumerate(_COMPLETIONS if len(prompts) > 1 else [_AFTER_LONG]) for length in group
+    ]
+    groups, completions = [n for n, _ in lengths], [max(2, int(length * shorter)) for _, length in lengths]
+    parts = [part for n, length in zip(groups, completions, strict=True) for part in (prompts[n][0], drawn(length))]
+    same = [before == after for before, after in pairwise(groups)]
+    images = None if processor is None else RowImages(groups, lambda number: prompts[number][1], processor)
+    return TokenRows(torch.cat(parts), [len(prompts[n][0]) for n in groups], completions, same, images)
 
 
 def _text_ids(config: Any, tokenizer: Any) -> list[int]:
-    """The ids of a vocabulary that stand for text: not special or added tokens, nor those that stand for images."""
+    """The ids of a vocabulary that stand for text, not for special tokens, added tokens or images."""
     text = config.get_text_config()
     settings = (vars(config) | vars(text)).items()
     special = {value for name, value in settings if re.search("_token_(id|index)$", name) and isinstance(value, int)}
@@ -73,10 +82,9 @@ def _text_ids(config: Any, tokenizer: Any) -> list[int]:
 
 
 def _longest_row(config: Any) -> int | None:
-    """Tokens of the longest row that a model takes, before its rotary frequencies change; None without a limit."""
-    text = config.get_text_config()
-    limits = [covered_length(config), getattr(text, "original_max_position_embeddings", None)]
-    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+    """The longest row that a model takes before its rotary frequencies change, in tokens; None without a limit."""
+    original = getattr(config.get_text_config(), "original_max_position_embeddings", None)
+    return min((limit for limit in (covered_length(config), original) if isinstance(limit, int)), default=None)
 
 
 def _longest_window(config: Any) -> int:
@@ -86,10 +94,7 @@ def _longest_window(config: Any) -> int:
     return max((width for width in widths if width <= _LONGEST_WINDOW), default=0)
 
 
-def _prepared(
-    processor: PromptProcessor, text: str, image: torch.Tensor | None = None
-) -> tuple[torch.Tensor, list[Any]]:
-    """The token ids of a prompt, and its images."""
+def _prepared(processor: PromptProcessor, text: str, image: torch.Tensor | None = None) -> _Prompt:
     row: dict[str, Any] = {"prompt": [{"role": "user", "content": text}]}
     if image is not None:
         from PIL import Image  # not installed where only text is trained on

@@ -25,6 +25,7 @@ from torch import nn
 from .. import compat
 from ..errors import ConfigError, RolloutError
 from ..runtime.collectives import gather_lists
+from ..view import TrainerView
 from .vllm_replay import mask_bound
 
 # fields of PEFT's LoraConfig that may have any value: vLLM reads them, or they do not change an adapter's output
@@ -220,13 +221,13 @@ def _copy_of(parameter: Any) -> Any:
     return copy.deepcopy(parameter)  # bitsandbytes' kinds, whose merge assigns a new one
 
 
-def versions_of(trainer: Any, client: Any | None) -> AdapterVersions | None:
+def versions_of(view: TrainerView, client: Any | None) -> AdapterVersions | None:
     """The versions of an adapter that is sent by itself (`client`: to a server); None where weights are sent.
 
     Raises:
         ConfigError: `vllm_lora=True`, and vLLM cannot serve the adapter.
     """
-    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    args, model = view.args, view.policy
     if args.vllm_lora is False or (args.vllm_lora is None and client is None):
         return None
     if client is not None:
@@ -241,7 +242,7 @@ def versions_of(trainer: Any, client: Any | None) -> AdapterVersions | None:
         return None
     (run, *_) = gather_lists([uuid.uuid4().hex[:8]])
     if client is not None:
-        return AdapterVersions(Path(args.output_dir) / "vllm_adapter", run, client)
+        return AdapterVersions(Path(str(args.output_dir)) / "vllm_adapter", run, client)
     folder = Path(tempfile.mkdtemp(prefix="grpo-ext-adapter-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return AdapterVersions(folder, run)

@@ -114,13 +114,13 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
 
 def test_the_plan_says_which_form_runs_and_why(tmp_path, capsys):
     make(tmp_path, architecture("lfm2"), max_steps=1)._keeper.announce()
-    why = r"\(no packs: Lfm2ForCausalLM has layers of another kind \(conv\)\)\n"
+    why = r"\(no packs: Lfm2ForCausalLM has layers that packs do not support \(conv\)\)\n"
     assert re.search(f"  forward +shared prefixes: .* {why}", capsys.readouterr().out)
 
 
-def test_a_form_that_is_found_out_not_to_work_is_said(tmp_path, caplog):
+def test_a_refused_form_is_warned_of(tmp_path, caplog):
     make(tmp_path, tiny_model("nemotron", bos_token_id=1), max_steps=1).train()
-    assert caplog.text.count("Completions do not run as planned: shared prefixes: ") == 1
+    assert caplog.text.count("The best form of the forward was refused; completions run as shared prefixes: ") == 1
     assert "(no packs: " in caplog.text
 
 

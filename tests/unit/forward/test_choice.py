@@ -219,7 +219,7 @@ def test_rows_that_cannot_be_made_or_numbers_that_are_not_finite_refuse_a_form(m
     chosen, _ = choosing(monkeypatch, [])
     model = model_of("qwen2")
     chosen.compare(model, lambda policy: [][0])
-    assert "no rows to compare it on could be made (IndexError: " in caplog.text
+    assert "rows to compare it on could not be made (IndexError: " in caplog.text
     model.lm_head.weight.data[:] = torch.nan
     assert "are not finite" in str(why_no_packs(model, "float32"))
 
