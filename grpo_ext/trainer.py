@@ -50,8 +50,9 @@ from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
-from .runtime.collectives import leave_in_order, refused_alone
+from .runtime.collectives import UsersAccelerator
 from .runtime.determinism import align_memory, computing_with, pinned
+from .runtime.leaving import leave_in_order
 from .step.evaluation import PassAtK
 from .step.gradients import accumulating, replicate
 from .step.loss import assemble_loss
@@ -183,6 +184,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Like TRL's method, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
+        self.accelerator = UsersAccelerator.of(self.accelerator)
         reduce_in_float32(self.accelerator)
         if self.is_fsdp_enabled:
             compat.forget_absent_layers(base_model_of(self.model))
@@ -445,7 +447,6 @@ class GRPOTrainer(trl.GRPOTrainer):
                 compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),
                 computing_with(self._rollouts.divide_threads()),
-                refused_alone(self.accelerator),
                 self._keeper.running(checkpoint),
                 contextlib.closing(self._rollouts),
             ):

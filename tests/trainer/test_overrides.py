@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import logging
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import trl
-from accelerate import Accelerator
 from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
@@ -20,7 +18,7 @@ from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts import batch, rollout_func
-from grpo_ext.runtime.collectives import uneven_collectives
+from grpo_ext.runtime.collectives import UsersAccelerator, uneven_collectives
 from grpo_ext.step.settings import step_settings_of
 from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build, learns_as_in_trl
@@ -196,15 +194,16 @@ def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
         trainer.train()
 
 
-def test_a_hook_that_processes_call_differently_often_may_not_gather():
-    accelerator: Any = Mock(num_processes=2)
+def test_a_hook_that_processes_call_differently_often_may_not_gather(monkeypatch):
+    accelerator = UsersAccelerator(cpu=True)
+    monkeypatch.setattr(UsersAccelerator, "num_processes", 2)
     with uneven_collectives(accelerator, refused_in="_generate_single_turn"):
         for method in (accelerator.gather, accelerator.reduce, accelerator.gather_for_metrics):
             with pytest.raises(RolloutError, match="_turn gathers, and"):
                 method(torch.ones(1))
-    alone: Any = Accelerator(cpu=True)
-    with uneven_collectives(alone, refused_in="_generate_single_turn"):
-        assert alone.gather(torch.ones(1)) == 1
+    monkeypatch.undo()
+    with uneven_collectives(accelerator, refused_in="_generate_single_turn"):
+        assert accelerator.gather(torch.ones(1)) == 1
 
 
 def test_a_field_of_one_process_alone_is_refused(monkeypatch):
