@@ -7,10 +7,9 @@ together (forward.forms). Shapes: B rows, N tokens, S completion tokens, T colum
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -136,20 +135,3 @@ def in_columns(values_S: torch.Tensor, places_2S: torch.Tensor, rows: int, width
     row_S, column_S = places_2S
     empty = values_S.new_zeros(rows * width)
     return empty.index_copy(0, row_S * width + column_S, values_S).view(rows, width)
-
-
-def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token ids and attention mask (B, L) of prompts and completions, from TRL's dictionary."""
-    ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
-    return ids, mask
-
-
-class Unchanged:
-    """Detects whether tensors were replaced or written to."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._before = [(tensor, tensor._version) for tensor in tensors]
-
-    def are(self, *tensors: torch.Tensor) -> bool:
-        """Whether these are the same tensors, in order, unchanged since."""
-        return all(t is before and t._version == version for t, (before, version) in zip(tensors, self._before))

@@ -22,6 +22,7 @@ from ..algorithms.losses import RatioRule
 from ..batching.micro_batches import Form
 from ..forward.architecture import base_model_of
 from ..forward.images import PromptProcessor
+from ..forward.override import OverridableRunner
 from ..forward.routing import Router, routers_of
 from ..forward.runner import ForwardRunner
 from ..precision.half import as_in_training
@@ -58,7 +59,7 @@ CHANGE_ROWS = (SCORE, "_generate")
 _RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
 
 
-def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Rollouts]:
+def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[OverridableRunner, Rollouts]:
     """The runner of the forwards of a run, and the source of its rollout batches."""
     images, refused = ImageSource(), dict[Form, str]()
     if isinstance(trainer.processing_class, ProcessorMixin):
@@ -71,7 +72,8 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[ForwardRunner, Roll
             refused["prefix"] = "tools and environments may show images after the prompt"
         images.carry_images = later_images or any(map(trainer._override_of, CHANGE_ROWS))
     override = functools.partial(trainer._override_of, LOGPS)
-    forwards = ForwardRunner(trainer.accelerator, trainer.args, refused, suppressed_in(trainer), override)
+    suppressed = suppressed_in(trainer)
+    forwards = OverridableRunner(trainer.accelerator, trainer.args, refused, suppressed, override=override)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or trainer.args.bitwise_invariant))
     worker = _worker(trainer, images, forwards, memory, clock)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class RunState:
             },
             losses=trainer._losses,
             limits={
-                "window": asdict(trainer._step_planner.limits),
+                "window": trainer._step_planner.state_dict(),
                 "scoring": trainer._forwards.memory.limit,
                 "generation": rollouts.memory.limit,
                 "device": _conditions(trainer),
@@ -87,7 +87,7 @@ class RunState:
     def restore_limits(self, trainer: Any) -> None:
         """Adopt the sizes that fit, where device and configuration are the same; else the configured ones run first."""
         if self.limits.get("device") in (None, _conditions(trainer)):
-            trainer._step_planner.limits.restore(**self.limits["window"])
+            trainer._step_planner.load_state_dict(self.limits["window"])
             trainer._forwards.memory.limit = self.limits["scoring"]
             trainer._rollouts.memory.limit = self.limits["generation"]
 

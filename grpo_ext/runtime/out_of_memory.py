@@ -6,9 +6,9 @@ smaller size is layout, so the update stays the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -104,6 +104,14 @@ class Halving:
             )
         return results
 
+    def state_dict(self) -> dict[str, int | None]:
+        """The size that fits, for a checkpoint."""
+        return {"limit": self.limit}
+
+    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
+        """Adopt a checkpoint's size."""
+        self.limit = state["limit"]
+
 
 @dataclass
 class MicroBatchLimits:
@@ -140,8 +148,13 @@ class MicroBatchLimits:
             f"Memory ran out {self.failures} time(s). What fits here: per_device_train_batch_size={self.rows}{tokens}"
         )
 
-    def restore(self, rows: int, tokens: int | None, failures: int) -> None:
+    def state_dict(self) -> dict[str, int | None]:
+        """The sizes, for a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Adopt a checkpoint's sizes where they are smaller, because memory ran out with larger ones."""
-        if failures:
-            self.rows, self.failures = min(self.rows, rows), failures
-            self.tokens = min((size for size in (self.tokens, tokens) if size is not None), default=None)
+        if state["failures"]:
+            self.rows, self.failures = min(self.rows, state["rows"]), state["failures"]
+            sizes = [size for size in (self.tokens, state["tokens"]) if size is not None]
+            self.tokens = min(sizes, default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,20 +89,42 @@ def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:
     return total if kind == "total" else total / count if count else math.nan
 
 
-def token_counts(sizes: StepSizes, rows: Sequence[int], plan: Sequence[MicroBatch], form: Form) -> tuple[int, int, int]:
-    """Tokens of a step.
+@dataclass(frozen=True)
+class StepPlan:
+    """Which completions of a step run, and in which micro-batches of this process."""
+
+    sizes: StepSizes  # of all completions of the step
+    rows: Sequence[int]  # the completions that run, on all processes; the others add nothing to the step
+    micro_batches: Sequence[MicroBatch]  # of this process
+    form: Form
+
+    def tokens(self, part: MicroBatch) -> int:
+        """Tokens that the forward of a micro-batch holds."""
+        return self.sizes.tokens(part.rows, self.form)
+
+    def token_counts(self) -> tuple[int, int, int]:
+        """Unique tokens of the whole step; tokens that this process's forwards hold; and how many are padding."""
+        parts = [part.rows for part in self.micro_batches if part.weight]
+        computed = real = sum(self.sizes.tokens(part, self.form) for part in parts)
+        if self.form != "packed":
+            pieces = [[row] for part in parts for row in part] if self.form == "padded" else parts
+            real = sum(self.sizes.tokens(piece, "packed") for piece in pieces)
+        return self.sizes.tokens(self.rows, "packed"), computed, computed - real
+
+
+def log_values(plan: StepPlan, metrics: StepMetrics, seconds: Mapping[str, float]) -> dict[str, float]:
+    """The logged values of a step. Counts and sums are the same on every process; seconds and rates are not.
 
     Args:
-        rows: those of the whole step that are run.
-        plan: the micro-batches of this process.
-
-    Returns:
-        Unique tokens of the whole step (each prompt once, each completion); tokens that this process's forwards hold;
-        and those among them that are padding.
+        seconds: of the phases of the step, by name.
     """
-    batches = [part.rows for part in plan if part.weight]
-    computed = sum(sizes.tokens(batch, form) for batch in batches)
-    # rows that repeat no prompt
-    sharing = [[row] for batch in batches for row in batch] if form == "padded" else batches
-    real = computed if form == "packed" else sum(sizes.tokens(batch, "packed") for batch in sharing)
-    return sizes.tokens(rows, "packed"), computed, computed - real
+    useful, computed, padding = plan.token_counts()
+    metrics.add_total("computed", float(computed), 1.0)
+    metrics.add_total("padding", float(padding), 1.0)
+    values = metrics.reduce()
+    computed_anywhere, padding_anywhere = values.pop("computed"), values.pop("padding")
+    duplicates = max(computed_anywhere - padding_anywhere - useful, 0.0)
+    values["layout/padding_share"] = padding_anywhere / max(computed_anywhere, 1.0)
+    values["layout/duplicate_share"] = duplicates / max(computed_anywhere, 1.0)
+    values["layout/useful_tokens_per_second"] = useful / max(seconds.get("train", 0.0), 1e-9)
+    return values | {f"time/{name}": value for name, value in seconds.items()}

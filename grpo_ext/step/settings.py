@@ -30,7 +30,7 @@ class StepSettings:
     top_entropy_quantile: float  # share of the tokens with the highest entropy that carry loss; 1: all
     router: bool  # a MoE model's load-balancing loss is added
     experts_per_token: int  # of a MoE model
-    custom_loss: bool  # the user overrides the loss, so a micro-batch holds its images too
+    in_trl_form: bool  # the user overrides the loss or log-probabilities: micro-batches have all of TRL's columns
     equal_counts: bool  # code of the user runs in every micro-batch, and may hold collectives
     training: bool  # False in an evaluation
 
@@ -39,6 +39,7 @@ def step_settings_of(trainer: Any) -> StepSettings:
     """The settings of a step as they are now."""
     training, quantile, router = trainer.model.training, trainer.top_entropy_quantile, trainer.aux_loss_enabled
     custom_loss = any(map(trainer._override_of, ("compute_loss", "_compute_loss")))
+    in_trl_form = custom_loss or trainer._forwards.override() is not None
     # terms that are not zero at advantage 0; "vespo" logs a weight of every sequence
     always_adds = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or router or quantile < 1.0
     always_adds = always_adds or custom_loss or trainer.loss_type == "vespo"
@@ -47,8 +48,8 @@ def step_settings_of(trainer: Any) -> StepSettings:
         top_entropy_quantile=quantile,
         router=router,
         experts_per_token=experts_per_token(trainer.model),
-        custom_loss=custom_loss,
-        equal_counts=custom_loss or trainer._forwards.override() is not None or has_own_hooks(trainer.model),
+        in_trl_form=in_trl_form,
+        equal_counts=in_trl_form or has_own_hooks(trainer.model),
         training=training,
     )
 

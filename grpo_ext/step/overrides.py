@@ -1,0 +1,182 @@
+"""The detour of a micro-batch through a user's `compute_loss` or `_compute_loss`, in TRL's dictionary.
+
+Inside a loss every dictionary that reaches `_compute_loss` belongs to the micro-batch in progress, which is kept here
+because TRL's signature has no place for it. Tensors that an override passes on unchanged run as its rows; other rows,
+tokens and masks are used as they are and counted as TRL counts them. Outside a loss a dictionary is a whole step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..algorithms.losses import StepCounts
+from ..batching.micro_batches import MicroBatch
+from ..batching.sizes import group_numbers
+from ..errors import ConfigError
+from ..forward.override import Unchanged, padded_ids_and_mask
+from ..forward.rows import TokenRows
+from ..forward.runner import ForwardRunner
+from ..rollouts.batch import SAMPLER_LOGPS
+from ..rollouts.images import ImageSource
+from .inputs import LossInputs
+from .loss import active_tokens
+from .metrics import StepMetrics
+from .settings import StepSettings
+from .statistics import MicroBatchStatistics, StepContext, loss_mask, set_statistics, step_counts
+
+
+def _tokens(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tokens and masks that a forward reads."""
+    return [inputs[name] for name in ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")]
+
+
+def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Tells which tokens carry loss, and how much, (B, T): 1 + id times the mask."""
+    return (inputs["completion_ids"] + 1) * loss_mask(inputs)
+
+
+class _Call:
+    """A loss in progress: its micro-batch, and what was handed to the override."""
+
+    def __init__(self, micro_batch: LossInputs, inputs: Mapping[str, Any], training: bool) -> None:
+        self.micro_batch, self.training = micro_batch, training
+        self.tokens = Unchanged(*_tokens(inputs))
+        self.tool_mask = Unchanged(inputs.get("tool_mask", inputs["completion_mask"]))
+        self.loss_tokens_BT = _loss_tokens(inputs)
+
+    def same_tokens(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a forward reads the tensors that were handed over."""
+        return self.tokens.are(*_tokens(inputs))
+
+    def same_masks(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a loss reads them too."""
+        return self.same_tokens(inputs) and self.tool_mask.are(inputs.get("tool_mask", inputs["completion_mask"]))
+
+
+@dataclass
+class LossOverrides:
+    """Hands micro-batches to a user's loss, and takes back what it passes on to `super()`."""
+
+    forwards: ForwardRunner
+    images: ImageSource
+    _call: _Call | None = None
+
+    @contextmanager
+    def calling(self, micro_batch: LossInputs, args: Any, training: bool) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Inside, a micro-batch is in progress; yields TRL's dictionary of it, and `args` with its sizes."""
+        inputs = self._dictionary(micro_batch, training)
+        self._call = _Call(micro_batch, inputs, training)
+        try:
+            yield inputs, args_in_loss(args, micro_batch, training)
+        finally:
+            self._call = None
+
+    def _dictionary(self, micro_batch: LossInputs, training: bool) -> dict[str, Any]:
+        counts, rows, accelerator = micro_batch.step.counts, micro_batch.rows, self.forwards.accelerator
+        # TRL's loss divides it by the processes, and in training by the steps of a rollout batch
+        steps = self.forwards.args.geometry.steps_per_rollout if training else 1
+        items = (counts.items or counts.tokens) * accelerator.num_processes * steps
+        inputs = {name: column for name, column in micro_batch.columns.items() if name != SAMPLER_LOGPS}
+        inputs["num_items_in_batch"] = torch.tensor(float(items), device=accelerator.device)
+        if rows.images is not None:
+            ids, _ = padded_ids_and_mask(inputs)
+            inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
+        return inputs
+
+    def in_progress(self, inputs: dict[str, Any]) -> LossInputs | None:
+        """The micro-batch in progress, with the rows and columns of this dictionary; None outside a loss."""
+        if (call := self._call) is None:
+            return None
+        rows = call.micro_batch.rows if call.same_tokens(inputs) else self._rows_of(inputs, call.training)
+        return replace(call.micro_batch, rows=rows, columns=inputs)
+
+    def as_step(self, model: Any, inputs: dict[str, Any], num_generations: int, settings: StepSettings) -> LossInputs:
+        """A batch of the user's own, which begins with a whole group, counted as a step of its own."""
+        rows, mask, top_k = self._rows_of(inputs, settings.training), loss_mask(inputs), settings.experts_per_token
+        whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), num_generations)
+        metrics = StepMetrics(self.forwards.accelerator.device)
+        step = StepContext(step_counts(mask.sum(1).tolist(), groups), metrics, top_k=top_k)
+        if settings.top_entropy_quantile < 1.0:
+            with torch.no_grad():
+                scores = self.forwards.micro_batch_log_probs(model, inputs, rows, settings.router)
+            set_statistics(step, [MicroBatchStatistics(whole, scores.entropies, mask)], settings.top_entropy_quantile)
+        return LossInputs(step, whole, groups, rows, inputs)
+
+    def _rows_of(self, inputs: Mapping[str, Any], training: bool) -> TokenRows:
+        """The tokens of a dictionary that a user built or changed, read from its tensors.
+
+        Raises:
+            ConfigError: sampling masks or experts are replayed, and those of these tokens are not known.
+        """
+        self.forwards.args.replay.refuse_other_tokens(
+            "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
+        )
+        images = self.images.of_batch(inputs, training)
+        return TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
+
+    def counted(self, micro_batch: LossInputs, entropies_BT: torch.Tensor) -> LossInputs:
+        """A micro-batch with the counts of the tokens that an override passes on.
+
+        The same tokens keep the counts of the step. The means of other ones are over these tokens, divided by
+        `accumulation_steps`, as TRL's are.
+        """
+        if (call := self._call) is None:
+            return micro_batch
+        given, inputs = call.micro_batch, micro_batch.columns
+        by_sampler = {name: column for name, column in given.columns.items() if name == SAMPLER_LOGPS}
+        if call.same_masks(inputs):
+            return replace(micro_batch, columns=inputs | by_sampler)
+        both = before_BT, after_BT = call.loss_tokens_BT, _loss_tokens(inputs)
+        width, rows = max(before_BT.size(1), after_BT.size(1)), len(after_BT)
+        before_BT, after_BT = (torch.nn.functional.pad(part_BT, (0, width - part_BT.size(1))) for part_BT in both)
+        same_rows = rows == len(before_BT)
+        if same_rows and bool((before_BT == after_BT).all()):
+            same_width = both[0].size(1) == both[1].size(1)
+            return replace(micro_batch, columns=inputs | by_sampler) if same_width else micro_batch
+        step, steps, mask_BT = given.step, given.accumulation_steps, loss_mask(inputs)
+        active_BT = active_tokens(mask_BT, entropies_BT, step.entropy_threshold)
+        tokens, active = (float(part_BT.sum().clamp(min=1)) * steps for part_BT in (mask_BT, active_BT))
+        counts = StepCounts(rows * steps, tokens, active, items=step.counts.items or step.counts.tokens)
+        masked = same_rows and int(inputs["completion_mask"].sum()) != len(given.rows.targets())
+        share, router_rows = None if masked else step.expert_share, step.router_rows * rows / len(before_BT)
+        step = replace(step, counts=counts, router_rows=router_rows, expert_share=share)
+        return replace(micro_batch, step=step, groups=(0,) * rows)
+
+
+@functools.cache
+def _kind_in_loss(kind: type) -> type:
+    def accumulation(view: Any) -> Any:
+        steps, rows = view.micro_batch.accumulation_steps, view.per_device_train_batch_size
+        if view.training and steps % 1:
+            raise ConfigError(
+                f"args.gradient_accumulation_steps is {steps:g} for this micro-batch of {rows} completions; use "
+                "self.current_gradient_accumulation_steps, which may be a fraction, or sizes that divide the step."
+            )
+        return steps
+
+    def phases(view: Any) -> Any:  # no error: TRL's own loss divides by it
+        return view.micro_batch.accumulation_steps * view.geometry.steps_per_rollout
+
+    def reduced(view: Any, protocol: Any) -> Any:
+        plain: Any = object.__new__(kind)
+        plain.__dict__ = view.__dict__
+        return plain.__reduce_ex__(protocol)
+
+    rows = property(lambda view: len(view.micro_batch.groups))
+    sizes = {"gradient_accumulation_steps": property(accumulation), "steps_per_generation": property(phases)}
+    sizes["per_device_train_batch_size"] = rows
+    stands_for = {"__class__": property(lambda view: kind), "__reduce_ex__": reduced}  # copied and pickled as it
+    return type(kind.__name__, (kind,), {**sizes, **stands_for, "__slots__": ("micro_batch", "training")})
+
+
+def args_in_loss(args: Any, micro_batch: LossInputs, training: bool) -> Any:
+    """`args`, in which sizes mean for a micro-batch what they mean in TRL; all else is read and written in `args`."""
+    view: Any = object.__new__(_kind_in_loss(args.__class__))
+    view.__dict__, view.micro_batch, view.training = args.__dict__, micro_batch, training
+    return view
