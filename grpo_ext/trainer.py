@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from . import compat
 from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader, make_loader
+from .batching.sizes import BatchGeometry
 from .checks.model import refuse_frozen
 from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .config import GRPOConfig
@@ -38,10 +39,10 @@ from .forward.quantised import keep_4bit_weights, train_in_float32, trained_valu
 from .forward.reference import reference_loader, use_reference
 from .forward.routing import install_routers
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
-from .rollouts.batch import RolloutBatch
-from .rollouts.build import build_rollouts, sampling_config, terms_of
-from .rollouts.build_ahead import sample_ahead
+from .rollouts.ahead import divide_threads
+from .rollouts.build import build_rollouts
 from .rollouts.decoding import without_router_logits
+from .rollouts.trl_methods import TrlMethods
 from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
 from .run.completions import completions_logged
@@ -60,6 +61,7 @@ from .step.metrics import log_values
 from .step.optimizer_step import StepPlanner
 from .step.overrides import LossOverrides
 from .step.settings import loss_config_of, step_settings_of
+from .view import TrainerView
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
@@ -143,40 +145,41 @@ class GRPOTrainer(trl.GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        self._view = TrainerView(self, GRPOTrainer)
         train_in_float32(self.model, adapters)
         if reference is not None:
-            use_reference(reference, self, config)
+            use_reference(reference, self._view, config)
         self._build(config, args)
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """Build the components, and check what is known once they are there."""
-        self._losses: list[float] = []  # of all steps
         self._clock = PhaseClock()
-        self.geometry = config.geometry
-        self.args.steps_per_generation = self.geometry.steps_per_rollout
+        self.args.steps_per_generation = config.geometry.steps_per_rollout
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         if self.args.replay.experts:
             install_routers(base_model_of(self.model))
-        self._forwards, self._rollouts = build_rollouts(self, self._clock)
+        self._forwards, self._rollouts = build_rollouts(
+            self._view, self._clock, max_tokens=lambda: self._step_planner.limits.tokens
+        )
+        self._trl_methods = TrlMethods(self._view, self._rollouts)
         images, multiple = self._rollouts.images, self._forwards.multiple
         self._step_planner = StepPlanner(
-            accelerator=self.accelerator,
-            args=self.args,
             forwards=self._forwards,
             clock=self._clock,
             collation=Collation(images, self._rollouts.worker.settings.pad, multiple, self.accelerator.device),
             cost=token_cost(base_model_of(self.model)),
         )
         self._loss_overrides = LossOverrides(self._forwards, images)
-        self._keeper = RunKeeper(self, user_args)
+        self._pass_at_k = PassAtK(self.args)
+        parts = self._rollouts, self._forwards, self._step_planner.limits, self._pass_at_k
+        self._keeper = RunKeeper(self._view, user_args, *parts)
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
-        self._pass_at_k = PassAtK(self.args)
-        self._uncovered = check_trainer(self, config)
+        self._uncovered = check_trainer(self._view, self._rollouts, config)
         if config.reward_workers:
-            self._rollouts.worker.rewards.pack_functions(terms_of(self).rewards)
+            self._rollouts.worker.rewards.pack_functions(self._rollouts.reader.reward_functions())
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
@@ -196,6 +199,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         model = super()._wrap_model(model, training, dataloader)
         return replicate(self.accelerator, model) if training else model
 
+    @property
+    def geometry(self) -> BatchGeometry:
+        """The batch sizes of the run."""
+        return self._keeper.geometry
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per optimizer step over all processes, for the Trainer's reports."""
         return self.geometry.global_batch_size
@@ -207,7 +215,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             dataset = self._remove_unused_columns(dataset, description="Training")
         slices = self._rollouts.slices(self.num_generations)
         loader = make_loader(dataset, slices, self.args, bool(self.shuffle_dataset))
-        self._rollouts.steps = loader.dataset
+        self._rollouts.rounds.steps = loader.dataset
         self._rollouts.images.prompts[True] = getattr(loader.dataset, "prompts", None)  # a stream has none
         return loader
 
@@ -237,8 +245,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
-        completions = self._completions_of(inputs)
-        settings = step_settings_of(self)
+        completions = self._prepare_inputs(inputs)
+        settings = step_settings_of(self._view)
         # more than one where memory runs out, each with smaller micro-batches
         for attempt in self._step_planner.attempts(model, completions, settings):
             with attempt.running():
@@ -250,21 +258,12 @@ class GRPOTrainer(trl.GRPOTrainer):
                             backward(self._loss_of(model, micro_batch))
         loss = self._log_step(log_values(attempt.plan, step.metrics, self._clock.take()))
         attempt.refuse_not_finite(loss, self.state.global_step + 1, step, functools.partial(self._loss_of, model))
-        self._losses.append(loss)
+        self._keeper.losses.append(loss)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
-
-    def _completions_of(self, inputs: Any) -> RolloutBatch:
-        """The completions of a step; with a lag, further rollout batches are sampled while it trains."""
-        sample_ahead(self, only_due=self.args.dynamic_sampling)
-        completions = self._prepare_inputs(inputs)
-        sample_ahead(self)
-        if self._rollouts.ahead is not None:
-            self._metrics["train"]["sampling/staleness"].append(self.state.global_step - self._rollouts.sampled_at)
-        return completions
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -273,7 +272,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         apart = assigned(self._clock, seconds=PhaseClock().seconds)  # only phases of training are logged
         with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names(), apart:
             completions = self._prepare_inputs(inputs)
-            for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self)):
+            for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self._view)):
                 with attempt.running():
                     step = attempt.measure(self.model)
                     for micro_batch in self._with_events(attempt.micro_batches(step)):
@@ -291,7 +290,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """Like transformers' method, with pass@k and mean@k of the whole set, under its prefix; for `predict` too."""
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        with self._keeper.saving_on_failure():
+        with self._keeper.saving_on_failure(lambda: self._save_checkpoint(self.model, None)):
             output: Any = super().evaluation_loop(dataloader, *options)
         pass_metrics = self._pass_at_k.metrics(self.num_generations_eval) if len(dataloader) else {}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pass_metrics.items()})
@@ -305,9 +304,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
-        batch = self._rollouts.completions_of(StepRows.checked(generation_batch), terms_of(self))
-        if (terms := self._rollouts.scored_by) is not None and not terms.training:
-            self._pass_at_k.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
+        batch = self._rollouts.completions_of(StepRows.checked(generation_batch))
+        if not self.model.training and (scored := self._rollouts.scored) is not None:
+            rewards = scored.settings.rewards
+            self._pass_at_k.observe(scored.rewards_BF, rewards.weights_F, rewards.functions.names)
         return batch
 
     def _with_events(self, micro_batches: Iterator[LossInputs]) -> Iterator[LossInputs]:
@@ -333,7 +333,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """TRL's: the part of the loss of the step that a dictionary adds; outside a step, one that is a whole step."""
         if (micro_batch := self._loss_overrides.in_progress(inputs)) is None:
-            group_size, settings = self._group_size, step_settings_of(self)
+            group_size, settings = self._group_size, step_settings_of(self._view)
             micro_batch = self._loss_overrides.as_step(self.model, inputs, group_size, settings)
         return self._assembled_loss(model, micro_batch)
 
@@ -341,7 +341,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         columns, rows = micro_batch.columns, micro_batch.rows
         scores = self._forwards.micro_batch_log_probs(model, columns, rows, self.aux_loss_enabled)
         counted = self._loss_overrides.counted(micro_batch, scores.entropies)
-        return assemble_loss(loss_config_of(self), counted, scores)
+        return assemble_loss(loss_config_of(self._view), counted, scores)
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""
@@ -382,25 +382,23 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's: rows of this process -> its padded dictionary, with advantages over the whole rollout batch."""
-        return self._rollouts.score(inputs, terms_of(self))
+        return self._trl_methods.score(inputs)
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's tuple of eight; called outside a user's `_generate`, TRL's own method."""
-        worker = self._rollouts.worker
-        return super()._generate(prompts) if worker.active_rollout is None else worker.generate_for_trl(prompts)
+        generated = self._trl_methods.generate(prompts)
+        return super()._generate(prompts) if generated is None else generated
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """TRL's: of rows of this process, the rewards of all processes (B, F), in global order."""
-        return self._rollouts.rewards((inputs, prompts, completions, completion_ids_list), terms_of(self))
+        return self._trl_methods.rewards(inputs, prompts, completions, completion_ids_list)
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
         """TRL's; called by a user's `_generate_single_turn`, this trainer's engine."""
-        worker = self._rollouts.worker
-        if worker.active_chunk is not None and not self.use_transformers_continuous_batching:
-            config = None if self.use_vllm else sampling_config(self)
-            return worker.turn_for_trl(prompt_ids, images, config, self._group_size)
+        if (sampled := self._trl_methods.turn(prompt_ids, images)) is not None:
+            return sampled
         return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def trl_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -436,18 +434,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
         refuse_frozen(self.model)
-        self._rollouts.forget_rollout()
-        self._losses = []
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.release_folder)
             if (reward_workers := self._rollouts.worker.rewards.workers) is not None:
                 ending.callback(reward_workers.kill)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
-            warn_before_training(self, self._uncovered)
+            threads = divide_threads(self.args, self.accelerator.device)
+            self._rollouts.begin(self.geometry, threads.sampling)
+            warn_before_training(self._view, self._rollouts, self._uncovered)
             with (
                 compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),
-                computing_with(self._rollouts.divide_threads()),
+                computing_with(threads.training),
                 refused_alone(self.accelerator),
                 self._keeper.running(checkpoint),
                 contextlib.closing(self._rollouts),
@@ -463,9 +461,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""
         if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
             logs |= scaler.report()
-        if self._losses and "train_loss" in logs:
-            logs["train_loss"] = math.fsum(self._losses) / len(self._losses)
-        with completions_logged(self):
+        if (losses := self._keeper.losses) and "train_loss" in logs:
+            logs["train_loss"] = math.fsum(losses) / len(losses)
+        with completions_logged(self._view):
             super().log(logs, start_time)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -528,7 +526,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
         final, push = self._checkpoint_folder(trial), self.args.push_to_hub
-        with self._keeper.writing(final, self.state), assigned(self.args, push_to_hub=False):
+        with self._keeper.writer.writing(final), assigned(self.args, push_to_hub=False):
             super()._save_checkpoint(model, trial)
         if push:  # once the checkpoint has its final name
             self._push_from_checkpoint(str(final))
@@ -538,12 +536,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             folder = Path(str(self.args.output_dir)).resolve()
-            saved = "" if self._keeper.output_dir is None else f"/{self._checkpoint_folder(None).name}"
+            saved = "" if self._keeper.writer.output_dir is None else f"/{self._checkpoint_folder(None).name}"
             complete_card(folder, self.hub_model_id or f"{folder.name}{saved}", self.model, self.processing_class)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Like transformers' method; while a checkpoint is written, the folder in which it becomes whole."""
-        return self._keeper.output_dir or super()._get_output_dir(trial)
+        return self._keeper.writer.output_dir or super()._get_output_dir(trial)
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

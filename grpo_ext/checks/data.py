@@ -13,9 +13,10 @@ from ..errors import ConfigError, DataError
 from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, settle_rope
-from ..rollouts.build import CHANGE_ROWS, all_end_tokens, chat_of, overridden
 from ..rollouts.chat import Chat, check_prompt
 from ..rollouts.keyed import NEW_TOKENS
+from ..rollouts.settings import CHANGE_ROWS, all_end_tokens, chat_of
+from ..view import TrainerView
 from .model import refuse
 
 
@@ -173,43 +174,43 @@ def check_images(dataset: Any, prepare: Any) -> None:
             )
 
 
-def check_tokens(trainer: Any) -> None:
+def check_tokens(view: TrainerView) -> None:
     """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
-    chat, pad, ends = chat_of(trainer), trainer._rollouts.worker.settings.pad, all_end_tokens(trainer)
-    for token in {*ends, *(() if trainer.use_vllm else (pad,))}:  # vLLM pads nothing
+    chat, pad, ends = chat_of(view), view.tokenizer.pad_token_id, all_end_tokens(view)
+    for token in {*ends, *(() if view.use_vllm else (pad,))}:  # vLLM pads nothing
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
         chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
-    own = overridden(trainer, *CHANGE_ROWS, "_tokenize_prompts")
-    if not (own or trainer.rollout_func or trainer.environment_factories):  # which may take, or make, other prompts
-        for split, dataset in named_sets(trainer.train_dataset, trainer.eval_dataset).items():
+    own = view.overridden(*CHANGE_ROWS, "_tokenize_prompts")
+    if not (own or view.rollout_func or view.environment_factories):  # which may take, or make, other prompts
+        for split, dataset in named_sets(view.train_dataset, view.eval_dataset).items():
             check_kinds(dataset, split, chat)
 
 
-def check_lengths(trainer: Any, allow_split_dependent: bool) -> list[str]:
+def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
     """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
-    policy, dataset = trainer.model, trainer.train_dataset
+    policy, dataset = view.model, view.train_dataset
     # tokens of a prompt with images are known once the images are prepared
-    readable = trainer.environment_factories is None and trainer._rollouts.images.prepare is None
+    readable = view.environment_factories is None and not view.takes_images
 
     def lengths(prompts: list[Any]) -> list[int]:
-        return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+        return [len(ids) for ids in view.tokenize_prompts(prompts)[0]]
 
     if readable and has_readable_prompts(dataset):
-        longest = trainer.max_completion_length or NEW_TOKENS
+        longest = view.max_completion_length or NEW_TOKENS
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
-    models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
-    dependent = settle_rope(models, lambda: _longest_sequence(trainer, lengths) if readable else None)
+    models = [base_model_of(model) for model in (policy, view.ref_model) if model is not None]
+    dependent = settle_rope(models, lambda: _longest_sequence(view, lengths) if readable else None)
     return refuse([] if dependent is None else [dependent], allow_split_dependent)
 
 
-def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
+def _longest_sequence(view: TrainerView, lengths: Callable[[list[Any]], list[int]]) -> int | None:
     """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
-    train = trainer.train_dataset
-    data_sets = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
-    if all(data is not train for data in data_sets) or not trainer.max_completion_length:
+    train = view.train_dataset
+    data_sets = [data for data in with_length(train, view.eval_dataset) if has_readable_prompts(data)]
+    if all(data is not train for data in data_sets) or not view.max_completion_length:
         return None
     prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in data_sets)
     longest = 0
     while block := list(itertools.islice(prompts, 256)):
         longest = max(longest, *lengths(block))
-    return longest + trainer.max_completion_length
+    return longest + view.max_completion_length

@@ -20,7 +20,7 @@ from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_lists, together
 from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, RolloutBatch, concatenated
 from .images import ImageSource
-from .local import LocalRollout, Terms
+from .local import LocalRollout, RolloutSettings
 from .ragged import Ragged
 from .transcript import Transcript
 
@@ -74,12 +74,16 @@ class Round:
         return len(self.entries)
 
 
-def exchange(local: LocalRollout, images: ImageSource) -> list[Share]:
-    """The shares of all processes; a collective. Where one failed, or models ran different forwards, all raise."""
+def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> list[Share]:
+    """The shares of all processes; a collective. Where one failed, or models ran different forwards, all raise.
+
+    Args:
+        shows_images: the table of completions shows images.
+    """
     with together("the exchange of a rollout batch"):
         if local.failure is not None:
             raise local.failure
-        share = _share(local, images)
+        share = _share(local, images, shows_images)
     shares = gather_lists([share])
     if len({share.forms for share in shares}) > 1:
         raise ConfigError(
@@ -91,7 +95,7 @@ def exchange(local: LocalRollout, images: ImageSource) -> list[Share]:
 
 def join(
     shares: Sequence[Share],
-    terms: Terms,
+    settings: RolloutSettings,
     rank: int,
     rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
 ) -> Round:
@@ -107,13 +111,13 @@ def join(
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
     else:
         rewards_BF, calls = rewards_by_user[0], [*calls, *rewards_by_user[1]]
-    entries, group = [entry for share in shares for entry in share.entries], terms.num_generations
+    entries, group = [entry for share in shares for entry in share.entries], settings.sampling.num_generations
     if len(rewards_BF) != len(entries) or len(entries) % group:
         raise RolloutError(
             f"there are {len(rewards_BF)} rewards for {len(entries)} completions in groups of {group}; every "
             "completion needs its rewards, and every group has to be whole."
         )
-    advantages = terms.rule.advantages(rewards_BF, terms.weights_F, group)
+    advantages = settings.rewards.rule.advantages(rewards_BF, settings.rewards.weights_F, group)
     columns = concatenated([share.columns for share in shares if share.columns])
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
     return Round(
@@ -126,17 +130,17 @@ def join(
     )
 
 
-def _share(local: LocalRollout, images: ImageSource) -> Share:
-    transcripts, terms = local.real_transcripts, local.terms
+def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Share:
+    transcripts = local.real_transcripts
     columns: dict[str, Column] = {}
     if transcripts:
         columns = trl_columns(local, transcripts)
-        columns |= images.columns_of(transcripts, terms.masked(transcripts))
+        columns |= images.columns_of(transcripts, local.settings.sampling.masked(transcripts))
     entries = [
         Entry(
             prompt=transcript.prompt,
             completion=transcript.completion,
-            images=(transcript.images or None) if terms.logs_images else None,
+            images=(transcript.images or None) if shows_images else None,
             prompt_tokens=len(transcript.prompt_ids),
             tokens=sum(transcript.mask),
             truncated=not transcript.ended,
@@ -156,8 +160,8 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         whole: keep all tokens of a masked-out completion. Otherwise one stays: TRL takes the last T columns by
             `[:, -T:]`, which are all of them for T = 0.
     """
-    terms = local.terms
-    masked = terms.masked(transcripts)
+    sampling = local.settings.sampling
+    masked = sampling.masked(transcripts)
     lengths = [1 if out and not whole else len(t.ids) for t, out in zip(transcripts, masked, strict=True)]
     loss_masks = masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked, strict=True)]
     columns: dict[str, Column] = {
@@ -170,10 +174,10 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks, strict=True)]
         columns["tool_mask"] = Ragged.of(loss_masks)
     if all(t.record is not None for t in transcripts):
-        columns |= _sampler_columns(transcripts, lengths, terms.replay.masks)
-    elif terms.replay.masks and not local.request.empty:
+        columns |= _sampler_columns(transcripts, lengths, sampling.replay.masks)
+    elif sampling.replay.masks and not local.request.empty:
         raise RolloutError("sampling_mask='replay': no tokens that were kept came with some completions.")
-    if terms.replay.experts:
+    if sampling.replay.experts:
         experts = [t.experts[: len(t.prompt_ids) + n] for t, n in zip(transcripts, lengths) if t.experts is not None]
         if len(experts) != len(transcripts):
             raise RolloutError("routing_replay=True: no experts came with some completions.")
@@ -188,7 +192,7 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
             [torch.tensor(row[:n]) for row, n in zip(rows, lengths, strict=True)]
         )
     names = ("old_per_token_logps", "sampling_per_token_logps")
-    if (rule := terms.ratios) is not None and all(name in columns for name in names):
+    if (rule := local.settings.logprobs.ratios) is not None and all(name in columns for name in names):
         ratios = [rule.ratios(*row) for row in zip(*(columns[name] for name in names), loss_masks, strict=True)]
         columns["importance_sampling_ratio"] = torch.stack(ratios) if rule.of_sequences else Ragged.of(ratios)
     return columns

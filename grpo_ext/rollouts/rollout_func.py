@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RolloutError
-from ..runtime.collectives import gather_lists
 
-UNEQUAL_SHARES = "vLLM cuts what several processes sampled together as if each had the same number of rows"
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (
     "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
@@ -76,22 +74,3 @@ def _plain(name: str, value: Any) -> Any:
     if name != "logprobs":
         return int(value)
     return None if value is None else float(value)  # vLLM cannot tell each of them
-
-
-def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | None:
-    """Why processes need the same number of prompts to sample together, as a clause; None if they do not."""
-    if sharded:
-        return "a forward of a sharded model is a collective"
-    # a `rollout_func` may call TRL's `VLLMGeneration.generate`
-    shares_engine = rollout_func if args.vllm_mode == "server" else args.vllm_tensor_parallel_size > 1
-    return UNEQUAL_SHARES if args.use_vllm and shares_engine else None
-
-
-def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
-    """Raise a RolloutError, on every process, where they have unequal numbers of rows (`why_equal`); a collective."""
-    counts = gather_lists([rows])
-    if len(set(counts)) > 1:
-        raise RolloutError(
-            f"{caller} would sample {min(counts)} to {max(counts)} completions on this number of processes, and "
-            f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
-        )

@@ -32,7 +32,7 @@ def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, sett
     dictionary = batch.collate(settings.pad, settings.multiple)
     dictionary.pop(SAMPLER_LOGPS, None)
     if "tool_mask" in dictionary:  # as in TRL, on the padding too
-        dictionary["tool_mask"][torch.tensor(local.terms.masked(transcripts))] = 0
+        dictionary["tool_mask"][torch.tensor(local.settings.sampling.masked(transcripts))] = 0
     dictionary["num_items_in_batch"] = joined.batch.loss_masks.values.sum()
     dictionary = send_to_device(dictionary, settings.device)
     if (images := source.of_transcripts(transcripts)) is not None:
@@ -85,7 +85,7 @@ def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
     fields = {name: value for name, value in output.items() if name not in ("prompt_ids", "completion_ids", "logprobs")}
     masks, kept_ids_B = fields.pop("env_mask", None), fields.pop("kept_ids", None)
     _fill(local, output["prompt_ids"], output["completion_ids"], masks, output["logprobs"], fields)
-    if local.terms.replay.masks and kept_ids_B is not None:
+    if local.settings.sampling.replay.masks and kept_ids_B is not None:
         for transcript, kept_ids in zip(local.transcripts, kept_ids_B, strict=True):
             transcript.record = TokenRecord.of_kept(kept_ids, transcript.logps)
     local.extra_fields = fields

@@ -22,7 +22,7 @@ from ..errors import RolloutError
 from ..forward.routing import Router
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group
-from .rollout_func import UNEQUAL_SHARES, refuse_unequal_shares
+from .equal_shares import UNEQUAL_SHARES, refuse_unequal_shares
 from .token_record import TokenRecord
 from .transcript import Sampled, Transcript
 from .vllm_replay import experts_of, mask_record

@@ -6,7 +6,7 @@ smaller size is layout, so the update stays the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -62,6 +62,14 @@ class Halving:
         self.limit: int | None = None
         self._foreseen: int | None = None  # the size that was reported last
 
+    def state_dict(self) -> dict[str, Any]:
+        """The size that fits, for a checkpoint."""
+        return {"limit": self.limit}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin with the size of a checkpoint."""
+        self.limit = state["limit"]
+
     def run(self, rows: Sequence[int], work: Callable[[Sequence[int]], T], expected: int | None = None) -> list[T]:
         """The results of `work` on consecutive pieces of `rows`.
 
@@ -104,14 +112,6 @@ class Halving:
             )
         return results
 
-    def state_dict(self) -> dict[str, int | None]:
-        """The size that fits, for a checkpoint."""
-        return {"limit": self.limit}
-
-    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
-        """Adopt a checkpoint's size."""
-        self.limit = state["limit"]
-
 
 @dataclass
 class MicroBatchLimits:
@@ -148,13 +148,13 @@ class MicroBatchLimits:
             f"Memory ran out {self.failures} time(s). What fits here: per_device_train_batch_size={self.rows}{tokens}"
         )
 
-    def state_dict(self) -> dict[str, int | None]:
+    def state_dict(self) -> dict[str, Any]:
         """The sizes, for a checkpoint."""
         return asdict(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt a checkpoint's sizes where they are smaller, because memory ran out with larger ones."""
         if state["failures"]:
             self.rows, self.failures = min(self.rows, state["rows"]), state["failures"]
-            sizes = [size for size in (self.tokens, state["tokens"]) if size is not None]
+            sizes = (size for size in (self.tokens, state["tokens"]) if size is not None)
             self.tokens = min(sizes, default=None)

@@ -98,10 +98,6 @@ class StepPlan:
     micro_batches: Sequence[MicroBatch]  # of this process
     form: Form
 
-    def tokens(self, part: MicroBatch) -> int:
-        """Tokens that the forward of a micro-batch holds."""
-        return self.sizes.tokens(part.rows, self.form)
-
     def token_counts(self) -> tuple[int, int, int]:
         """Unique tokens of the whole step; tokens that this process's forwards hold; and how many are padding."""
         parts = [part.rows for part in self.micro_batches if part.weight]

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 
 from ..algorithms.losses import router_statistics
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
-from ..config import GRPOConfig
 from ..errors import MemoryShortageError
 from ..forward.runner import ForwardRunner
 from ..precision.non_finite import explaining
@@ -105,8 +103,6 @@ class Attempt:
 class StepPlanner:
     """Plans optimizer steps and evaluations, within the limits of micro-batches that fit into memory."""
 
-    accelerator: Accelerator
-    args: GRPOConfig
     forwards: ForwardRunner
     clock: PhaseClock
     collation: Collation
@@ -115,16 +111,9 @@ class StepPlanner:
     eval_limits: MicroBatchLimits = field(init=False)
 
     def __post_init__(self) -> None:
-        self.limits = MicroBatchLimits(self.args.per_device_train_batch_size, self.args.micro_batch_tokens)
-        self.eval_limits = MicroBatchLimits(self.args.per_device_eval_batch_size, self.args.micro_batch_tokens)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The limits of training, for a checkpoint."""
-        return self.limits.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adopt a checkpoint's limits where memory ran out with larger ones."""
-        self.limits.load_state_dict(state)
+        args = self.forwards.args
+        self.limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
+        self.eval_limits = MicroBatchLimits(args.per_device_eval_batch_size, args.micro_batch_tokens)
 
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
         """Yield attempts at a step or an evaluation, each with smaller micro-batches, until one fits into memory.
@@ -132,10 +121,10 @@ class StepPlanner:
         Raises:
             MemoryShortageError: the smallest micro-batch does not fit.
         """
-        gradients = None
+        gradients, accelerator = None, self.forwards.accelerator
         if not self.forwards.sharded:  # else the engine adds them up
-            kind = FixedPointGradients if self.args.bitwise_invariant else NativeGradients
-            gradients = kind(self.accelerator.unwrap_model(model), self.accelerator)
+            kind = FixedPointGradients if self.forwards.args.bitwise_invariant else NativeGradients
+            gradients = kind(accelerator.unwrap_model(model), accelerator)
         for number in itertools.count():
             attempt = Attempt(
                 model=model,
@@ -155,10 +144,11 @@ class StepPlanner:
 
     def _planned(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> StepPlan:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
-        forwards, policy = self.forwards, self.accelerator.unwrap_model(model)
+        forwards, accelerator = self.forwards, self.forwards.accelerator
+        policy = accelerator.unwrap_model(model)
         limits = self.limits if settings.training else self.eval_limits
         if not forwards.choice.settled(policy):
-            with forwards.without_gradients(policy), uneven_collectives(self.accelerator):
+            with forwards.without_gradients(policy), uneven_collectives(accelerator):
                 images = self.collation.images.of_batch(rollout.columns, settings.training)
                 forwards.choice.check(policy, rollout.token_rows(images))
         form = "padded" if any(rollout.gaps) else forwards.choice.form(policy)
@@ -167,19 +157,19 @@ class StepPlanner:
             max_tokens=limits.tokens,
             form=form,
             cost=self.cost,
-            unit_rows=self.args.unit_rows,
+            unit_rows=forwards.args.unit_rows,
             whole_groups=forwards.float32_weight_gradients and form != "padded",
-            processes=self.accelerator.num_processes,
-            rank=self.accelerator.process_index,
+            processes=accelerator.num_processes,
+            rank=accelerator.process_index,
             equal_counts=forwards.sharded or settings.equal_counts,
         )
-        sizes = rollout.sizes(self.forwards.multiple)
+        sizes = rollout.sizes(forwards.multiple)
         rows = rollout.contributing_rows if settings.skip_zeros else range(len(rollout))
         return StepPlan(sizes, rows, plan_step(sizes, rows, layout), form)
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` did not fit; a MemoryShortageError where nothing smaller is left."""
-        unit_rows, reason = self.args.unit_rows, attempt.shortage
+        unit_rows, plan, reason = self.forwards.args.unit_rows, attempt.plan, attempt.shortage
         limits, what = (self.limits, "a step") if attempt.settings.training else (self.eval_limits, "an evaluation")
         if unit_rows is not None:
             if number:
@@ -191,8 +181,8 @@ class StepPlanner:
             limits.failures += 1
             logger.warning(f"Out of memory in {what} ({reason}); its units run again after freeing memory.")
             return
-        rows = max_over_processes(max(len(part.rows) for part in attempt.plan.micro_batches))
-        tokens = max(attempt.plan.tokens(part) for part in attempt.plan.micro_batches)
+        rows = max_over_processes(max(len(part.rows) for part in plan.micro_batches))
+        tokens = max(plan.sizes.tokens(part.rows, plan.form) for part in plan.micro_batches)
         allowed = limits.shrink(rows, max_over_processes(tokens), what)
         logger.warning(
             f"Out of memory in {what} ({reason}); it runs again with {allowed}, and so do all that follow. What it "

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError, ModelError, ProcessError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
 from grpo_ext.rollouts import engine
+from grpo_ext.rollouts.saved import saved_batch
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import TrainingInterrupted
-from grpo_ext.run.state import RunState
+from grpo_ext.run.state import load_state
 from grpo_ext.runtime.determinism import computing_with
 from tests.support.architectures import architecture
 from tests.support.server import StandIn, stand_in
@@ -38,11 +40,18 @@ def log_probs(model: Any, prompt: list[int], completion: list[int]) -> torch.Ten
     return logits.log_softmax(-1)[torch.arange(len(completion)), torch.tensor(completion)]
 
 
-def assert_sampled_by(state: RunState | None, model: Any) -> None:
-    """The old log-probabilities of a rollout batch are those of this model."""
+def rollouts_in(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds of the rollouts."""
+    state = load_state(checkpoint)
     assert state is not None
-    assert state.rollout is not None
-    rollout = state.rollout
+    rollouts: dict[str, Any] = state["rollouts"]
+    return rollouts
+
+
+def assert_sampled_by(rollouts: dict[str, Any], model: Any) -> None:
+    """The old log-probabilities of a rollout batch are those of this model."""
+    rollout = saved_batch(rollouts["batch"])
+    assert rollout is not None
     for prompt, ids, logps in zip(*(rollout[name] for name in ("prompt_ids", "completion_ids", "old_per_token_logps"))):
         assert torch.allclose(logps, log_probs(model, prompt.tolist(), ids.tolist()), atol=2e-5)
 
@@ -50,10 +59,9 @@ def assert_sampled_by(state: RunState | None, model: Any) -> None:
 def test_old_log_probabilities_are_those_of_the_step_that_is_named(tmp_path):
     make(tmp_path, max_steps=5, rollout_lag=2, **SAVE).train()
     for step in range(1, 6):
-        state = RunState.load(tmp_path / f"checkpoint-{step}", 4)
+        state = rollouts_in(tmp_path / f"checkpoint-{step}")
         sampled_at = max(0, step - 3)
-        assert state is not None
-        assert state.sampled_at == sampled_at
+        assert state["sampled_at"] == sampled_at
         sampled = tmp_path / f"checkpoint-{sampled_at}"
         assert_sampled_by(state, AutoModelForCausalLM.from_pretrained(sampled) if sampled_at else tiny_model())
 
@@ -73,7 +81,7 @@ def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
     whole = balanced(tmp_path)
     whole.train()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float32).eval()
-    assert_sampled_by(RunState.load(tmp_path / "checkpoint-5", 4), model)
+    assert_sampled_by(rollouts_in(tmp_path / "checkpoint-5"), model)
     again = balanced(tmp_path)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert torch.equal(parameters(whole), parameters(again))
@@ -127,9 +135,8 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_ends_after_the_step_and_goes
     assert folder.name == f"checkpoint-{trainer.state.global_step}"
     assert trainer.state.global_step < 4
     assert why_broken(folder) is None
-    state = RunState.load(folder, 4)
-    assert state is not None
-    assert state.waiting[0][0] == trainer.state.global_step  # what was being made is made again
+    (first, _), *_ = rollouts_in(folder)["waiting"]["steps"]
+    assert first == trainer.state.global_step  # what was being made is made again
     whole = make(tmp_path / "whole", max_steps=4, rollout_lag=1)
     whole.train()
     again = make(tmp_path / "out", max_steps=4, rollout_lag=1)

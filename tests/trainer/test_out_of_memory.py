@@ -12,7 +12,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError, RewardError
 from grpo_ext.forward import prefix_cache, runner
 from grpo_ext.rollouts import engine as sampling
-from grpo_ext.run.state import RunState
+from grpo_ext.run.state import load_state
 from grpo_ext.step import optimizer_step
 from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import change, error, make, parameters, update
@@ -145,7 +145,7 @@ def test_a_resume_keeps_what_fits_where_device_and_configuration_are_the_same_al
     assert "micro-batch             up to 8 completions" in capsys.readouterr().out
     settings = dict(change)
     if kind := settings.pop("device", None):
-        monkeypatch.setattr("grpo_ext.run.state.device_kind", lambda device: kind)
+        monkeypatch.setattr("grpo_ext.run.keeper.device_kind", lambda device: kind)
     again = limited(tmp_path, **saves, **settings, max_steps=3, allow_changed_on_resume=["max_steps"])
     again.most = 16 if change else 3
     again.train("latest")
@@ -222,6 +222,6 @@ def test_an_evaluation_whose_reward_function_fails_does_not_either(tmp_path):
 
     with pytest.raises(RewardError, match="judge"):
         evaluating(tmp_path, reward=reward).train()
-    state = RunState.load(tmp_path / "checkpoint-1", 4)
+    state = load_state(tmp_path / "checkpoint-1")
     assert state is not None
-    assert state.evaluation_due
+    assert state["interrupts"]["evaluation_due"]

@@ -155,7 +155,7 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     trainer = build(tmp_path, GRPOTrainer, OwnTerm, max_steps=1)
     trainer.train()
-    settings = step_settings_of(trainer)
+    settings = step_settings_of(trainer._view)
     attempt = next(trainer._step_planner.attempts(trainer.model, trainer._rollouts.batch, settings))
     micro_batch = next(attempt.micro_batches(attempt.measure(trainer.model)))
     with torch.no_grad():

@@ -87,9 +87,9 @@ def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, mon
     settings = {"use_vllm": True, "vllm_mode": mode, "vllm_tensor_parallel_size": engines}
     for name, value in settings.items():
         monkeypatch.setattr(trainer.args, name, value)
-    check_trainer(trainer, trainer.args)
+    check_trainer(trainer._view, trainer._rollouts, trainer.args)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     together = (mode, engines) == ("colocate", 2)
     refused = pytest.raises(ConfigError, match="tools or an environment on 2 processes: vLLM cuts")
     with refused if together else contextlib.nullcontext():
-        check_trainer(trainer, trainer.args)
+        check_trainer(trainer._view, trainer._rollouts, trainer.args)

@@ -7,13 +7,11 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from filelock import FileLock
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import (
     LISTING,
     RECORD,
@@ -164,27 +162,6 @@ def test_a_copy_of_a_run_is_not_the_run(tmp_path):
     assert runs_of(tmp_path / "out") == [first, second]
     record_start(tmp_path / "out-3", tmp_path / "out-3")  # it goes on by its own name
     assert runs_of(tmp_path / "out") == [first, second]
-
-
-def test_the_working_directory_may_be_a_runs_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folders = [taken(Path("."), steps=(1,)) for _ in range(2)]
-    assert runs_of(".") == folders == [Path("."), Path(".-2")]
-    assert run_to_resume(".-2/checkpoint-1", ".") == Path(".-2")
-
-
-def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_path, monkeypatch):
-    folder, acquire = tmp_path / "out", checkpoint._acquire
-
-    def late(name: str) -> Any:
-        if name == str(folder):
-            (folder / "checkpoint-1").mkdir(parents=True)
-        return acquire(name)
-
-    monkeypatch.setattr(checkpoint, "_acquire", late)
-    assert take_folder(str(folder), in_place=False)[0] == f"{folder}-2"
-    monkeypatch.undo()
-    assert take_folder(str(folder), in_place=True)[0] == str(folder)  # its lock was released
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_sentence():

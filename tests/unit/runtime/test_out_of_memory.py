@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import MemoryShortageError
-from grpo_ext.runtime.out_of_memory import Halving, MicroBatchLimits, available_bytes
+from grpo_ext.runtime.out_of_memory import Halving, MicroBatchLimits, available_bytes, is_out_of_memory
 
 
 def limited(most: int, sizes: list[int]):
@@ -88,3 +88,16 @@ def test_a_resumed_run_keeps_the_smaller_sizes():
 def test_a_smaller_step_halves_what_it_ran_and_not_what_is_set():
     limits = MicroBatchLimits(16)
     assert limits.shrink(largest_rows=5, largest_tokens=100) == "3 completion(s) at a time"
+
+
+@pytest.mark.parametrize(
+    ("text", "memory"),
+    [
+        ("CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("DefaultCPUAllocator: can't allocate memory", True),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if a tensor is not contiguous", False),
+        ("[enforce fail at allgather.cc:27] op.preamble.length <= op.nbytes. 48 vs 16", False),
+    ],
+)
+def test_only_memory_errors_are_out_of_memory(text, memory):
+    assert is_out_of_memory(RuntimeError(text)) == memory

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,30 +76,6 @@ def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
 
     with pytest.raises(PrecisionError, match="gradient of weight is not finite"):
         run_micro_batches(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
-
-
-@pytest.mark.parametrize(
-    ("kind", "engine", "expected"),
-    [
-        ("native", DistributedType.NO, [False] * 4),
-        ("sharded", DistributedType.NO, [False, False, False, True]),  # as under DeepSpeed
-        ("sharded", DistributedType.FSDP, [True] * 4),  # gradients that wait are whole on every process
-    ],
-)
-def test_only_a_sharded_engine_synchronises(accelerator, monkeypatch, kind, engine, expected):
-    monkeypatch.setattr(Accelerator, "distributed_type", engine)
-    synced, model = [], torch.nn.Linear(4, 1)
-
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        synced.append(accelerator.sync_gradients)
-        return model(X[list(part.rows)].float()).sum()
-
-    for started in (0, 2):
-        accelerator.step = started  # 2: as after a step that failed
-        run_micro_batches(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
-        assert accelerator.gradient_accumulation_steps == 1
-        assert accelerator.sync_gradients  # the optimizer may step
-    assert synced == expected * 2
 
 
 # ---- What is logged -------------------------------------------------------------------------------------------------
