@@ -304,6 +304,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
+        self._choose_forms()
         batch = self._rollouts.completions_of(StepRows.checked(generation_batch))
         if not self.model.training and (scored := self._rollouts.scored) is not None:
             rewards = scored.settings.rewards
@@ -406,6 +407,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         with without_router_logits(self.model.config):
             return super()._generate_single_turn(*args, **kwargs)
 
+    def _choose_forms(self) -> None:
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        with compat.hiding_old_names():
+            self._forwards.choose_forms(models)
+
     # ---- Queries --------------------------------------------------------------------------------------------------
 
     @property
@@ -442,6 +448,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             threads = divide_threads(self.args, self.accelerator.device)
             self._rollouts.begin(self.geometry, threads.sampling)
             warn_before_training(self._view, self._rollouts, self._uncovered)
+            if not self._forwards.sharded:  # else the loop prepares the models first
+                self._choose_forms()
             with (
                 compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),

@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from ..compat import images_among
 from ..runtime.transfer import to_device
@@ -61,11 +60,6 @@ class OverridableRunner(ForwardRunner):
         super().__init__(*args)
         self.override = override  # returns the user's method, or None
         self._calls: dict[int, _Call] = {}  # in progress, by thread; shared by the runners of all threads
-
-    def copy(self, accelerator: Accelerator) -> Self:
-        runner = super().copy(accelerator)
-        runner.override, runner._calls = self.override, self._calls
-        return runner
 
     def rollout_log_probs(
         self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False

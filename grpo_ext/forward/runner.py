@@ -6,7 +6,8 @@ micro-batch runs in one forward, with gradients. Where a user overrides or calls
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -54,6 +55,7 @@ class ForwardRunner:
     Args:
         refused: forms that no model of this run takes, with the reason.
         suppressed: sets of token ids that sampling suppresses, which completions refer to (`sampling_mask="replay"`).
+        make_rows: from a model to the rows on which its forms are compared (forward.probe).
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class ForwardRunner:
         args: GRPOConfig,
         refused: Mapping[Form, str] | None = None,
         suppressed: Sequence[torch.Tensor] = (),
+        make_rows: Callable[[Any], Sequence[TokenRows]] = lambda policy: (),
     ) -> None:
-        self.accelerator, self.args, self.suppressed = accelerator, args, suppressed
+        self.accelerator, self.args, self.suppressed, self.make_rows = accelerator, args, suppressed, make_rows
         multiple: Any = args.pad_to_multiple_of
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
@@ -74,14 +77,31 @@ class ForwardRunner:
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
         forms = forms_of(args.forward)
-        self.choice = ForwardChoice(forms, accelerator.device, not self.sharded, checkpointing, refused)
+        self.choice = ForwardChoice(forms, accelerator.device, self.sharded, checkpointing, refused)
         self._in_form: Any = None  # the model whose backward passes run in its form
 
-    def copy(self, accelerator: Accelerator) -> Self:
-        """A runner for another thread, with that thread's accelerator."""
-        runner = type(self)(accelerator, self.args, self.choice.all_refused, self.suppressed)
-        runner.memory = self.memory
+    def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> Self:
+        """A runner for another thread, with that thread's accelerator.
+
+        Args:
+            twins: pairs of a model and its copy on that thread, which runs in the model's form.
+        """
+        runner = copy.copy(self)
+        runner.accelerator, runner._in_form = accelerator, None
+        for model, twin in twins:
+            self.choice.share(model, twin)
         return runner
+
+    def choose_forms(self, models: Sequence[Any]) -> None:
+        """Choose the forms of models that have none yet, with real weights; all processes together.
+
+        Called before training, or, where an engine shards the weights, before the first rollout batch, once it has
+        prepared the models. Until then they pad.
+        """
+        for model in models:
+            if not self.choice.is_compared(model):
+                with self.without_gradients(model):
+                    self.choice.compare(model, self.make_rows)
 
     @contextmanager
     def in_form_of(self, model: Any) -> Iterator[None]:
@@ -136,8 +156,6 @@ class ForwardRunner:
 
     def _run_chunks(self, model: Any, rows: TokenRows, limits: ForwardLimits, **options: bool) -> list[LogProbs]:
         """Run a rollout in chunks that fit into memory, in bitwise mode in canonical units."""
-        with self.accelerator.autocast():
-            self.choice.check(model, rows)
         if (unit := self.args.unit_rows) is None:
             chunks = self._cut(model, rows, limits.completions, limits.tokens)
         else:

@@ -208,8 +208,6 @@ class RolloutsAhead:
         if settings.sampling.hooks.rewards:  # the main thread reads these environments while the thread resets others
             self.pools.clear()
         local = worker.sample(rows, settings)
-        models = [model for model in (snapshot.policy, snapshot.reference) if model is not None]
-        local.forms = tuple(map(worker.forwards.choice.form, models))
         return local, worker.clock.take() | {"wait_train": idle}
 
     def part_of(self, rows: StepRows) -> LocalRollout:

@@ -17,6 +17,7 @@ from ..batching.micro_batches import Form
 from ..forward.architecture import base_model_of
 from ..forward.images import PromptProcessor
 from ..forward.override import OverridableRunner
+from ..forward.probe import probe_rows
 from ..forward.routing import Router, routers_of
 from ..forward.runner import ForwardRunner
 from ..precision.half import as_in_training
@@ -61,7 +62,9 @@ def build_rollouts(
             refused["prefix"] = "tools and environments may show images after the prompt"
         images.carry_images = later_images or view.overridden(*CHANGE_ROWS) is not None
     override = functools.partial(view.override_of, LOGPS)
-    forwards = OverridableRunner(view.accelerator, view.args, refused, suppressed_in(view), override=override)
+    make_rows = functools.partial(probe_rows, tokenizer=view.tokenizer, processor=images.prepare)
+    forms = refused, suppressed_in(view), make_rows
+    forwards = OverridableRunner(view.accelerator, view.args, *forms, override=override)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
     worker = _worker(view, images, forwards, memory, clock)

@@ -172,8 +172,9 @@ def _worker(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> Rollout
         engine = TransformersEngine(
             lambda: snapshot.policy, generating, settings, images.of_transcripts, rollouts.memory
         )
+    twins = (view.model, snapshot.policy), (view.ref_model, snapshot.reference)
     return RolloutWorker(
-        forwards=main.forwards.copy(accelerator),
+        forwards=main.forwards.copy(accelerator, [pair for pair in twins if pair[0] is not None]),
         models=lambda: (snapshot.policy, snapshot.reference),
         engine=engine,
         rewards=RewardRunner(rewards.device, rewards.faults, rewards.workers, rewards.async_loop),

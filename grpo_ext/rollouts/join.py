@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, RolloutError
+from ..errors import RolloutError
 from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_lists, together
 from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, RolloutBatch, concatenated
@@ -49,7 +49,6 @@ class Share:
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
     first: int = 0  # place of its first completion in the rollout batch, which its reward calls count from
-    forms: tuple[str, ...] = ()
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Round:
 
 
 def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> list[Share]:
-    """The shares of all processes; a collective. Where one failed, or models ran different forwards, all raise.
+    """The shares of all processes; a collective. Where one failed, all raise.
 
     Args:
         shows_images: the table of completions shows images.
@@ -84,13 +83,7 @@ def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> li
         if local.failure is not None:
             raise local.failure
         share = _share(local, images, shows_images)
-    shares = gather_lists([share])
-    if len({share.forms for share in shares}) > 1:
-        raise ConfigError(
-            "processes disagree on how completions run through the model, as some of them compare equal on one "
-            "process alone; set forward='padded'."
-        )
-    return shares
+    return gather_lists([share])
 
 
 def join(
@@ -150,7 +143,7 @@ def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Shar
         )
         for transcript in transcripts
     ]
-    return Share(columns, entries, local.rewards_BF, local.reward_calls, local.first, local.forms)
+    return Share(columns, entries, local.rewards_BF, local.reward_calls, local.first)
 
 
 def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:

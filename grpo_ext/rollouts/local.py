@@ -169,7 +169,6 @@ class LocalRollout:
         old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
         rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
         reward_calls: a record of each call of a reward function, with what it logged.
-        forms: which forward each model ran, where that was chosen on this process alone.
         failure: the error that ended the local phase.
         known_ends: whether a row ended, by its ids, for rows that a user's override got from TRL's method.
     """
@@ -183,7 +182,6 @@ class LocalRollout:
     ref_logps: list[torch.Tensor] | None = None
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
-    forms: tuple[str, ...] = ()
     failure: Exception | None = None
     known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict)
 

@@ -167,7 +167,7 @@ class RolloutWorker:
             return
         rows = self._token_rows(local)
         has_rows = bool(len(rows))
-        if not has_rows:  # a stand-in row: a forward may be a collective, and the first comparison of a form is
+        if not has_rows:  # a stand-in row: a forward may be a collective, and a user's override may hold one
             rows = TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
 
         def log_probs(by_reference: bool) -> list[torch.Tensor]:

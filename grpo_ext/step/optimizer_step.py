@@ -143,15 +143,10 @@ class StepPlanner:
             self._shrink(attempt, number)
 
     def _planned(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> StepPlan:
-        """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
+        """Assign the completions to processes and micro-batches."""
         forwards, accelerator = self.forwards, self.forwards.accelerator
-        policy = accelerator.unwrap_model(model)
         limits = self.limits if settings.training else self.eval_limits
-        if not forwards.choice.settled(policy):
-            with forwards.without_gradients(policy), uneven_collectives(accelerator):
-                images = self.collation.images.of_batch(rollout.columns, settings.training)
-                forwards.choice.check(policy, rollout.token_rows(images))
-        form = "padded" if any(rollout.gaps) else forwards.choice.form(policy)
+        form = "padded" if any(rollout.gaps) else forwards.choice.form(model)
         layout = MicroBatchLayout(
             max_rows=limits.rows,
             max_tokens=limits.tokens,
