@@ -1,4 +1,4 @@
-"""Assembles a micro-batch's part of the loss of the step from the terms of algorithms.losses, and records the logs.
+"""Assembles a micro-batch's part of the loss of the step from the terms of algorithms.losses, and logs them.
 
 Differs from TRL's `_compute_loss`: no collective and no denominator of its own. Called for every micro-batch.
 """
@@ -42,7 +42,7 @@ def assemble_loss(cfg: LossConfig, inputs: LossInputs, scores: MicroBatchScores)
     columns, step, weight = inputs.columns, inputs.step, inputs.weight
     if cfg.beta != 0.0 and "ref_per_token_logps" not in columns:
         raise ConfigError(
-            f"beta={cfg.beta:g} asks for the KL term, and these completions have no reference log-probabilities, "
+            f"beta={cfg.beta:g} asks for the KL term, but these completions have no reference log-probabilities, "
             "because beta was 0 when they were sampled; start with the beta that the run ends with, or any above 0."
         )
     logps, entropies, router, routing = scores
@@ -78,7 +78,7 @@ def assemble_loss(cfg: LossConfig, inputs: LossInputs, scores: MicroBatchScores)
 
 
 def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, inputs: LossInputs) -> None:
-    """Log how far the log-probabilities of the policy that sampled lie from what the sampler took them to be."""
+    """Log how far the sampler's log-probabilities lie from those that the trainer computes for the same policy."""
     policy_BT = batch.logps_BT.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     known_BT = batch.mask_BT * ~sampler_logps_BT.isnan()
     difference_BT = (policy_BT - sampler_logps_BT.nan_to_num()).abs()
@@ -96,19 +96,17 @@ def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, inputs: LossInput
 def _entropy_bonus(
     coefficient: float, entropies_BT: torch.Tensor, mask_BT: torch.Tensor, inputs: LossInputs
 ) -> torch.Tensor:
-    """This part of the mean entropy of the step's tokens, times the coefficient."""
     bonus = (entropies_BT * mask_BT).sum()
     inputs.step.metrics.add("bonus_entropy", bonus, mask_BT.sum(), inputs.weight)
     return coefficient * bonus / max(inputs.step.counts.entropy_tokens, 1)
 
 
 def _router_loss(coefficient: float, router: RouterOutput | None, inputs: LossInputs) -> torch.Tensor:
-    """This part of the load-balancing loss of the step; a ModelError where the forward returned no router logits."""
     if router is None:
         raise ModelError(
-            f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, and the forward returned no "
-            "router logits; set router_aux_loss_coef=0, or let an override of _get_per_token_logps_and_entropies pass "
-            "on compute_aux_loss, and the tensors that it is given."
+            f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, but the forward returned no "
+            "router logits; set router_aux_loss_coef=0, or let your override of _get_per_token_logps_and_entropies "
+            "pass on compute_aux_loss and the tensors that it is given."
         )
     step = inputs.step
     chosen, probs, rows = router_statistics(router.logits, router.counts_BL, step.top_k)

@@ -1,4 +1,4 @@
-"""The logged values of a step: sums over its micro-batches, which one reduction makes step-wide; its tokens."""
+"""The logged values of a step: sums over its micro-batches, reduced once over all processes; its plan and tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Number = torch.Tensor | float
 
 @dataclass
 class StepMetrics:
-    """Collects the logged values of a step over its micro-batches; one reduction at the end makes them step-wide.
+    """Collects the logged values of a step over its micro-batches; one reduction at the end covers all processes.
 
-    The terms are summed exactly at the end (`math.fsum`), so the digits do not depend on the order of micro-batches or
-    the process that ran them. A name that only some processes added is reduced over what they added.
+    The terms are summed exactly (`math.fsum`), so the digits depend neither on the order of micro-batches nor on the
+    process that ran them. A name that only some processes added is reduced over what they added.
     """
 
     device: torch.device
@@ -38,7 +38,7 @@ class StepMetrics:
         self._add("total", name, part, 0.0, weight)
 
     def add(self, name: str, total: _Number, count: _Number, weight: float = 1.0) -> None:
-        """Add a sum and the number of things summed; the metric is their quotient over the step."""
+        """Add a sum and the number of its terms; the metric is their quotient over the step."""
         self._add("mean", name, total, count, weight)
 
     def _add(self, kind: str, name: str, value: _Number, count: _Number, weight: float) -> None:
@@ -55,7 +55,7 @@ class StepMetrics:
         self.add(name, values_B1.sum(), float(values_B1.size(0)), weight)
 
     def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
-        """Keep the largest (or lowest) of values over the step; NaN entries do not count."""
+        """Keep the largest (or lowest) value of the step; NaN entries do not count."""
         if lowest:
             self._add("lowest", name, values.nan_to_num(nan=math.inf, posinf=math.inf).min(), 0.0, weight)
         else:
@@ -73,14 +73,13 @@ class StepMetrics:
         return {name: _reduced(kinds[name], pairs) for name, pairs in columns.items()}
 
     def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
-        """The values of scalars, which the device sends together."""
+        """The values of scalars, in one copy from the device."""
         tensors = [value.to(self.device, self.dtype) for value in values if isinstance(value, torch.Tensor)]
         sent = iter(torch.stack(tensors).tolist() if tensors else [])
         return [next(sent) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:
-    """The step-wide value of a metric, from pairs of a value and a count."""
     values, counts = [value for value, _ in pairs], [count for _, count in pairs]
     if kind in ("highest", "lowest"):  # infinite where nothing was counted
         extreme = max(values, default=math.inf) if kind == "highest" else min(values, default=math.inf)

@@ -34,7 +34,7 @@ from .statistics import MicroBatchStatistics, StepContext, count_step, loss_mask
 
 logger = get_logger(__name__)
 
-_FILLERS = "a process may run micro-batches that do not count, to run as many as the others"
+_FILLERS = "a process may repeat micro-batches with weight zero, to run as many as the others"
 
 
 @dataclass(kw_only=True)
@@ -54,7 +54,7 @@ class Attempt:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, forwards run in the model's form; an error, or memory that runs out, ends it on all processes."""
+        """Inside, forwards run in the model's form; an error or a lack of memory ends it on all processes."""
         forwards, sharded = self.forwards, self.forwards.sharded
         refused = _FILLERS if self.settings.equal_counts and not sharded else None
         uneven = uneven_collectives(forwards.accelerator, lambda: not self._current.weight, others_refused=refused)
@@ -68,7 +68,7 @@ class Attempt:
                 self.gradients.discard()
 
     def measure(self, model: Any) -> StepContext:
-        """Count the step, and measure its statistics with `model` where a term needs one; before any gradient."""
+        """Count the step, and measure the statistics that its loss needs, with `model`; before any gradient."""
         settings, accelerator, top_k = self.settings, self.forwards.accelerator, self.settings.experts_per_token
         step = count_step(self.rollout, StepMetrics(accelerator.device), top_k)
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
@@ -84,13 +84,13 @@ class Attempt:
         return step
 
     def micro_batches(self, step: StepContext) -> Iterator[LossInputs]:
-        """The micro-batches of this process, each made when it is its turn."""
+        """Collate the micro-batches of this process, one at a time."""
         for part in self.plan.micro_batches:
             self._current = part
             yield collate(self.rollout, part, step, self.collation, self.settings)
 
     def refuse_not_finite(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
-        """End the run where the loss of a step is not finite; its forwards `run` again to find out where that began."""
+        """Raise where the loss of a step is not finite; its micro-batches `run` again to find where that began."""
         if not math.isfinite(loss):
             forwards, what = self.forwards, f"the loss of step {number} is {loss}"
             policy = forwards.accelerator.unwrap_model(self.model)
@@ -143,7 +143,6 @@ class StepPlanner:
             self._shrink(attempt, number)
 
     def _planned(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> StepPlan:
-        """Assign the completions to processes and micro-batches."""
         forwards, accelerator = self.forwards, self.forwards.accelerator
         limits = self.limits if settings.training else self.eval_limits
         form = "padded" if any(rollout.gaps) else forwards.choice.form(model)
@@ -163,7 +162,7 @@ class StepPlanner:
         return StepPlan(sizes, rows, plan_step(sizes, rows, layout), form)
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
-        """Lower the limits after attempt `number` did not fit; a MemoryShortageError where nothing smaller is left."""
+        """Lower the limits after attempt `number` ran out of memory."""
         unit_rows, plan, reason = self.forwards.args.unit_rows, attempt.plan, attempt.shortage
         limits, what = (self.limits, "a step") if attempt.settings.training else (self.eval_limits, "an evaluation")
         if unit_rows is not None:
@@ -180,6 +179,6 @@ class StepPlanner:
         tokens = max(plan.sizes.tokens(part.rows, plan.form) for part in plan.micro_batches)
         allowed = limits.shrink(rows, max_over_processes(tokens), what)
         logger.warning(
-            f"Out of memory in {what} ({reason}); it runs again with {allowed}, and so do all that follow. What it "
-            "computes is the same."
+            f"Out of memory in {what} ({reason}); it runs again with {allowed}, and so do all that follow. The result "
+            "is the same."
         )

@@ -32,8 +32,12 @@ from .statistics import MicroBatchStatistics, StepContext, loss_mask, set_statis
 
 
 def _tokens(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tokens and masks that a forward reads."""
     return [inputs[name] for name in ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")]
+
+
+def _tool_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
+    mask: torch.Tensor = inputs.get("tool_mask", inputs["completion_mask"])
+    return mask
 
 
 def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -41,22 +45,15 @@ def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     return (inputs["completion_ids"] + 1) * loss_mask(inputs)
 
 
+@dataclass(frozen=True)
 class _Call:
-    """A loss in progress: its micro-batch, and what was handed to the override."""
+    """A loss in progress: its micro-batch, and the tokens and masks that were handed to the override."""
 
-    def __init__(self, micro_batch: LossInputs, inputs: Mapping[str, Any], training: bool) -> None:
-        self.micro_batch, self.training = micro_batch, training
-        self.tokens = Unchanged(*_tokens(inputs))
-        self.tool_mask = Unchanged(inputs.get("tool_mask", inputs["completion_mask"]))
-        self.loss_tokens_BT = _loss_tokens(inputs)
-
-    def same_tokens(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a forward reads the tensors that were handed over."""
-        return self.tokens.are(*_tokens(inputs))
-
-    def same_masks(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a loss reads them too."""
-        return self.same_tokens(inputs) and self.tool_mask.are(inputs.get("tool_mask", inputs["completion_mask"]))
+    micro_batch: LossInputs
+    training: bool
+    tokens: Unchanged
+    tool_mask: Unchanged
+    loss_tokens_BT: torch.Tensor
 
 
 @dataclass
@@ -71,7 +68,8 @@ class LossOverrides:
     def calling(self, micro_batch: LossInputs, args: Any, training: bool) -> Iterator[tuple[dict[str, Any], Any]]:
         """Inside, a micro-batch is in progress; yields TRL's dictionary of it, and `args` with its sizes."""
         inputs = self._dictionary(micro_batch, training)
-        self._call = _Call(micro_batch, inputs, training)
+        given = Unchanged(*_tokens(inputs)), Unchanged(_tool_mask(inputs)), _loss_tokens(inputs)
+        self._call = _Call(micro_batch, training, *given)
         try:
             yield inputs, args_in_loss(args, micro_batch, training)
         finally:
@@ -93,7 +91,7 @@ class LossOverrides:
         """The micro-batch in progress, with the rows and columns of this dictionary; None outside a loss."""
         if (call := self._call) is None:
             return None
-        rows = call.micro_batch.rows if call.same_tokens(inputs) else self._rows_of(inputs, call.training)
+        rows = call.micro_batch.rows if call.tokens.are(*_tokens(inputs)) else self._rows_of(inputs, call.training)
         return replace(call.micro_batch, rows=rows, columns=inputs)
 
     def as_step(self, model: Any, inputs: dict[str, Any], num_generations: int, settings: StepSettings) -> LossInputs:
@@ -130,7 +128,7 @@ class LossOverrides:
             return micro_batch
         given, inputs = call.micro_batch, micro_batch.columns
         by_sampler = {name: column for name, column in given.columns.items() if name == SAMPLER_LOGPS}
-        if call.same_masks(inputs):
+        if micro_batch.rows is given.rows and call.tool_mask.are(_tool_mask(inputs)):
             return replace(micro_batch, columns=inputs | by_sampler)
         both = before_BT, after_BT = call.loss_tokens_BT, _loss_tokens(inputs)
         width, rows = max(before_BT.size(1), after_BT.size(1)), len(after_BT)

@@ -1,7 +1,7 @@
-"""Step-wide statistics: the counts every loss is divided by, the entropy threshold and the experts' shares.
+"""Step-wide statistics: the counts that losses are divided by, the entropy threshold and the experts' shares.
 
-The entropy quantile and the MoE load-balancing loss are not sums over tokens; with their step-wide threshold and expert
-shares measured first (one pass without gradients), they are. Both are measured once per attempt.
+The entropy quantile and the MoE load-balancing loss are not sums over tokens. They become sums once the step's threshold
+and expert shares are known, so these are measured first, in one pass without gradients per attempt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepContext:
     metrics: StepMetrics
     entropy_threshold: float | None = None  # of the tokens at the step's quantile, in nats
     expert_share: torch.Tensor | None = None  # how often each expert is chosen per row (a token in a layer), (E,)
-    router_rows: float = 0  # of the step: tokens times layers, over all processes
+    router_rows: float = 0  # tokens times layers, over all processes
     top_k: int = 1  # experts per token
 
 
@@ -66,7 +66,7 @@ def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> S
 
 
 def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics], top_entropy_quantile: float) -> None:
-    """Make the entropy threshold and the experts' shares of a step from its micro-batches; all processes together."""
+    """Set the entropy threshold and the experts' shares of a step from its micro-batches; all processes together."""
     if top_entropy_quantile < 1.0:
         local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
