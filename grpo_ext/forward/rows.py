@@ -20,9 +20,9 @@ from .sampling_masks import KeptIds
 
 def same_prompts(same_text: list[bool], images: RowImages | None) -> list[bool]:
     """For each row but the first, whether its prompt is that of the row before: the same text, and the same images."""
-    return (
-        same_text if images is None else [text and pixels for text, pixels in zip(same_text, images.same, strict=True)]
-    )
+    if images is None:
+        return same_text
+    return [text and pixels for text, pixels in zip(same_text, images.same, strict=True)]
 
 
 @dataclass(frozen=True)
