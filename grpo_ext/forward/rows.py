@@ -1,8 +1,8 @@
 """Completions with their prompts, without padding: the input of every forward.
 
-TRL pads its batches throughout. Here they are padded only at TRL's methods (`of_padded`, `in_columns`) and in the padded
-forward. Rows stay on the CPU, where a forward is planned; its tensors move to the device together (forward.forms).
-Shapes: B rows, N tokens, S completion tokens, T columns.
+TRL pads its batches throughout. Here only TRL's methods (`of_padded`, `in_columns`) and the padded forward do. Rows stay
+on the CPU, where a forward is planned; its tensors move to the device together (forward.forms). Shapes: B rows,
+N tokens, S completion tokens, T columns.
 """
 
 from __future__ import annotations

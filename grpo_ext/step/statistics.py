@@ -1,7 +1,7 @@
 """Step-wide statistics: the counts that losses are divided by, the entropy threshold and the experts' shares.
 
-The entropy quantile and the MoE load-balancing loss are not sums over tokens. They become sums once the step's threshold
-and expert shares are known, so these are measured first, in one pass without gradients per attempt.
+The entropy quantile and the MoE load-balancing loss are not sums over tokens. They become sums once the threshold and
+the expert shares of the step are known, so these are measured first, in one pass without gradients per attempt.
 """
 
 from __future__ import annotations
