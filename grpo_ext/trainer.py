@@ -171,7 +171,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             collation=Collation(images, self._rollouts.worker.settings.pad, multiple, self.accelerator.device),
             cost=token_cost(base_model_of(self.model)),
         )
-        self._loss_overrides = LossOverrides(self._forwards, images)
+        self._loss_overrides = LossOverrides(self._view, self._forwards, images)
         self._pass_at_k = PassAtK(self.args)
         parts = self._rollouts, self._forwards, self._step_planner.limits, self._pass_at_k
         self._keeper = RunKeeper(self._view, user_args, *parts)
@@ -321,28 +321,19 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _loss_of(self, model: Any, micro_batch: LossInputs) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through a user's overrides where there are any."""
-        training = self.model.training
-        if not micro_batch.in_trl_form:
-            with self.compute_loss_context_manager(), compat.profiling_context(self, "compute_loss"):
-                return micro_batch.add_loss(self._assembled_loss(model, micro_batch))
-        options = {"num_items_in_batch": None} if training else {}  # as transformers calls it
-        with self._loss_overrides.calling(micro_batch, self.args, training) as (inputs, args):
-            sizes = {"current_gradient_accumulation_steps": micro_batch.accumulation_steps, "args": args}
-            with assigned(self, **sizes), self.compute_loss_context_manager():
+        if micro_batch.in_trl_form:
+            options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
+            calling = self._loss_overrides.calling(micro_batch)
+            with calling as (inputs, sizes), assigned(self, **sizes), self.compute_loss_context_manager():
                 return micro_batch.add_loss(self.compute_loss(model, inputs, **options))
+        columns, rows = micro_batch.columns, micro_batch.rows
+        with self.compute_loss_context_manager(), compat.profiling_context(self, "compute_loss"):
+            scores = self._forwards.micro_batch_log_probs(model, columns, rows, self.aux_loss_enabled)
+            return micro_batch.add_loss(assemble_loss(loss_config_of(self._view), micro_batch, scores))
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        """TRL's: the part of the loss of the step that a dictionary adds; outside a step, one that is a whole step."""
-        if (micro_batch := self._loss_overrides.in_progress(inputs)) is None:
-            group_size, settings = self._group_size, step_settings_of(self._view)
-            micro_batch = self._loss_overrides.as_step(self.model, inputs, group_size, settings)
-        return self._assembled_loss(model, micro_batch)
-
-    def _assembled_loss(self, model: Any, micro_batch: LossInputs) -> torch.Tensor:
-        columns, rows = micro_batch.columns, micro_batch.rows
-        scores = self._forwards.micro_batch_log_probs(model, columns, rows, self.aux_loss_enabled)
-        counted = self._loss_overrides.counted(micro_batch, scores.entropies)
-        return assemble_loss(loss_config_of(self._view), counted, scores)
+        """TRL's: the part of the loss of the step that a dictionary adds; outside a step it is a step of its own."""
+        return self._loss_overrides.loss(model, inputs)
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""

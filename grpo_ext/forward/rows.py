@@ -1,7 +1,7 @@
 """Completions with their prompts, without padding: the input of every forward.
 
-TRL pads its batches throughout. Here only TRL's methods (`of_padded`, `in_columns`) and the padded forward do. Rows stay
-on the CPU, where a forward is planned; its tensors move to the device together (forward.forms). Shapes: B rows,
+TRL pads its batches throughout. Here only TRL's methods (`of_padded`, `in_columns`) and the padded forward do. Rows
+stay on the CPU, where a forward is planned; its tensors move to the device together (forward.forms). Shapes: B rows,
 N tokens, S completion tokens, T columns.
 """
 

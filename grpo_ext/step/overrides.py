@@ -24,10 +24,11 @@ from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner
 from ..rollouts.batch import SAMPLER_LOGPS
 from ..rollouts.images import ImageSource
+from ..view import TrainerView
 from .inputs import LossInputs
-from .loss import active_tokens
+from .loss import active_tokens, assemble_loss
 from .metrics import StepMetrics
-from .settings import StepSettings
+from .settings import loss_config_of, step_settings_of
 from .statistics import MicroBatchStatistics, StepContext, loss_mask, set_statistics, step_counts
 
 
@@ -50,7 +51,6 @@ class _Call:
     """A loss in progress: its micro-batch, and the tokens and masks that were handed to the override."""
 
     micro_batch: LossInputs
-    training: bool
     tokens: Unchanged
     tool_mask: Unchanged
     loss_tokens_BT: torch.Tensor
@@ -58,93 +58,98 @@ class _Call:
 
 @dataclass
 class LossOverrides:
-    """Hands micro-batches to a user's loss, and takes back what it passes on to `super()`."""
+    """Hands micro-batches to a user's loss, and computes the loss of what it passes on to `super()`."""
 
+    view: TrainerView
     forwards: ForwardRunner
     images: ImageSource
     _call: _Call | None = None
 
     @contextmanager
-    def calling(self, micro_batch: LossInputs, args: Any, training: bool) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Inside, a micro-batch is in progress; yields TRL's dictionary of it, and `args` with its sizes."""
-        inputs = self._dictionary(micro_batch, training)
+    def calling(self, micro_batch: LossInputs) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Inside, a micro-batch is in progress.
+
+        Yields:
+            TRL's dictionary of the micro-batch, and the trainer's attributes that hold sizes, by name.
+        """
+        training, inputs = self.view.model.training, self._dictionary(micro_batch)
         given = Unchanged(*_tokens(inputs)), Unchanged(_tool_mask(inputs)), _loss_tokens(inputs)
-        self._call = _Call(micro_batch, training, *given)
+        self._call = _Call(micro_batch, *given)
+        args = args_in_loss(self.view.args, micro_batch, training)
         try:
-            yield inputs, args_in_loss(args, micro_batch, training)
+            yield inputs, {"current_gradient_accumulation_steps": micro_batch.accumulation_steps, "args": args}
         finally:
             self._call = None
 
-    def _dictionary(self, micro_batch: LossInputs, training: bool) -> dict[str, Any]:
-        counts, rows, accelerator = micro_batch.step.counts, micro_batch.rows, self.forwards.accelerator
+    def _dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
+        view, counts, images = self.view, micro_batch.step.counts, micro_batch.rows.images
         # TRL's loss divides it by the processes, and in training by the steps of a rollout batch
-        steps = self.forwards.args.geometry.steps_per_rollout if training else 1
-        items = (counts.items or counts.tokens) * accelerator.num_processes * steps
+        repeats = view.accelerator.num_processes * (view.args.geometry.steps_per_rollout if view.model.training else 1)
+        items = torch.tensor(float((counts.items or counts.tokens) * repeats), device=view.accelerator.device)
         inputs = {name: column for name, column in micro_batch.columns.items() if name != SAMPLER_LOGPS}
-        inputs["num_items_in_batch"] = torch.tensor(float(items), device=accelerator.device)
-        if rows.images is not None:
+        inputs["num_items_in_batch"] = items
+        if images is not None:
             ids, _ = padded_ids_and_mask(inputs)
-            inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
+            inputs |= images.as_trl(ids, micro_batch.rows.prompts_B, inputs["prompt_ids"].size(1))
         return inputs
 
-    def in_progress(self, inputs: dict[str, Any]) -> LossInputs | None:
-        """The micro-batch in progress, with the rows and columns of this dictionary; None outside a loss."""
-        if (call := self._call) is None:
-            return None
-        rows = call.micro_batch.rows if call.tokens.are(*_tokens(inputs)) else self._rows_of(inputs, call.training)
-        return replace(call.micro_batch, rows=rows, columns=inputs)
+    def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """The part of the loss of the step that a dictionary adds; outside a step it is a step of its own."""
+        call, rows = self._call, self._rows_of(inputs)
+        micro_batch = self._own_step(inputs, rows) if call is None else call.micro_batch
+        scores = self.forwards.micro_batch_log_probs(model, inputs, rows, self.view.aux_loss_enabled)
+        if call is not None:
+            micro_batch = _counted(call, replace(micro_batch, rows=rows, columns=inputs), scores.entropies)
+        return assemble_loss(loss_config_of(self.view), micro_batch, scores)
 
-    def as_step(self, model: Any, inputs: dict[str, Any], num_generations: int, settings: StepSettings) -> LossInputs:
-        """A batch of the user's own, which begins with a whole group, counted as a step of its own."""
-        rows, mask, top_k = self._rows_of(inputs, settings.training), loss_mask(inputs), settings.experts_per_token
-        whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), num_generations)
-        metrics = StepMetrics(self.forwards.accelerator.device)
-        step = StepContext(step_counts(mask.sum(1).tolist(), groups), metrics, top_k=top_k)
+    def _rows_of(self, inputs: Mapping[str, Any]) -> TokenRows:
+        """The tokens of a dictionary: those of the micro-batch in progress, or read from tensors that a user made."""
+        if self._call is not None and self._call.tokens.are(*_tokens(inputs)):
+            return self._call.micro_batch.rows
+        self.view.args.replay.refuse_other_tokens(
+            "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
+        )
+        images = self.images.of_batch(inputs, self.view.model.training)
+        return TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
+
+    def _own_step(self, inputs: dict[str, Any], rows: TokenRows) -> LossInputs:
+        """A batch of the user's own, which begins with a whole group, counted as a step."""
+        settings, mask = step_settings_of(self.view), loss_mask(inputs)
+        whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), self.view.group_size)
+        metrics, counts = StepMetrics(self.view.accelerator.device), step_counts(mask.sum(1).tolist(), groups)
+        step = StepContext(counts, metrics, top_k=settings.experts_per_token)
         if settings.top_entropy_quantile < 1.0:
             with torch.no_grad():
-                scores = self.forwards.micro_batch_log_probs(model, inputs, rows, settings.router)
+                scores = self.forwards.micro_batch_log_probs(self.view.model, inputs, rows, settings.router)
             set_statistics(step, [MicroBatchStatistics(whole, scores.entropies, mask)], settings.top_entropy_quantile)
         return LossInputs(step, whole, groups, rows, inputs)
 
-    def _rows_of(self, inputs: Mapping[str, Any], training: bool) -> TokenRows:
-        """The tokens of a dictionary that a user built or changed, read from its tensors.
 
-        Raises:
-            ConfigError: sampling masks or experts are replayed, and those of these tokens are not known.
-        """
-        self.forwards.args.replay.refuse_other_tokens(
-            "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
-        )
-        images = self.images.of_batch(inputs, training)
-        return TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
+def _counted(call: _Call, micro_batch: LossInputs, entropies_BT: torch.Tensor) -> LossInputs:
+    """A micro-batch with the counts of the tokens that an override passes on.
 
-    def counted(self, micro_batch: LossInputs, entropies_BT: torch.Tensor) -> LossInputs:
-        """A micro-batch with the counts of the tokens that an override passes on.
-
-        The same tokens keep the counts of the step. The means of other ones are over these tokens, divided by
-        `accumulation_steps`, as TRL's are.
-        """
-        if (call := self._call) is None:
-            return micro_batch
-        given, inputs = call.micro_batch, micro_batch.columns
-        by_sampler = {name: column for name, column in given.columns.items() if name == SAMPLER_LOGPS}
-        if micro_batch.rows is given.rows and call.tool_mask.are(_tool_mask(inputs)):
-            return replace(micro_batch, columns=inputs | by_sampler)
-        both = before_BT, after_BT = call.loss_tokens_BT, _loss_tokens(inputs)
-        width, rows = max(before_BT.size(1), after_BT.size(1)), len(after_BT)
-        before_BT, after_BT = (torch.nn.functional.pad(part_BT, (0, width - part_BT.size(1))) for part_BT in both)
-        same_rows = rows == len(before_BT)
-        if same_rows and bool((before_BT == after_BT).all()):
-            same_width = both[0].size(1) == both[1].size(1)
-            return replace(micro_batch, columns=inputs | by_sampler) if same_width else micro_batch
-        step, steps, mask_BT = given.step, given.accumulation_steps, loss_mask(inputs)
-        active_BT = active_tokens(mask_BT, entropies_BT, step.entropy_threshold)
-        tokens, active = (float(part_BT.sum().clamp(min=1)) * steps for part_BT in (mask_BT, active_BT))
-        counts = StepCounts(rows * steps, tokens, active, items=step.counts.items or step.counts.tokens)
-        masked = same_rows and int(inputs["completion_mask"].sum()) != len(given.rows.targets())
-        share, router_rows = None if masked else step.expert_share, step.router_rows * rows / len(before_BT)
-        step = replace(step, counts=counts, router_rows=router_rows, expert_share=share)
-        return replace(micro_batch, step=step, groups=(0,) * rows)
+    The same tokens keep the counts of the step. The means of others are over these tokens, divided by
+    `accumulation_steps`, as TRL's are.
+    """
+    given, inputs = call.micro_batch, micro_batch.columns
+    by_sampler = {name: column for name, column in given.columns.items() if name == SAMPLER_LOGPS}
+    if micro_batch.rows is given.rows and call.tool_mask.are(_tool_mask(inputs)):
+        return replace(micro_batch, columns=inputs | by_sampler)
+    both = before_BT, after_BT = call.loss_tokens_BT, _loss_tokens(inputs)
+    width, rows = max(before_BT.size(1), after_BT.size(1)), len(after_BT)
+    before_BT, after_BT = (torch.nn.functional.pad(part_BT, (0, width - part_BT.size(1))) for part_BT in both)
+    same_rows = rows == len(before_BT)
+    if same_rows and bool((before_BT == after_BT).all()):
+        same_width = both[0].size(1) == both[1].size(1)
+        return replace(micro_batch, columns=inputs | by_sampler) if same_width else micro_batch
+    step, steps, mask_BT = given.step, given.accumulation_steps, loss_mask(inputs)
+    active_BT = active_tokens(mask_BT, entropies_BT, step.entropy_threshold)
+    tokens, active = (float(part_BT.sum().clamp(min=1)) * steps for part_BT in (mask_BT, active_BT))
+    counts = StepCounts(rows * steps, tokens, active, items=step.counts.items or step.counts.tokens)
+    masked = same_rows and int(inputs["completion_mask"].sum()) != len(given.rows.targets())
+    share, router_rows = None if masked else step.expert_share, step.router_rows * rows / len(before_BT)
+    step = replace(step, counts=counts, router_rows=router_rows, expert_share=share)
+    return replace(micro_batch, step=step, groups=(0,) * rows)
 
 
 @functools.cache
