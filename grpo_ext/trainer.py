@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,7 +127,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
-        with compat.hiding_old_names(), compat.engine_options(engine_options(config, model, peft_config, rollout_func)):
+        options = engine_options(config, model, peft_config, rollout_func)
+        with compat.hiding_old_names(), compat.starting_vllm_with(options):
             super().__init__(
                 model=model,
                 reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
@@ -163,7 +163,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._forwards, self._rollouts = build_rollouts(
             self._view, self._clock, max_tokens=lambda: self._step_planner.limits.tokens
         )
-        self._trl_methods = TrlMethods(self._view, self._rollouts)
+        self._trl_methods = TrlMethods(self._view, self._rollouts, self._rollouts.worker)
         images, multiple = self._rollouts.images, self._forwards.multiple
         self._step_planner = StepPlanner(
             forwards=self._forwards,
@@ -216,7 +216,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         slices = self._rollouts.slices(self.num_generations)
         loader = make_loader(dataset, slices, self.args, bool(self.shuffle_dataset))
         self._rollouts.rounds.steps = loader.dataset
-        self._rollouts.images.prompts[True] = getattr(loader.dataset, "prompts", None)  # a stream has none
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -229,9 +228,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Evaluation")
         slices = self._rollouts.slices(self.num_generations_eval)
-        loader = make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
-        self._rollouts.images.prompts[False] = loader.dataset.prompts  # type: ignore[attr-defined]
-        return loader
+        return make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As for evaluation; used by `predict`."""
@@ -307,8 +304,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._choose_forms()
         batch = self._rollouts.completions_of(StepRows.checked(generation_batch))
         if not self.model.training and (scored := self._rollouts.scored) is not None:
-            rewards = scored.settings.rewards
-            self._pass_at_k.observe(scored.rewards_BF, rewards.weights_F, rewards.functions.names)
+            self._pass_at_k.observe(scored.rewards_BF, scored.settings.weights_F, scored.settings.functions.names)
         return batch
 
     def _with_events(self, micro_batches: Iterator[LossInputs]) -> Iterator[LossInputs]:
@@ -403,17 +399,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         with compat.hiding_old_names():
             self._forwards.choose_forms(models)
 
-    # ---- Queries --------------------------------------------------------------------------------------------------
-
-    @property
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _override_of(self, name: str) -> Any:
-        """The method of a subclass, or one assigned to this trainer, that replaces ours; None without one."""
-        overridden = name in vars(self) or getattr(type(self), name) is not getattr(GRPOTrainer, name)
-        return getattr(self, name) if overridden else None
-
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
     def train(
@@ -449,12 +434,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._keeper.running(checkpoint),
                 contextlib.closing(self._rollouts),
             ):
-                result = super().train(checkpoint, trial, ignore_keys_for_eval)
-            if (limits := self._step_planner.limits).failures:
-                self._keeper.say(limits.what_fits())
-            if self._keeper.watch.stopping:
-                raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
-            return result
+                return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""
@@ -466,42 +446,22 @@ class GRPOTrainer(trl.GRPOTrainer):
             super().log(logs, start_time)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Like transformers' method, without its warning of another micro-batch size; says where a run resumes."""
+        """Like transformers' method, without its warning of another micro-batch size."""
         size = (self._keeper.resumed.train_batch_size or self.args.train_batch_size) // max(1, self.args.n_gpu)
         with assigned(self.args, per_device_train_batch_size=size):
-            place = super()._init_training_state(*args, **kwargs)
-        if self.state.global_step:
-            self._keeper.say(f"Going on after step {self.state.global_step} of {self.state.max_steps}.")
-        return place
+            return super()._init_training_state(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Like transformers' method, which would train on where a finished run is resumed."""
-        if (reason := self._keeper.why_finished()) is not None:
-            self._keeper.say(reason)
-            self.control.should_training_stop = True
-        elif not self._keeper.watch.evaluation_due:
-            super()._run_epoch(*args, **kwargs)
-        else:
-            with tempfile.TemporaryDirectory() as states:
-                self._evaluate_late(kwargs["trial"])
-                self._save_rng_state(states)
-                if not self.control.should_training_stop:  # a callback may stop the run after its evaluation
-                    # of the checkpoint transformers' method reads the random states alone
-                    super()._run_epoch(*args, **{**kwargs, "resume_from_checkpoint": states})
-
-    def _evaluate_late(self, trial: Any) -> None:
-        """Make the evaluation that an interrupt left, as the loop would have before it wrote the checkpoint."""
-        self._keeper.watch.evaluation_due = False
-        self._load_rng_state(self._keeper.checkpoint)
-        best = self._determine_best_metric(self._evaluate(trial, None), trial)
-        if best and self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = self._keeper.checkpoint
+        with self._keeper.epoch(kwargs["trial"]) as replaced:
+            if replaced is not None:
+                super()._run_epoch(*args, **{**kwargs, **replaced})
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """Like transformers' method, but keeps the checkpoint that an interrupted run resumes from."""
         watch = self._keeper.watch
         if watch.evaluation_due and not watch.stopping:  # of the last step of all
-            self._evaluate_late(trial)
+            self._keeper.evaluate_late(trial)
         limit = None if watch.stopping else self.args.save_total_limit
         with assigned(self.args, save_total_limit=limit):
             return super()._finalize_training(trial, num_train_samples, start_time)

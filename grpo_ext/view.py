@@ -188,6 +188,20 @@ class TrainerView:
         self._trainer.beta = self.args.beta = beta
         self.args.sync_ref_model = sync
 
+    # ---- The loop's steps, which an interrupted run takes late -----------------------------------------------------
+
+    def evaluate_late(self, trial: Any, checkpoint: str | None) -> None:
+        """Evaluate as the loop would have before it wrote the checkpoint, from its random states."""
+        loop: Any = self._trainer
+        loop._load_rng_state(checkpoint)
+        best = loop._determine_best_metric(loop._evaluate(trial, None), trial)
+        if best and self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = checkpoint
+
+    def save_random_states(self, folder: str) -> None:
+        """Write the random states of every process, as a checkpoint has them."""
+        self._trainer._save_rng_state(folder)
+
     def in_state(self, state: TrainerState) -> AbstractContextManager[None]:
         """Inside, this is the trainer's state."""
         return assigned(self._trainer, state=state)

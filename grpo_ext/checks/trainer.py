@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import ProcessorMixin
 
 from .. import compat
 from ..algorithms.advantages import AdvantageRule
@@ -70,7 +69,7 @@ def check_arguments(
     if answers:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
         check_tools(tools or [], processing_class, first_rows)
-    check_stream(data_sets[0], config.dynamic_sampling, isinstance(processing_class, ProcessorMixin) and not answers)
+    check_stream(data_sets[0], config.dynamic_sampling)
     return processing_class
 
 
@@ -200,7 +199,8 @@ def _check_ahead(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> N
         "and no NEFTune)": noise,
         "weights in 8 bits (a copy and the model cannot share their scales, which bitsandbytes hands to the layer that "
         "runs first; use load_in_4bit)": outlier_thresholds(view.model),
-        "images together with tools or an environment (not implemented)": rollouts.images.carry_images,
+        "images together with tools or an environment (not implemented)": view.takes_images
+        and bool(view.tools or view.environment_factories),
         "a stream (rows are read before their step; use a data set with a length)": not hasattr(
             view.train_dataset, "__len__"
         ),

@@ -67,7 +67,7 @@ class OverridableRunner(ForwardRunner):
         if (override := self.override()) is None:
             return super().rollout_log_probs(model, rows, limits, record_experts)
         ids, mask, width = rows.padded(self.multiple)
-        images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
+        images = {} if rows.images is None else rows.images.as_trl(ids)
         ids, mask, images = to_device((ids, mask, images), self.accelerator.device)
         with self._calling(ids, mask, rows, limits):
             logps_BT, _, _ = override(model, ids, mask, width, batch_size=limits.completions, **images)
@@ -81,7 +81,7 @@ class OverridableRunner(ForwardRunner):
         (ids, mask), width = padded_ids_and_mask(columns), columns["completion_ids"].size(1)
         images = images_among(columns)
         if not images and rows.images is not None:
-            images = rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
+            images = rows.images.as_trl(ids)
         options: Any = {"compute_entropy": True, "compute_aux_loss": with_router, **images}
         with self._calling(ids, mask, rows) as call:
             logps, entropies, _ = override(model, ids, mask, width, **options)

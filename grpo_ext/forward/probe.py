@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .images import Prepared, PromptProcessor, RowImages, messages_of
+from .images import PromptProcessor, RowImages, images_in, messages_of
 from .rope import covered_length
 from .rows import TokenRows
 
@@ -25,7 +25,7 @@ _WINDOW_NAMES = re.compile("(window|attention_chunk|local)(?!.*layers)")  # sett
 _PROMPTS, _COMPLETIONS = (11, 7), ((24, 2, 9), (16, 20))  # tokens
 _AFTER_LONG = (24, 9)  # tokens of the completions of a long prompt
 _TEXT = "how many birds sit on the wall and which of them can be seen from here "
-_Prompt = tuple[torch.Tensor, Prepared | None]  # token ids, and what a model takes beside them
+_Prompt = tuple[torch.Tensor, list[Any]]  # token ids, and the images
 
 
 def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = None) -> list[TokenRows]:
@@ -46,15 +46,20 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
         image = torch.randint(256, (32, 64, 3), generator=generator, dtype=torch.uint8)
         prompts = [_prepared(processor, _TEXT, image), _prepared(processor, _TEXT)]
         long_prompts = [_prepared(processor, _TEXT * (1 + long // 15))] if long else []
-        return [_rows(part, drawn) for part in (prompts, long_prompts) if part]
+        return [_rows(part, drawn, processor=processor) for part in (prompts, long_prompts) if part]
     shorter = 1.0 if limit is None else min(1.0, limit / (max(_PROMPTS) + max(map(max, _COMPLETIONS))))
-    batches = [_rows([(drawn(max(1, int(n * shorter))), None) for n in _PROMPTS], drawn, shorter)]
+    batches = [_rows([(drawn(max(1, int(n * shorter))), []) for n in _PROMPTS], drawn, shorter)]
     if limit is not None:
         long = min(long, limit - max(_AFTER_LONG))
-    return [*batches, _rows([(drawn(long), None)], drawn)] if long > max(_PROMPTS) else batches
+    return [*batches, _rows([(drawn(long), [])], drawn)] if long > max(_PROMPTS) else batches
 
 
-def _rows(prompts: Sequence[_Prompt], drawn: Callable[[int], torch.Tensor], shorter: float = 1.0) -> TokenRows:
+def _rows(
+    prompts: Sequence[_Prompt],
+    drawn: Callable[[int], torch.Tensor],
+    shorter: float = 1.0,
+    processor: PromptProcessor | None = None,
+) -> TokenRows:
     """Rows of several prompts, or of a long one; completions are `shorter` by a factor, but two tokens at least."""
     lengths = [
         (n, length) for n, group in enumerate(_COMPLETIONS if len(prompts) > 1 else [_AFTER_LONG]) for length in group
@@ -62,8 +67,7 @@ def _rows(prompts: Sequence[_Prompt], drawn: Callable[[int], torch.Tensor], shor
     groups, completions = [n for n, _ in lengths], [max(2, int(length * shorter)) for _, length in lengths]
     parts = [part for n, length in zip(groups, completions, strict=True) for part in (prompts[n][0], drawn(length))]
     same = [before == after for before, after in pairwise(groups)]
-    prepared = {number: images for number, (_, images) in enumerate(prompts) if images is not None}
-    images = RowImages(groups, prepared.__getitem__) if prepared else None
+    images = None if processor is None else RowImages(groups, lambda number: prompts[number][1], processor)
     return TokenRows(torch.cat(parts), [len(prompts[n][0]) for n in groups], completions, same, images)
 
 
@@ -99,4 +103,4 @@ def _prepared(processor: PromptProcessor, text: str, image: torch.Tensor | None 
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     conversation = [messages_of(row)]
     encoded = processor.processor.apply_chat_template(conversation=conversation, **options, **processor.template)
-    return encoded["input_ids"][0], processor(row)
+    return encoded["input_ids"][0], images_in(conversation[0])

@@ -84,14 +84,9 @@ class TokenRows:
         whole_B = None if self.group_lengths_B is None else self.group_lengths_B[first:last]
         return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_B, experts, whole_B)
 
-    def image_inputs(
-        self, rows: Sequence[int], ids_BL: torch.Tensor, prompt_columns: int, pixels: bool = True
-    ) -> dict[str, torch.Tensor]:
+    def image_inputs(self, rows: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
         """The model's image arguments for `rows`; see `RowImages.inputs`."""
-        if self.images is None:
-            return {}
-        prompts = [self.prompts_B[row] for row in rows]
-        return self.images.inputs(rows, ids_BL, prompts, prompt_columns, pixels)
+        return {} if self.images is None else self.images.inputs(rows, ids_BL, pixels)
 
     def targets(self) -> torch.Tensor:
         """The completion tokens that get log-probabilities, (S,)."""

@@ -32,8 +32,9 @@ from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngi
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .images import ImageSource
 from .overrides import MainWorker
+from .records import RolloutLog
 from .rounds import RoundMaker
-from .settings import CHANGE_ROWS, LOGPS, SettingsReader, own_sampling, suppressed_in, template_of
+from .settings import LOGPS, SettingsReader, own_sampling, suppressed_in, template_of
 from .source import Rollouts
 from .transcript import Transcript
 from .vllm import VllmEngine, VllmServer
@@ -57,10 +58,8 @@ def build_rollouts(
         images.prepare = PromptProcessor(view.processing_class, template_of(view), image_token)
         view.never_sample_image_tokens()
         refused["packed"] = "the model takes images; where there are none, pass its tokenizer as processing_class"
-        later_images = bool(view.tools or view.environment_factories)
-        if later_images:
+        if view.tools or view.environment_factories:
             refused["prefix"] = "tools and environments may show images after the prompt"
-        images.carry_images = later_images or view.overridden(*CHANGE_ROWS) is not None
     override = functools.partial(view.override_of, LOGPS)
     make_rows = functools.partial(probe_rows, tokenizer=view.tokenizer, processor=images.prepare)
     forms = refused, suppressed_in(view), make_rows
@@ -70,13 +69,12 @@ def build_rollouts(
     worker = _worker(view, images, forwards, memory, clock)
     check = _check(view, worker.engine)
     reader = SettingsReader(view, worker, check, max_tokens)
-    return forwards, Rollouts(view, RoundMaker(view, worker, check), reader, memory)
+    return forwards, Rollouts(view, RoundMaker(view, worker, check), reader, RolloutLog(view), memory)
 
 
 def _worker(
     view: TrainerView, images: ImageSource, forwards: ForwardRunner, memory: Halving, clock: PhaseClock
 ) -> MainWorker:
-    """The worker of the main thread, on the models that are trained."""
     args, settings = view.args, _settings(view)
     faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None

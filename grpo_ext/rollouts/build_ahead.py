@@ -83,7 +83,7 @@ def settings_ahead(rollouts: Rollouts, ahead: RolloutsAhead, weights: Weights) -
 
 
 def _own_chat(ahead: RolloutsAhead, chat: Chat) -> Chat:
-    """The chat with the thread's copy of its tokenizer, because threads may not share one; made anew after a change."""
+    """The chat with a copy of the tokenizer, which threads may not share; copied again after a change."""
     parts = chat.processing_class, chat.tokenizer
     state = parts, [dict(vars(part)) for part in parts], chat.tokenizer.special_tokens_map, len(chat.tokenizer)
     if ahead.own_tokenizer is None or ahead.own_tokenizer[0] != state:
@@ -118,8 +118,6 @@ def build_ahead(rollouts: Rollouts) -> RolloutsAhead:
 
 
 def _snapshot(view: TrainerView, accelerator: Any) -> Snapshot:
-    """Copies of the models that run as the trained ones do."""
-
     def prepare(model: Any) -> Any:
         install(base_model_of(model), view.temperature, view.args.cast_lm_head_to_fp32)
         return accelerator.prepare_model(model, evaluation_mode=True)
@@ -134,7 +132,6 @@ def _snapshot(view: TrainerView, accelerator: Any) -> Snapshot:
 
 
 def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
-    """A function that sends the weights of the snapshot to the vLLM server."""
     generation = copy.copy(view.vllm_generation)
     generation.model = snapshot.policy
 
@@ -148,7 +145,6 @@ def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
 
 
 def _worker(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> RolloutWorker:
-    """The thread's worker: on copies of the models, with tokenizers, environments and a clock of its own."""
     view, main = rollouts.view, rollouts.worker
     images, rewards, settings = main.images, main.rewards, dataclasses.replace(main.settings)
     if images.prepare is not None:

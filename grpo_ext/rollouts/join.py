@@ -1,8 +1,8 @@
 """The join: the one exchange of a rollout batch's data between processes.
 
 Differs from TRL, which gathers rewards, lengths, logs and texts in some ten places of two methods, as if every process
-had as many rows. Here each process sends its share once, of any size. Advantages over whole groups, log values and the
-table of completions are computed from the shares of all, the same on every process.
+had the same number of rows. Here each process sends its share once, of any size. Advantages over whole groups, log
+values and the table of completions are computed from the shares of all, the same on every process.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def join(
     rank: int,
     rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
 ) -> Round:
-    """Join the shares of all processes; a RolloutError for rewards of other completions, or groups that are not whole.
+    """Join the shares of all processes; a RolloutError where rewards and completions do not match, or groups are cut.
 
     Args:
         rewards_by_user: what the user's `_calculate_rewards` returned for all completions, and the calls of reward
@@ -147,7 +147,7 @@ def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Shar
 
 
 def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:
-    """The columns of a rollout batch but advantages and images, under TRL's names.
+    """The columns of a rollout batch, except advantages and images, under TRL's names.
 
     Args:
         whole: keep all tokens of a masked-out completion. Otherwise one stays: TRL takes the last T columns by
@@ -169,17 +169,17 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
     if all(t.record is not None for t in transcripts):
         columns |= _sampler_columns(transcripts, lengths, sampling.replay.masks)
     elif sampling.replay.masks and not local.request.empty:
-        raise RolloutError("sampling_mask='replay': no tokens that were kept came with some completions.")
+        raise RolloutError("sampling_mask='replay': some completions came without the tokens that were kept.")
     if sampling.replay.experts:
         experts = [t.experts[: len(t.prompt_ids) + n] for t, n in zip(transcripts, lengths) if t.experts is not None]
         if len(experts) != len(transcripts):
-            raise RolloutError("routing_replay=True: no experts came with some completions.")
+            raise RolloutError("routing_replay=True: some completions came without experts.")
         columns[EXPERTS] = Ragged.of(experts)
     for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
         if logps is not None:  # none of the tokens of a completion that is masked out
             pairs = zip(logps, lengths, strict=True)
             columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in pairs])
-    if transcripts and transcripts[0].logps is not None:  # NaN where the engine could not tell
+    if transcripts and transcripts[0].logps is not None:  # NaN where the engine did not report it
         rows = ([math.nan if value is None else value for value in t.logps or ()] for t in transcripts)
         columns["sampling_per_token_logps"] = Ragged.of(
             [torch.tensor(row[:n]) for row, n in zip(rows, lengths, strict=True)]
@@ -202,7 +202,7 @@ def _sampler_columns(transcripts: Sequence[Transcript], lengths: Sequence[int], 
 
 
 def _kept_mass(transcript: Transcript) -> float:
-    """The mass that the filters kept, summed over the tokens that the model wrote; NaN where it is not known."""
+    """The mass that the filters kept, summed over the tokens that the model wrote; NaN where unknown."""
     if transcript.record is None:
         return math.nan
     return float((transcript.record.mass_T * torch.tensor(transcript.mask)).sum())

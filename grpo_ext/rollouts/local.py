@@ -141,22 +141,6 @@ class RolloutSettings:
     rewards: RewardSettings
 
 
-@dataclass(frozen=True)
-class RolloutLogs:
-    """TRL's records in which a rollout batch is logged when it is joined.
-
-    Attributes:
-        metrics: log values of training or of an evaluation.
-        table: the table of completions; shows_images: with their images (`log_multimodal`).
-        state: of the Trainer, which counts the tokens seen.
-    """
-
-    metrics: MutableMapping[str, list[float]]
-    table: dict[str, Any]
-    shows_images: bool
-    state: Any
-
-
 @dataclass
 class LocalRollout:
     """What this process has sampled and scored of a rollout batch.

@@ -7,6 +7,7 @@ calls them, so `UserCalls` holds the overrides that run; `rollouts.trl_methods` 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,12 +27,7 @@ from .worker import RolloutWorker
 class UserCall:
     """An override that runs."""
 
-    super_calls: int = field(default=0, init=False)  # of TRL's method, by the override
-
-    def next_super_call(self) -> int:
-        """The number of the override's next call of `super()`, from 0."""
-        self.super_calls += 1
-        return self.super_calls - 1
+    super_calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls of TRL's method
 
 
 @dataclass
@@ -102,7 +98,7 @@ class MainWorker(RolloutWorker):
             take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
 
     def converse_by_trl(self, local: LocalRollout) -> None:
-        """Run the turns without the user's `_generate`, which has called TRL's method."""
+        """Run the turns for a user's `_generate` that calls TRL's method."""
         super().converse(local)
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:

@@ -1,4 +1,4 @@
-"""TRL's metrics of a rollout batch and its table of completions, from all completions that were sampled for it.
+"""The log of rollout batches: TRL's metrics and its table, from all completions that were sampled for a batch.
 
 Differs from TRL, which logs means of processes' means where vLLM samples. Dynamic sampling logs once, of all its
 rounds. Shapes: B completions, F reward functions.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -17,31 +18,34 @@ from ..algorithms.advantages import nan_std, weighted_sum
 from ..algorithms.exact import exact_mean
 from ..algorithms.losses import RatioRule
 from ..rewards.guard import columns_of, metrics_of
+from ..view import TrainerView
 from .join import Round
-from .local import RewardSettings, RolloutLogs, RolloutSettings, SamplingSettings
+from .local import RewardSettings, RolloutSettings, SamplingSettings
 
 logger = get_logger(__name__)
 
 
 @dataclass
 class RolloutLog:
-    """Logs rollout batches."""
+    """Logs rollout batches in TRL's metrics and its table of completions, when they are joined."""
 
+    view: TrainerView
     _warned_of_truncation: bool = field(default=False, init=False)
 
-    def add(self, rounds: Sequence[Round], settings: RolloutSettings, logs: RolloutLogs) -> None:
-        """Add TRL's metrics and table of all completions of some rounds."""
-        sampling, state = settings.sampling, logs.state
+    def add(self, rounds: Sequence[Round], settings: RolloutSettings) -> None:
+        """Add all completions of some rounds."""
+        sampling, state = settings.sampling, self.view.state
+        metrics = self.view.metrics["train" if sampling.training else "eval"]
         if sampling.training:
             entries = [entry for part in rounds for entry in part.entries]
             state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
-        logs.metrics["num_tokens"] = [state.num_input_tokens_seen]
+        metrics["num_tokens"] = [state.num_input_tokens_seen]
         for name, value in rollout_metrics(rounds, settings):
-            logs.metrics[name].append(value)
+            metrics[name].append(value)
             if name == "sampling/kept_mass" and sampling.training and not sampling.replay.masks:
                 self._warn_of_truncation(value, sampling)
         for part in rounds:
-            add_to_table(part, settings.rewards, logs)
+            add_to_table(part, settings.rewards, self.view.logs)
 
     def _warn_of_truncation(self, kept_mass: float, sampling: SamplingSettings) -> None:
         if not self._warned_of_truncation:
@@ -116,9 +120,8 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
     }
 
 
-def add_to_table(part: Round, rewards: RewardSettings, logs: RolloutLogs) -> None:
+def add_to_table(part: Round, rewards: RewardSettings, table: dict[str, Any]) -> None:
     """Add a round to TRL's record of completions."""
-    table = logs.table
     table["prompt"].extend(entry.prompt for entry in part.entries)
     table["completion"].extend(entry.completion for entry in part.entries)
     for name, rewards_B in zip(rewards.functions.names, part.rewards_BF.unbind(1), strict=True):

@@ -1,6 +1,6 @@
-"""A user's `rollout_func`, checked: what it returns becomes completions, or is an error that says what is wrong.
+"""Checks what a user's `rollout_func` returns: it becomes completions, or an error says what is wrong.
 
-Differs from TRL, where too few rows end in an index error. Called by the worker in the place of the first turn.
+Differs from TRL, where too few rows end in an index error. The worker calls it in the place of the first turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEPT_REMEDY = (
 
 
 def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool = False) -> dict[str, Any]:
-    """What a `rollout_func` returned, in plain numbers, the same types on every process; a RolloutError if it is none.
+    """What a `rollout_func` returned, in plain numbers; raises a RolloutError for anything but a rollout.
 
     Args:
         prompts: how many it was called with, each repeated once per completion.
@@ -64,8 +64,8 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
         for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if kept_ids else ())):
             if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
                 raise RolloutError(
-                    f"kept_ids of rollout_func do not contain token {token}, or contain what is no id, at place "
-                    f"{place} of completion {row}. {remedy}"
+                    f"kept_ids of rollout_func do not contain token {token}, or contain something other than an id, at "
+                    f"place {place} of completion {row}. {remedy}"
                 )
     return rollout
 
@@ -73,4 +73,4 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
 def _plain(name: str, value: Any) -> Any:
     if name != "logprobs":
         return int(value)
-    return None if value is None else float(value)  # vLLM cannot tell each of them
+    return None if value is None else float(value)  # vLLM does not report all of them

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 
@@ -25,7 +26,8 @@ def batch_state(batch: RolloutBatch | None) -> dict[str, Any] | None:
         return None
     lists = {name: column for name, column in batch.columns.items() if isinstance(column, list)}
     values = {name: value for name, value in batch.constants.items() if not isinstance(value, torch.Tensor)}
-    if unstorable := [name for name, value in (lists | values).items() if not _survives_json(value)]:
+    others = {name: value for name, value in (lists | values).items() if not _are_files(value)}
+    if unstorable := [name for name, value in others.items() if not _survives_json(value)]:
         logger.warning(
             f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
             "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
@@ -50,11 +52,25 @@ def saved_batch(state: dict[str, Any] | None) -> RolloutBatch | None:
 
 
 def _column_state(column: Column) -> Any:
+    if _are_files(column):  # rows share them
+        different = list(dict.fromkeys(column))
+        files = [torch.from_numpy(np.frombuffer(bytearray(file), np.uint8)) for file in different]
+        return _column_state(Ragged.of(files, torch.uint8)) | {"rows": [different.index(file) for file in column]}
     return {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else column
 
 
 def _column(state: Any) -> Column:
-    return Ragged(state["values"], state["lengths"]) if isinstance(state, dict) else state
+    if not isinstance(state, dict):
+        return state
+    parts = Ragged(state["values"], state["lengths"])
+    if "rows" not in state:
+        return parts
+    files = [part.numpy().tobytes() for part in parts]
+    return [files[number] for number in state["rows"]]
+
+
+def _are_files(column: Any) -> bool:
+    return isinstance(column, list) and bool(column) and all(isinstance(value, bytes) for value in column)
 
 
 def _survives_json(value: Any) -> bool:

@@ -31,7 +31,6 @@ from .local import (
     LogprobSettings,
     PendingLogs,
     RewardSettings,
-    RolloutLogs,
     RolloutSettings,
     SamplingSettings,
 )
@@ -42,7 +41,7 @@ from .vllm_replay import vllm_filters
 
 SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
-# a user's override of these may change the rows, so each has to carry its images
+# a user's override of these may change the rows
 CHANGE_ROWS = (SCORE, "_generate")
 # TRL's methods behind arguments of reward functions
 _RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
@@ -71,16 +70,6 @@ class SettingsReader:
         """The settings of a rollout batch that begins now."""
         sampling, ratios = self._sampling(), self._ratios()
         return RolloutSettings(sampling, self._logprobs(sampling.hooks, ratios), self._rewards())
-
-    def logs(self) -> RolloutLogs:
-        """Where a rollout batch that is joined now is logged."""
-        view = self.view
-        return RolloutLogs(
-            metrics=view.metrics["train" if view.model.training else "eval"],
-            table=view.logs,
-            shows_images=self.worker.images.prepare is not None and view.log_multimodal,
-            state=view.state,
-        )
 
     def reward_functions(self) -> RewardFunctions:
         """The reward functions as they are now."""

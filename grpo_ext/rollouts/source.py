@@ -3,7 +3,7 @@
     step -> (new rollout batch?) -> local phase, here or ahead on a thread -> join -> log -> completions of the step
 
 Differs from TRL, which keeps padded slices of its own process. Overrides of TRL's rollout methods are called with TRL's
-arguments (`rollouts.user_scoring`, `rollouts.overrides`); without one a rollout is not put into TRL's dictionary.
+arguments (`rollouts.rounds`, `rollouts.overrides`); without one a rollout is not put into TRL's dictionary.
 Called by the trainer.
 """
 
@@ -26,29 +26,25 @@ from ..view import TrainerView
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch
 from .build_ahead import build_ahead, settings_ahead, take_weights
-from .dynamic_sampling import sample_rounds
+from .dynamic_sampling import fill_batch
 from .images import ImageSource
 from .join import Round
-from .local import RolloutLogs, RolloutSettings
+from .local import RewardSettings, RolloutSettings
 from .overrides import MainWorker
 from .records import RolloutLog
 from .rounds import RoundMaker
 from .saved import batch_state, saved_batch, saved_waiting, waiting_state
 from .settings import SettingsReader
-from .user_scoring import round_by_user
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """The rewards (B, F) of a rollout batch, and the settings that it was made with.
-
-    `rewards_BF` is None where a user's override made them, who did not call TRL's method.
-    """
+    """The rewards (B, F) of a rollout batch, with their settings; None where a user's override made them."""
 
     rewards_BF: torch.Tensor | None
-    settings: RolloutSettings
+    settings: RewardSettings
 
 
 @dataclass
@@ -70,8 +66,8 @@ class Rollouts:
     view: TrainerView
     rounds: RoundMaker
     reader: SettingsReader
+    log: RolloutLog
     memory: Halving
-    log: RolloutLog = field(default_factory=RolloutLog, init=False)
     recheck: Callable[[], None] = field(default=lambda: None, init=False)
     batch: RolloutBatch | None = field(default=None, init=False)
     batch_name: tuple[int, int] | None = field(default=None, init=False)
@@ -202,34 +198,38 @@ class Rollouts:
 
     def make(self, rows: StepRows) -> RolloutBatch:
         """Sample and score these rows of every process, and log what TRL logs of them; a collective."""
-        logs, ahead = self.reader.logs(), self.ahead if self.view.model.training else None
+        ahead = self.ahead if self.view.model.training else None
         # what was sampled ahead is joined by the settings with which it began
         settings = self.settings_now() if ahead is None else ahead.jobs[0].settings
-        make_round = functools.partial(self._round, settings=settings, logs=logs, ahead=ahead)
+        rewards_BF: torch.Tensor | None
+        make_round = functools.partial(self._round, settings=settings, ahead=ahead)
         if self.view.args.dynamic_sampling and self.view.model.training:
             further_rows = functools.partial(self.rounds.steps.further_rows, rows.request)
             max_rounds = self.view.args.dynamic_sampling_max_rounds
-            sampled = sample_rounds(rows, settings.rewards, make_round, further_rows, max_rounds)
-            self.log.add(sampled.rounds, settings, logs)
-            for name, value in sampled.metrics().items():
-                logs.metrics[f"dynamic_sampling/{name}"].append(value)
-            batch, rewards_BF = sampled.joined()
-            self._take_rewards(ScoredRollout(rewards_BF, settings))
+            filled = fill_batch(rows, settings.rewards, make_round, further_rows, max_rounds)
+            self.log.add(filled.rounds, settings)
+            for name, value in filled.metrics.items():
+                self.view.metrics["train"][f"dynamic_sampling/{name}"].append(value)
+            batch, rewards_BF = filled.batch, filled.rewards_BF
         else:
             part = make_round(rows)
             if settings.sampling.hooks.score is None:  # else TRL's method has logged what it made
-                self.log.add([part], settings, logs)
-            batch = part.batch
-            self._take_rewards(ScoredRollout(part.rewards_BF if part.entries else None, settings))
+                self.log.add([part], settings)
+            batch, rewards_BF = part.batch, part.rewards_BF if part.entries else None
+        self.scored = ScoredRollout(rewards_BF, settings.rewards)
+        if rewards_BF is not None and torch.isnan(rewards_BF).all():
+            names = ", ".join(settings.rewards.functions.names)
+            logger.warning(
+                f"No completion of this rollout was scored: {names} returned None for all of them, "
+                "so there is nothing to learn from; check that the reward functions fit the data."
+            )
         if ahead is not None:
             ahead.jobs.popleft()
         return batch
 
-    def _round(
-        self, rows: StepRows, *, settings: RolloutSettings, logs: RolloutLogs, ahead: RolloutsAhead | None
-    ) -> Round:
+    def _round(self, rows: StepRows, *, settings: RolloutSettings, ahead: RolloutsAhead | None) -> Round:
         if (score := settings.sampling.hooks.score) is not None:
-            return round_by_user(rows, settings, self.rounds, score)
+            return self.rounds.by_user(rows, settings, score)
         if ahead is not None:
             local = ahead.part_of(rows)
             self.sampled_at = ahead.jobs[0].weights.step
@@ -239,13 +239,4 @@ class Rollouts:
                 self.images.refuse_mixed(rows)
             self.send_weights()
             local = self.rounds.sample(rows, settings)
-        return self.rounds.join(local, settings, logs.shows_images)
-
-    def _take_rewards(self, scored: ScoredRollout) -> None:
-        self.scored = scored
-        if scored.rewards_BF is not None and torch.isnan(scored.rewards_BF).all():
-            names = ", ".join(scored.settings.rewards.functions.names)
-            logger.warning(
-                f"No completion of this rollout was scored: {names} returned None for all of them, "
-                "so there is nothing to learn from; check that the reward functions fit the data."
-            )
+        return self.rounds.join(local, settings)

@@ -34,25 +34,21 @@ class TrlMethods:
 
     view: TrainerView
     rollouts: Rollouts
+    worker: MainWorker
     _free_requests: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
-
-    @property
-    def worker(self) -> MainWorker:
-        """The worker that runs the overrides."""
-        return self.rollouts.worker
 
     def score(self, inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """`_generate_and_score_completions`: TRL's padded dictionary of any rows of this process."""
-        rollouts, settings, logs = self.rollouts, self.rollouts.settings_now(), self.rollouts.reader.logs()
+        rollouts, settings = self.rollouts, self.rollouts.settings_now()
         sampling = settings.sampling
         call = self.worker.calls.innermost(ScoreCall)
         rows, rounds = list(inputs), [] if call is None else call.rounds
         request = self._request(rows, sampling.num_generations)
         rollouts.send_weights()
         local = rollouts.rounds.sample(StepRows(rows, request), settings, repeat=len(rounds))
-        rounds.append(rollouts.rounds.join(local, settings, logs.shows_images))
+        rounds.append(rollouts.rounds.join(local, settings))
         if call is None or not (self.view.args.dynamic_sampling and sampling.training):
-            rollouts.log.add(rounds[-1:], settings, logs)
+            rollouts.log.add(rounds[-1:], settings)
         return trl_dictionary(local, rounds[-1], self.worker.images, self.worker.settings)
 
     def rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
@@ -81,7 +77,7 @@ class TrlMethods:
             return None
         local, transcripts = call.local, []
         known, sampling = local.transcripts, local.settings.sampling
-        repeat = call.next_super_call()
+        repeat = next(call.super_calls)
         keys = request_keys(local.request, len(prompts), sampling.seed, sampling.training, repeat)
         for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
             row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
@@ -105,17 +101,16 @@ class TrlMethods:
         call = self.worker.calls.innermost(TurnCall)
         if call is None or self.view.use_transformers_continuous_batching:
             return None
-        chunk, repeat, rows = call.chunk, call.next_super_call(), []
+        chunk, repeat, rows = call.chunk, next(call.super_calls), []
         for place, ids in enumerate(prompt_ids):
             row = chunk[min(place, len(chunk) - 1)]
             key, cut = row.key, len(ids) - len(row.ids)
             if place >= len(chunk) or repeat:  # a row that the override has added, or a further call
                 added = place if place >= len(chunk) else 0
                 key = int(mix(torch.tensor(key), BEYOND + added + (repeat << 20)))
-            shown = row.images if images is None else list(images[place] or ())
-            rows.append(
-                dataclasses.replace(row, key=key, images=shown, prompt_ids=list(ids[:cut]), ids=list(ids[cut:]))
-            )
+            if images is not None:
+                row = dataclasses.replace(row, images=list(images[place] or ()), number=None)
+            rows.append(dataclasses.replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
         config = None if self.view.use_vllm else sampling_config(self.view)
         sampled = self.worker.engine.generate(rows, config, self.view.group_size)
         call.local.known_ends |= {tuple(row.ids): row.ended for row in sampled if row.ended is not None}

@@ -77,8 +77,8 @@ class RolloutWorker:
         self.converse(local)
         if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
             raise RolloutError(
-                f"the completion of the prompt {reprlib.repr(empty[0])} has no tokens; what samples (an override, "
-                "the model's generate, vLLM) has to return at least the end token."
+                f"the completion of the prompt {reprlib.repr(empty[0])} has no tokens; return at least the end "
+                "token, from whatever samples: an override, the model's generate, vLLM."
             )
         share_prompt_experts(local.transcripts, local.request.num_generations)
         self.add_logprobs(local)
@@ -135,7 +135,7 @@ class RolloutWorker:
         return any_process(bool(active)) if self.settings.sharded else bool(active)
 
     def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
-        """One turn of some transcripts; where a forward is a collective every process calls this for every turn."""
+        """One turn of some transcripts; called by all processes, for every turn, where a forward is a collective."""
         with self.clock.phase("rollout"):
             sampled = self.sample_turn(local, transcripts)
         if len(sampled) != len(transcripts):
@@ -190,7 +190,6 @@ class RolloutWorker:
     def _log_probs(
         self, rows: TokenRows, settings: RolloutSettings, by_reference: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities and experts under one of the models; see `ForwardRunner.rollout_log_probs`."""
         policy, reference = self.models()
         model = reference if by_reference and reference is not None else policy
         without_adapter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -202,7 +201,7 @@ class RolloutWorker:
             return self.forwards.rollout_log_probs(model, rows, limits, logprobs.record_experts and not by_reference)
 
     def _token_rows(self, local: LocalRollout) -> TokenRows:
-        """The transcripts for a forward; a completion that is masked out has no tokens."""
+        """The transcripts for a forward, without the tokens of completions that are masked out."""
         masked = local.settings.sampling.masked(local.transcripts)
         shown = [t.prompt_alone() if out else t for t, out in zip(local.transcripts, masked, strict=True)]
         tokens = [token for t in shown for token in t.prompt_ids + t.ids]
@@ -254,14 +253,13 @@ class RolloutWorker:
 
 def _prompt_name(transcript: Transcript) -> Hashable:
     """A key that transcripts with the same prompt share."""
-    # images are named by the row they are read from; those of an environment are not the row's
-    number = transcript.number if transcript.environment is None else None
+    number = transcript.number
     images = (number, transcript.place if number is None else None) if transcript.images else ()
     return transcript.environment_name, images, _frozen(transcript.prompt, transcript.images)
 
 
 def _frozen(value: Any, images: Sequence[Any]) -> Hashable:
-    """A key that equal values of the types of JSON share; any other object has its own, but for the images."""
+    """A key that equal JSON values share; any other object, except one of the images, has a key of its own."""
     if isinstance(value, Mapping):
         value = [type(value), *value.items()]
     if isinstance(value, list | tuple):

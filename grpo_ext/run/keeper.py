@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from accelerate.logging import get_logger
 from filelock import FileLock
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..batching.plan_text import describe_plan
 from ..batching.sizes import BatchGeometry
@@ -135,6 +137,8 @@ class RunKeeper(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the sums of the loop from a checkpoint; the loop has set them to zero."""
+        if state.global_step:
+            self.say(f"Going on after step {state.global_step} of {state.max_steps}.")
         self.run_state.restore()
         self.watch.evaluation_due &= self.view.eval_dataset is not None
 
@@ -238,7 +242,33 @@ class RunKeeper(TrainerCallback):
         if not self.args.restore_callback_states_from_checkpoint:  # or transformers restores them, its way
             restore_callbacks(self.view.callback_handler.callbacks, saved, checkpoint)
 
-    def why_finished(self) -> str | None:
+    @contextlib.contextmanager
+    def epoch(self, trial: Any) -> Iterator[dict[str, Any] | None]:
+        """Around an epoch of the loop: make the evaluation that an interrupted run left.
+
+        Yields:
+            Arguments of the epoch to replace; None where nothing is left to train.
+        """
+        control = self.view.control
+        if (reason := self._why_finished()) is not None:
+            self.say(reason)
+            control.should_training_stop = True
+            yield None
+        elif not self.watch.evaluation_due:
+            yield {}
+        else:
+            with tempfile.TemporaryDirectory() as states:
+                self.evaluate_late(trial)
+                self.view.save_random_states(states)
+                # a callback may stop the run after its evaluation; of the checkpoint the loop reads random states alone
+                yield None if self.view.control.should_training_stop else {"resume_from_checkpoint": states}
+
+    def evaluate_late(self, trial: Any) -> None:
+        """Make the evaluation that an interrupted run left."""
+        self.watch.evaluation_due = False
+        self.view.evaluate_late(trial, self.checkpoint)
+
+    def _why_finished(self) -> str | None:
         """Why nothing is left to train, as sentences; None where something is."""
         if self.view.state.global_step >= self.view.state.max_steps:
             return "The run is finished: nothing is left to train, and the weights stay as they are."
@@ -289,7 +319,11 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def running(self, checkpoint: str | None) -> Iterator[None]:
-        """Print the plan, log start and end of the run, and let signals stop it after a step."""
+        """Print the plan, log start and end of the run, and let signals stop it after a step.
+
+        Raises:
+            TrainingInterrupted: at the end, where one did.
+        """
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
         first = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
@@ -314,9 +348,15 @@ class RunKeeper(TrainerCallback):
                     end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
             finally:
                 self._log.end(self.view.state.global_step, end)
+        if self.limits.failures:
+            self.say(self.limits.what_fits())
+        if self.watch.stopping:
+            raise self._interrupted()
 
-    def interrupted(self, path: Path, step: int) -> TrainingInterrupted:
-        """The exception that ends the program after an interrupt; `path`: where the last checkpoint would be."""
+    def _interrupted(self) -> TrainingInterrupted:
+        """The exception that ends the program after an interrupt."""
+        step = self.view.state.global_step
+        path = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         if not from_main_process(self.accelerator, path.is_dir):
             self.say(f"Interrupted after step {step}; no checkpoint of it was written.")
             return TrainingInterrupted(None)

@@ -70,8 +70,7 @@ def collate(
     """A micro-batch of the completions of a step, with the columns of the loss, or with all of TRL's."""
     selected = rollout.select(part.rows)
     lengths = [rollout.group_lengths[group] for group in selected.groups]
-    images = collation.images.of_batch(selected.columns, settings.training)
-    rows = replace(selected.token_rows(images), group_lengths_B=lengths)
+    rows = replace(selected.token_rows(collation.images.of_batch(selected.columns)), group_lengths_B=lengths)
     if not settings.in_trl_form:
         of_loss = {name: selected[name] for name in _OF_LOSS if name in selected.columns}
         selected = replace(selected, columns=of_loss, constants={})

@@ -90,7 +90,7 @@ class LossOverrides:
         inputs["num_items_in_batch"] = items
         if images is not None:
             ids, _ = padded_ids_and_mask(inputs)
-            inputs |= images.as_trl(ids, micro_batch.rows.prompts_B, inputs["prompt_ids"].size(1))
+            inputs |= images.as_trl(ids)
         return inputs
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -109,7 +109,7 @@ class LossOverrides:
         self.view.args.replay.refuse_other_tokens(
             "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
         )
-        images = self.images.of_batch(inputs, self.view.model.training)
+        images = self.images.of_batch(inputs)
         return TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
 
     def _own_step(self, inputs: dict[str, Any], rows: TokenRows) -> LossInputs:

@@ -19,7 +19,7 @@ from datasets import Dataset
 from grpo_ext import GRPOTrainer
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError, RolloutError
-from grpo_ext.rollouts import batch, rollout_func
+from grpo_ext.rollouts import batch, equal_shares
 from grpo_ext.runtime.collectives import uneven_collectives
 from grpo_ext.step.settings import step_settings_of
 from tests.support.beside_trl import build, learns_as_in_trl
@@ -191,7 +191,7 @@ def test_an_override_without_super_is_said_once_and_refused_in_bitwise_mode(tmp_
 
 def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
     trainer = make(tmp_path, cls=Alone)
-    monkeypatch.setattr(rollout_func, "gather_lists", lambda items: [*items, 8])
+    monkeypatch.setattr(equal_shares, "gather_lists", lambda items: [*items, 8])
     with pytest.raises(RolloutError, match=r"does not call super\(\): it would sample 8 to 16 completions"):
         trainer.train()
 
