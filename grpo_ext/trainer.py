@@ -38,10 +38,10 @@ from .forward.quantised import keep_4bit_weights, train_in_float32, trained_valu
 from .forward.reference import reference_loader, use_reference
 from .forward.routing import install_routers
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
-from .rollouts.batch import RolloutBatch
-from .rollouts.build import build_rollouts, sampling_config, terms_of
-from .rollouts.build_ahead import sample_ahead
+from .rollouts.ahead import divide_threads
+from .rollouts.build import build_rollouts
 from .rollouts.decoding import without_router_logits
+from .rollouts.trl_methods import TrlMethods
 from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
 from .run.completions import completions_logged
@@ -55,10 +55,12 @@ from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.leaving import leave_in_order
 from .step.evaluation import PassAtK
 from .step.gradients import accumulating, replicate
+from .step.inputs import Collation, LossInputs
 from .step.loss import assemble_loss
+from .step.metrics import log_values
 from .step.optimizer_step import StepPlanner
+from .step.overrides import LossOverrides
 from .step.settings import loss_config_of, step_settings_of
-from .step.statistics import CONTEXT_KEY, MicroBatchContext, args_in_loss
 from .view import TrainerView
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
@@ -126,7 +128,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
-        with compat.hiding_old_names(), compat.engine_options(engine_options(config, model, peft_config, rollout_func)):
+        options = engine_options(config, model, peft_config, rollout_func)
+        with compat.hiding_old_names(), compat.starting_vllm_with(options):
             super().__init__(
                 model=model,
                 reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
@@ -158,16 +161,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         if self.args.replay.experts:
             install_routers(base_model_of(self.model))
-        self._forwards, self._rollouts = build_rollouts(self, self._clock)
+        self._forwards, self._rollouts = build_rollouts(
+            self._view, self._clock, max_tokens=lambda: self._step_planner.limits.tokens
+        )
+        self._trl_methods = TrlMethods(self._view, self._rollouts, self._rollouts.worker)
+        images, multiple = self._rollouts.images, self._forwards.multiple
         self._step_planner = StepPlanner(
-            accelerator=self.accelerator,
-            args=self.args,
             forwards=self._forwards,
             clock=self._clock,
-            images=self._rollouts.images,
-            pad_token_id=self._rollouts.worker.settings.pad,
+            collation=Collation(images, self._rollouts.worker.settings.pad, multiple, self.accelerator.device),
             cost=token_cost(base_model_of(self.model)),
         )
+        self._loss_overrides = LossOverrides(self._view, self._forwards, images)
         self._pass_at_k = PassAtK(self.args)
         parts = self._rollouts, self._forwards, self._step_planner.limits, self._pass_at_k
         self._keeper = RunKeeper(self._view, user_args, *parts)
@@ -175,7 +180,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(self._keeper.watch)
         self._uncovered = check_trainer(self._view, self._rollouts, config)
         if config.reward_workers:
-            self._rollouts.worker.rewards.pack_functions(terms_of(self).rewards)
+            self._rollouts.worker.rewards.pack_functions(self._rollouts.reader.reward_functions())
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
@@ -212,8 +217,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             dataset = self._remove_unused_columns(dataset, description="Training")
         slices = self._rollouts.slices(self.num_generations)
         loader = make_loader(dataset, slices, self.args, bool(self.shuffle_dataset))
-        self._rollouts.steps = loader.dataset
-        self._rollouts.images.prompts[True] = getattr(loader.dataset, "prompts", None)  # a stream has none
+        self._rollouts.rounds.steps = loader.dataset
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -226,9 +230,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Evaluation")
         slices = self._rollouts.slices(self.num_generations_eval)
-        loader = make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
-        self._rollouts.images.prompts[False] = loader.dataset.prompts  # type: ignore[attr-defined]
-        return loader
+        return make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As for evaluation; used by `predict`."""
@@ -242,34 +244,25 @@ class GRPOTrainer(trl.GRPOTrainer):
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
-        completions = self._completions_of(inputs)
+        completions = self._prepare_inputs(inputs)
         settings = step_settings_of(self._view)
         # more than one where memory runs out, each with smaller micro-batches
         for attempt in self._step_planner.attempts(model, completions, settings):
             with attempt.running():
-                attempt.measure(self.model)  # the denominators, before any forward with gradients
+                step = attempt.measure(self.model)  # the denominators, before any forward with gradients
                 # at its end one sum over the processes
-                with accumulating(self.accelerator, attempt.gradients, len(attempt.plan)) as backward:
-                    for micro_batch in self._with_events(map(attempt.micro_batch, attempt.plan)):
+                with accumulating(self.accelerator, attempt.gradients, len(attempt.plan.micro_batches)) as backward:
+                    for micro_batch in self._with_events(attempt.micro_batches(step)):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(self._loss_of(model, micro_batch))
-        loss = self._log_step(attempt.log_values())
-        attempt.refuse_not_finite(loss, self.state.global_step + 1, functools.partial(self._loss_of, model))
+        loss = self._log_step(log_values(attempt.plan, step.metrics, self._clock.take()))
+        attempt.refuse_not_finite(loss, self.state.global_step + 1, step, functools.partial(self._loss_of, model))
         self._keeper.losses.append(loss)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
-
-    def _completions_of(self, inputs: Any) -> RolloutBatch:
-        """The completions of a step; with a lag, further rollout batches are sampled while it trains."""
-        sample_ahead(self, only_due=self.args.dynamic_sampling)
-        completions = self._prepare_inputs(inputs)
-        sample_ahead(self)
-        if self._rollouts.ahead is not None:
-            self._metrics["train"]["sampling/staleness"].append(self.state.global_step - self._rollouts.sampled_at)
-        return completions
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -280,10 +273,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             completions = self._prepare_inputs(inputs)
             for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self._view)):
                 with attempt.running():
-                    attempt.measure(self.model)
-                    for micro_batch in self._with_events(map(attempt.micro_batch, attempt.plan)):
+                    step = attempt.measure(self.model)
+                    for micro_batch in self._with_events(attempt.micro_batches(step)):
                         self._loss_of(self.model, micro_batch)
-            loss = self._log_step(attempt.context.metrics.reduce())
+            loss = self._log_step(step.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def evaluation_loop(
@@ -310,38 +303,35 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
-        batch = self._rollouts.completions_of(StepRows.checked(generation_batch), terms_of(self))
-        if (terms := self._rollouts.scored_by) is not None and not terms.training:
-            self._pass_at_k.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
+        self._choose_forms()
+        batch = self._rollouts.completions_of(StepRows.checked(generation_batch))
+        if not self.model.training and (scored := self._rollouts.scored) is not None:
+            self._pass_at_k.observe(scored.rewards_BF, scored.settings.weights_F, scored.settings.functions.names)
         return batch
 
-    def _with_events(self, micro_batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _with_events(self, micro_batches: Iterator[LossInputs]) -> Iterator[LossInputs]:
         """Micro-batches, and between two the event of callbacks; to transformers' loop the step is one batch."""
         event = "on_substep_end" if self.model.training else "on_prediction_step"
-        for number, inputs in enumerate(micro_batches):
+        for number, micro_batch in enumerate(micro_batches):
             if number:
                 self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
-            yield inputs
+            yield micro_batch
 
-    def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it."""
-        context: MicroBatchContext = inputs[CONTEXT_KEY]
-        options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
-        steps, args = context.accumulation_steps, args_in_loss(self.args, context, self.model.training)
-        with assigned(self, current_gradient_accumulation_steps=steps, args=args), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, **options)
-        return context.add_loss(loss)
+    def _loss_of(self, model: Any, micro_batch: LossInputs) -> torch.Tensor:
+        """A micro-batch's part of the loss of the step, through a user's overrides where there are any."""
+        if micro_batch.in_trl_form:
+            options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
+            calling = self._loss_overrides.calling(micro_batch)
+            with calling as (inputs, sizes), assigned(self, **sizes), self.compute_loss_context_manager():
+                return micro_batch.add_loss(self.compute_loss(model, inputs, **options))
+        columns, rows = micro_batch.columns, micro_batch.rows
+        with self.compute_loss_context_manager(), compat.profiling_context(self, "compute_loss"):
+            scores = self._forwards.micro_batch_log_probs(model, columns, rows, self.aux_loss_enabled)
+            return micro_batch.add_loss(assemble_loss(loss_config_of(self._view), micro_batch, scores))
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        """A micro-batch's part of the loss of the step; a batch without a context is a whole step."""
-        # a dictionary that an override makes anew lacks it; inside `compute_loss`, `args_in_loss` has it
-        if (context := inputs.get(CONTEXT_KEY, getattr(self.args, "micro_batch", None))) is None:
-            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, step_settings_of(self._view))
-        else:
-            inputs = {**inputs, CONTEXT_KEY: context}
-        rows = self._step_planner.tokens_of(inputs, self.model.training)
-        scores = self._forwards.micro_batch_log_probs(model, inputs, rows, self.aux_loss_enabled)
-        return assemble_loss(loss_config_of(self._view), inputs, scores)
+        """TRL's: the part of the loss of the step that a dictionary adds; outside a step it is a step of its own."""
+        return self._loss_overrides.loss(model, inputs)
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""
@@ -372,35 +362,33 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """Like TRL's method, in the model's form. A user's own tokens with images run through TRL's method."""
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
-        forwards = self._forwards.of_this_thread
-        if not forwards.knows(input_ids, attention_mask) and any(value is not None for value in images.values()):
+        has_images = any(value is not None for value in images.values())
+        if has_images and not self._forwards.in_call(input_ids, attention_mask):
             return super()._get_per_token_logps_and_entropies(*arguments, **images)
-        scores = forwards.padded_log_probs(*arguments)
+        scores = self._forwards.trl_log_probs(*arguments)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
     # ---- Sampling: TRL's hooks, for those who override or call them ------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's: rows of this process -> its padded dictionary, with advantages over the whole rollout batch."""
-        return self._rollouts.score(inputs, terms_of(self))
+        return self._trl_methods.score(inputs)
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's tuple of eight; called outside a user's `_generate`, TRL's own method."""
-        worker = self._rollouts.worker
-        return super()._generate(prompts) if worker.active_rollout is None else worker.generate_for_trl(prompts)
+        generated = self._trl_methods.generate(prompts)
+        return super()._generate(prompts) if generated is None else generated
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """TRL's: of rows of this process, the rewards of all processes (B, F), in global order."""
-        return self._rollouts.rewards((inputs, prompts, completions, completion_ids_list), terms_of(self))
+        return self._trl_methods.rewards(inputs, prompts, completions, completion_ids_list)
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
         """TRL's; called by a user's `_generate_single_turn`, this trainer's engine."""
-        worker = self._rollouts.worker
-        if worker.active_chunk is not None and not self.use_transformers_continuous_batching:
-            config = None if self.use_vllm else sampling_config(self)
-            return worker.turn_for_trl(prompt_ids, images, config, self._group_size)
+        if (sampled := self._trl_methods.turn(prompt_ids, images)) is not None:
+            return sampled
         return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def trl_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -408,16 +396,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         with without_router_logits(self.model.config):
             return super()._generate_single_turn(*args, **kwargs)
 
-    # ---- Queries --------------------------------------------------------------------------------------------------
-
-    @property
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _override_of(self, name: str) -> Any:
-        """The method of a subclass, or one assigned to this trainer, that replaces ours; None without one."""
-        overridden = name in vars(self) or getattr(type(self), name) is not getattr(GRPOTrainer, name)
-        return getattr(self, name) if overridden else None
+    def _choose_forms(self) -> None:
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        with compat.hiding_old_names():
+            self._forwards.choose_forms(models)
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
@@ -441,12 +423,15 @@ class GRPOTrainer(trl.GRPOTrainer):
             if (reward_workers := self._rollouts.worker.rewards.workers) is not None:
                 ending.callback(reward_workers.kill)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
-            self._rollouts.begin(self.geometry)
+            threads = divide_threads(self.args, self.accelerator.device)
+            self._rollouts.begin(self.geometry, threads.sampling)
             warn_before_training(self._view, self._rollouts, self._uncovered)
+            if not self._forwards.sharded:  # else the loop prepares the models first
+                self._choose_forms()
             with (
                 compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),
-                computing_with(self._rollouts.divide_threads()),
+                computing_with(threads.training),
                 self._keeper.running(checkpoint),
                 contextlib.closing(self._rollouts),
             ):

@@ -6,7 +6,7 @@ callbacks may change them: those of a rollout batch when it begins, those of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import trl
 from accelerate import Accelerator
 from transformers import GenerationConfig, ProcessorMixin, TrainerControl, TrainerState
 
+from . import compat
 from .config import GRPOConfig
 from .runtime.attributes import assigned
 
@@ -26,8 +27,7 @@ _PRIVATE = {
     "pending_metrics": "_pending_metrics",
     "pending_columns": "_pending_extra_logs",
     "standalone_tools": "_standalone_tools",
-    "environment_tools": "_env_tools",
-    "environment_pools": "_environment_pool",
+    "weights_sent_at": "_last_loaded_step",
     "entropy_bonus": "_entropy_bonus_enabled",
     "last_entropy": "_last_world_entropy",
     "tokenize_prompts": "_tokenize_prompts",
@@ -78,14 +78,16 @@ class TrainerView:
     vllm_importance_sampling_clip_min: float | None
     vllm_importance_sampling_clip_max: float | None
     use_transformers_continuous_batching: bool
+    weights_sent_at: int  # the optimizer step whose weights vLLM has; -1: others
     rollout_func: Callable[..., Any] | None
+    trl_turn: Callable[..., Any]
     # Chats, tools, environments
     chat_template: str | None
     chat_template_kwargs: dict[str, Any]
     tokenize_prompts: Callable[[list[Any]], tuple[list[list[int]], Any, Any]]
     tools: list[Callable[..., Any]] | None
     standalone_tools: list[Callable[..., Any]]
-    environment_factories: dict[str, Any] | None
+    environment_factories: dict[str | None, Any] | None
     max_tool_calling_iterations: int
     # Rewards and advantages
     reward_funcs: list[Any]
@@ -145,6 +147,16 @@ class TrainerView:
     def async_loop(self) -> Any:
         """TRL's event loop of asynchronous tools and reward functions; None without them."""
         return getattr(self._trainer, "async_loop", None)
+
+    @property
+    def environment_tools(self) -> dict[str | None, Any]:
+        """TRL's tools of each environment, by its name; empty without environments."""
+        return getattr(self._trainer, "_env_tools", {})
+
+    @property
+    def environment_pools(self) -> dict[str | None, list[Any]] | None:
+        """TRL's environments to use again, by name; None without environments."""
+        return getattr(self._trainer, "_environment_pool", None)
 
     @property
     def policy(self) -> Any:
@@ -208,3 +220,47 @@ class TrainerView:
         """The first of these methods that a user overrides, with the name of the class; None if none is overridden."""
         name = next((name for name in names if self.override_of(name) is not None), None)
         return None if name is None else f"{type(self._trainer).__name__}.{name}"
+
+    # ---- TRL's contexts and functions, which want the trainer itself ----------------------------------------------
+
+    def profile(self, name: str) -> AbstractContextManager[Any]:
+        """TRL's profiling context."""
+        return compat.profiling_context(self._trainer, name)
+
+    def generating(self) -> AbstractContextManager[Any]:
+        """TRL's contexts around transformers' `generate`; returns the model."""
+        return compat.generating(self._trainer)
+
+    def tokenize(self, prompts: list[Any], environments: list[str | None]) -> list[list[int]]:
+        """Token ids of prompts by `_tokenize_prompts`, the user's if there is one.
+
+        Args:
+            environments: the name of each prompt's environment.
+        """
+        with assigned(self._trainer, _batch_environments=environments):
+            return self._trainer._tokenize_prompts(prompts)[0]
+
+    def call_rollout_func(self, prompts: list[Any]) -> Any:
+        """What the user's `rollout_func` returns for these prompts."""
+        assert self.rollout_func is not None
+        return self.rollout_func(prompts, self._trainer)
+
+    # ---- What is written to a trainer -----------------------------------------------------------------------------
+
+    def never_sample_image_tokens(self) -> None:
+        """Suppress the token that stands for an image in `generation_config`."""
+        compat.sample_no_image_tokens(self._trainer)
+
+    def show_environments(self, environments: Sequence[Any], names: Sequence[str | None]) -> None:
+        """Set TRL's attributes of the environments of a rollout batch, which users may read."""
+        if self.environment_factories is not None:
+            trainer: Any = self._trainer
+            trainer.environments, trainer._batch_environments = list(environments), list(names)
+
+    def use_generation(self, generation: Any) -> None:
+        """Replace TRL's `VLLMGeneration`."""
+        self._trainer.vllm_generation = generation
+
+    def note_weights_sent(self, step: int) -> None:
+        """Note the optimizer step whose weights vLLM has (-1: others), for TRL's methods too."""
+        self._trainer._last_loaded_step = step

@@ -46,7 +46,7 @@ class StepRows(Sequence[dict[str, Any]]):
 
     rows: list[dict[str, Any]]  # one for each completion; empty in a map-style set's step that goes on with a batch
     request: RolloutRequest
-    numbers: Sequence[int] = ()  # of the rows in the data set; none for a stream
+    numbers: Sequence[int] = ()  # rows with one number are copies of one row; none where a user calls TRL's method
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -114,7 +114,7 @@ class ProcessSlices:
         read = {place: prompts[place] for place in (dict.fromkeys(chosen) if alike else places)}
         columns = tuple(dict.fromkeys(name for row in read.values() for name in row))
         rows = [copy.deepcopy(read[place]) for place in chosen]
-        return StepRows(rows, replace(request, columns=columns), () if numbers is None else chosen)
+        return StepRows(rows, replace(request, columns=columns), chosen)
 
 
 class EpochSteps(Sampler[list[int]]):

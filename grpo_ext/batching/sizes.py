@@ -280,21 +280,3 @@ def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num
     groups = max(1, chunk_size // num_generations)
     chunks = even_slice(ceil_div(num_prompts, groups), num_processes, rank)
     return range(min(chunks.start * groups, num_prompts), min(chunks.stop * groups, num_prompts))
-
-
-def check_equal_slices(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
-    """Refuse rollout batches, the last of an epoch too, that vLLM's processes cannot share evenly, with a ConfigError.
-
-    Tensor parallel engines need equal shares; other engines were run with equal shares alone.
-    """
-    processes, prompts, tail = geometry.num_processes, geometry.prompts_per_rollout, 0
-    if num_prompts is not None:
-        trained = EpochLayout(geometry, num_prompts, drop_last).trained_completions
-        tail = ceil_div(trained, geometry.num_generations) % prompts
-    if processes > 1 and (prompts % processes or tail % processes):
-        raise ConfigError(
-            f"use_vllm needs equal shares: rollout batches of {prompts} prompts (last of an epoch: {tail or prompts})"
-            f" on {processes} processes; choose a rollout_batch_size that is a multiple of num_generations * "
-            f"{processes} = {geometry.num_generations * processes}, and a data set (or dataloader_drop_last=True) whose"
-            " last rollout batch is one too."
-        )

@@ -16,8 +16,8 @@ from transformers import ProcessorMixin
 
 from ..errors import ConfigError, refuse_combination, shortened
 from ..forward.reference import weight_sums
-from ..rollouts.build import CHANGE_ROWS, own_sampling, suppressed_in, template_of, why_not_by_key
 from ..rollouts.images import ImageSource
+from ..rollouts.settings import CHANGE_ROWS, own_sampling, suppressed_in, template_of, why_not_by_key
 from ..rollouts.source import Rollouts
 from ..rollouts.vllm import SENT
 from ..runtime.collectives import shards_parameters

@@ -13,9 +13,9 @@ from ..errors import ConfigError, DataError
 from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, settle_rope
-from ..rollouts.build import CHANGE_ROWS, all_end_tokens, chat_of
 from ..rollouts.chat import Chat, check_prompt
 from ..rollouts.keyed import NEW_TOKENS
+from ..rollouts.settings import CHANGE_ROWS, all_end_tokens, chat_of
 from ..view import TrainerView
 from .model import refuse
 
@@ -127,20 +127,14 @@ def check_prompt_lengths(
             )
 
 
-def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
-    """Raise a ConfigError or a DataError for a stream where rows are read out of order."""
+def check_stream(train: Any, dynamic_sampling: bool) -> None:
+    """Raise a ConfigError for a stream where rows are read out of order."""
     if train is None or hasattr(train, "__len__"):
         return
     if dynamic_sampling:
         raise ConfigError(
             "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
             "use a data set with a length."
-        )
-    if with_images:
-        raise DataError(
-            "the data set is a stream, and a model that takes images reads the images of a row again when the row is "
-            "trained on; use a data set with a length, or, where it has no images, pass the model's tokenizer as "
-            "processing_class."
         )
 
 
@@ -169,8 +163,8 @@ def check_images(dataset: Any, prepare: Any) -> None:
         if any(not torch.equal(first[name], second[name]) for name in first):
             raise DataError(
                 f"row {number} of the data set gives other images when it is read again (a transform that draws random "
-                "numbers?), and a row is read wherever one of its completions is run; change images beforehand, with "
-                "dataset.map."
+                "numbers?), so a run would depend on the split and on where it was resumed; change images beforehand, "
+                "with dataset.map."
             )
 
 

@@ -12,20 +12,18 @@ from typing import Any, cast
 
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import ProcessorMixin
 
 from .. import compat
 from ..algorithms.advantages import AdvantageRule
-from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
 from ..errors import ConfigError, did_you_mean, refuse_combination
 from ..forward.architecture import base_model_of, layer_kinds
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
-from ..rollouts.build import own_sampling, why_not_by_key
 from ..rollouts.environments import check_names
-from ..rollouts.rollout_func import why_equal
+from ..rollouts.equal_shares import check_equal_shares, why_equal
+from ..rollouts.settings import own_sampling, why_not_by_key
 from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
@@ -71,7 +69,7 @@ def check_arguments(
     if answers:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
         check_tools(tools or [], processing_class, first_rows)
-    check_stream(data_sets[0], config.dynamic_sampling, isinstance(processing_class, ProcessorMixin) and not answers)
+    check_stream(data_sets[0], config.dynamic_sampling)
     return processing_class
 
 
@@ -177,7 +175,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     if view.use_vllm:
         dataset = view.train_dataset
         length = len(dataset) if hasattr(dataset, "__len__") else None
-        check_equal_slices(config.geometry, length, config.dataloader_drop_last)
+        check_equal_shares(config.geometry, length, config.dataloader_drop_last)
     uncovered = models.refuse(models.split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
     if config.bitwise_invariant:
         check_bitwise(view, rollouts)
@@ -201,7 +199,8 @@ def _check_ahead(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> N
         "and no NEFTune)": noise,
         "weights in 8 bits (a copy and the model cannot share their scales, which bitsandbytes hands to the layer that "
         "runs first; use load_in_4bit)": outlier_thresholds(view.model),
-        "images together with tools or an environment (not implemented)": rollouts.images.carry_images,
+        "images together with tools or an environment (not implemented)": view.takes_images
+        and bool(view.tools or view.environment_factories),
         "a stream (rows are read before their step; use a data set with a length)": not hasattr(
             view.train_dataset, "__len__"
         ),

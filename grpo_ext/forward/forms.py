@@ -196,10 +196,10 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
     columns = max(width if with_router else width - 1, 2)
     ids, mask = (torch.nn.functional.pad(values, (0, max(columns - width, 0))) for values in (ids, mask))
     attended = mask[:, : prompt + columns]
-    places = rows.image_inputs(range(len(rows)), ids, prompt, pixels=False)
+    places = rows.image_inputs(range(len(rows)), ids, pixels=False)
     position = positions_of(policy, ids, mask, places)
     inputs: dict[str, Any] = {"input_ids": ids[first_G, :prompt], "attention_mask": mask[first_G, :prompt]}
-    images = rows.image_inputs([run.start for run in runs], inputs["input_ids"], prompt)
+    images = rows.image_inputs([run.start for run in runs], inputs["input_ids"])
     inputs |= images
     if position is not None:
         inputs["position_ids"] = position[..., first_G, :prompt]
@@ -224,7 +224,7 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
 
 def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
     ids, mask, width = rows.padded(multiple)
-    images = rows.image_inputs(range(len(rows)), ids, ids.size(1) - width)
+    images = rows.image_inputs(range(len(rows)), ids)
     attended = rows.attention_mask(mask)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attended, **images}
     if (positions := positions_of(policy, ids, mask, images)) is not None:

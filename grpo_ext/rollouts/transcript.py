@@ -28,7 +28,7 @@ class Sampled:
         logps: the log-probability of each, of an engine that returns them.
         record: of the same tokens; None where the engine makes none.
         experts_NC: the experts of the tokens before and of these, as the engine recorded them (`routing_replay`).
-        ended: something ended it, and no limit of length or time; None: only its last token can tell.
+        ended: False where a limit of length or time cut it off; None: only its last token can tell.
     """
 
     ids: list[int]
@@ -38,7 +38,6 @@ class Sampled:
     ended: bool | None = None
 
     def first(self, tokens: int) -> Sampled:
-        """The first tokens."""
         logps = None if self.logps is None else self.logps[:tokens]
         record = None if self.record is None else self.record.first(tokens)
         cut = max(len(self.ids) - tokens, 0)
@@ -51,10 +50,10 @@ class Transcript:
     """One completion as it grows turn by turn.
 
     Attributes:
-        row: of the data set, this completion's own copy: a `rollout_func` may add columns to it.
+        row: this completion's own copy of a row of the data set; a `rollout_func` may add columns to it.
         key: of the random numbers of its tokens (algorithms.keyed_random), int64.
         place: among the completions of this process.
-        number: of the row in the data set; None in a stream.
+        number: transcripts with one number have the same prompt, images included; None: its images are its own.
         prompt: text, or messages: after the environment's reset, with images in their content.
         prompt_ids: token ids of the prompt, without padding.
         ids: token ids of the completion so far.
@@ -69,10 +68,10 @@ class Transcript:
         prompt_images: how many of `images` are the prompt's.
         environment: the instance that this completion acts in; None without environments.
         environment_name: its name among several factories; None where there is one.
-        ended: something ended its latest turn; False: that was cut off at the limit, so the completion is truncated.
+        ended: False where a limit cut off its latest turn, so the completion is truncated.
         calls: tool calls of the last message that wait for an answer.
         turns: how often tools have answered.
-        tool_calls, tool_failures: numbers of calls so far, and of those that failed.
+        tool_calls, tool_failures: numbers of calls so far, and of failed ones.
     """
 
     row: dict[str, Any]
@@ -101,9 +100,16 @@ class Transcript:
         """Set the prompt, and the images in it."""
         self.prompt, self.images = prompt, images_in(prompt)
         self.prompt_images = len(self.images)
+        if self.environment is not None:
+            self.number = None
+
+    def show(self, images: Sequence[Any]) -> None:
+        """Add images that a tool or an environment shows."""
+        if images:
+            self.images, self.number = [*self.images, *images], None
 
     def add_sampled(self, turn: Sampled) -> None:
-        """Append tokens that the model wrote."""
+        """Append a turn of the model."""
         if not self.ids:
             self.record = turn.record
         elif self.record is not None:

@@ -28,9 +28,9 @@ from ..batching.sizes import BatchGeometry
 from ..errors import CheckpointError, MemoryShortageError
 from ..forward.reference import MovedReference
 from ..forward.runner import ForwardRunner
-from ..rollouts.build import truncating_filters
 from ..rollouts.build_ahead import described
 from ..rollouts.keyed import most_kept
+from ..rollouts.settings import truncating_filters
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import assigned
 from ..runtime.collectives import from_main_process, shards_parameters

@@ -38,8 +38,8 @@ def trained(folder, reward: Any, count: int = 24, **changes: Any) -> tuple[Any, 
     rollouts = []
     make = trainer._rollouts.make
 
-    def remember(rows: Any, terms: Any) -> Any:
-        rollouts.append(make(rows, terms))
+    def remember(rows: Any) -> Any:
+        rollouts.append(make(rows))
         return rollouts[-1]
 
     trainer._rollouts.make = remember

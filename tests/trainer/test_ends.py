@@ -14,7 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
-from grpo_ext.rollouts.build import why_not_by_key
+from grpo_ext.rollouts.settings import why_not_by_key
 from tests.support.colocated import stand_in
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import change, error, make, passing_on
@@ -140,7 +140,7 @@ def test_a_model_with_a_loop_of_its_own_runs_it(tmp_path):
     model = tiny_model()
     model.__class__ = Own
     trainer = make(tmp_path, model, max_steps=1)
-    assert "Own._sample" in why_not_by_key(trainer)
+    assert "Own._sample" in why_not_by_key(trainer._view)
     trainer.train()
     assert calls
 

@@ -6,6 +6,7 @@ And overrides that TRL's equal shares made safe: what is refused or copied where
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,11 @@ import trl
 from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError, RolloutError
-from grpo_ext.rollouts import batch, rollout_func
+from grpo_ext.rollouts import batch, equal_shares
 from grpo_ext.runtime.collectives import UsersAccelerator, uneven_collectives
 from grpo_ext.step.settings import step_settings_of
-from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build, learns_as_in_trl
 from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
 from tests.support.trainers import make, passing_on
@@ -34,7 +33,7 @@ OVERRIDDEN = (
     *("log", "_log_metric", "create_optimizer", "create_scheduler"),
 )
 NO_ROWS = [0]  # of a step that goes on with a rollout batch
-MORE_INPUTS = {CONTEXT_KEY, "attention_mask"}
+MORE_INPUTS = {"attention_mask"}
 
 
 def shown(value: Any) -> Any:
@@ -156,10 +155,11 @@ def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     trainer.train()
     settings = step_settings_of(trainer._view)
     attempt = next(trainer._step_planner.attempts(trainer.model, trainer._rollouts.batch, settings))
-    attempt.measure(trainer.model)
+    micro_batch = next(attempt.micro_batches(attempt.measure(trainer.model)))
     with torch.no_grad():
-        assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,)))) != 0.0
-        assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,), weight=0.0))) == 0.0
+        assert trainer._loss_of(trainer.model, micro_batch) != 0.0
+        weightless = replace(micro_batch, part=replace(micro_batch.part, weight=0.0))
+        assert trainer._loss_of(trainer.model, weightless) == 0.0
 
 
 def test_what_is_not_called_is_said(tmp_path, caplog):
@@ -189,7 +189,7 @@ def test_an_override_without_super_is_said_once_and_refused_in_bitwise_mode(tmp_
 
 def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
     trainer = make(tmp_path, cls=Alone)
-    monkeypatch.setattr(rollout_func, "gather_lists", lambda items: [*items, 8])
+    monkeypatch.setattr(equal_shares, "gather_lists", lambda items: [*items, 8])
     with pytest.raises(RolloutError, match=r"does not call super\(\): it would sample 8 to 16 completions"):
         trainer.train()
 

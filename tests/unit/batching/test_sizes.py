@@ -17,12 +17,12 @@ from grpo_ext.batching.sizes import (
     BatchGeometry,
     EpochLayout,
     ceil_div,
-    check_equal_slices,
     geometry_of,
     process_prompts,
 )
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
+from grpo_ext.rollouts.equal_shares import check_equal_shares
 
 
 def resolve(**sizes) -> BatchGeometry:
@@ -304,7 +304,7 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
 def test_equal_shares_are_checked_up_to_the_last_rollout(processes, num_prompts, drop_last, fits):
     g = resolve(num_generations=4, num_processes=processes, micro_batch_size=4, global_batch_size=16)
     if fits:
-        check_equal_slices(g, num_prompts, drop_last)
+        check_equal_shares(g, num_prompts, drop_last)
         return
     with pytest.raises(ConfigError, match=f"on {processes} processes; choose a rollout_batch_size"):
-        check_equal_slices(g, num_prompts, drop_last)
+        check_equal_shares(g, num_prompts, drop_last)
