@@ -50,14 +50,17 @@ from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
-from .runtime.collectives import leave_in_order, refused_alone
+from .runtime.collectives import UsersAccelerator
 from .runtime.determinism import align_memory, computing_with, pinned
+from .runtime.leaving import leave_in_order
 from .step.evaluation import PassAtK
 from .step.gradients import accumulating, replicate
+from .step.inputs import Collation, LossInputs
 from .step.loss import assemble_loss
+from .step.metrics import log_values
 from .step.optimizer_step import StepPlanner
+from .step.overrides import LossOverrides
 from .step.settings import loss_config_of, step_settings_of
-from .step.statistics import CONTEXT_KEY, MicroBatchContext, args_in_loss
 from .view import TrainerView
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
@@ -162,15 +165,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._view, self._clock, max_tokens=lambda: self._step_planner.limits.tokens
         )
         self._trl_methods = TrlMethods(self._view, self._rollouts, self._rollouts.worker)
+        images, multiple = self._rollouts.images, self._forwards.multiple
         self._step_planner = StepPlanner(
-            accelerator=self.accelerator,
-            args=self.args,
             forwards=self._forwards,
             clock=self._clock,
-            images=self._rollouts.images,
-            pad_token_id=self._rollouts.worker.settings.pad,
+            collation=Collation(images, self._rollouts.worker.settings.pad, multiple, self.accelerator.device),
             cost=token_cost(base_model_of(self.model)),
         )
+        self._loss_overrides = LossOverrides(self._view, self._forwards, images)
         self._pass_at_k = PassAtK(self.args)
         parts = self._rollouts, self._forwards, self._step_planner.limits, self._pass_at_k
         self._keeper = RunKeeper(self._view, user_args, *parts)
@@ -187,6 +189,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Like TRL's method, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
+        self.accelerator = UsersAccelerator.of(self.accelerator)
         reduce_in_float32(self.accelerator)
         if self.is_fsdp_enabled:
             compat.forget_absent_layers(base_model_of(self.model))
@@ -246,14 +249,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         # more than one where memory runs out, each with smaller micro-batches
         for attempt in self._step_planner.attempts(model, completions, settings):
             with attempt.running():
-                attempt.measure(self.model)  # the denominators, before any forward with gradients
+                step = attempt.measure(self.model)  # the denominators, before any forward with gradients
                 # at its end one sum over the processes
-                with accumulating(self.accelerator, attempt.gradients, len(attempt.plan)) as backward:
-                    for micro_batch in self._with_events(map(attempt.micro_batch, attempt.plan)):
+                with accumulating(self.accelerator, attempt.gradients, len(attempt.plan.micro_batches)) as backward:
+                    for micro_batch in self._with_events(attempt.micro_batches(step)):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(self._loss_of(model, micro_batch))
-        loss = self._log_step(attempt.log_values())
-        attempt.refuse_not_finite(loss, self.state.global_step + 1, functools.partial(self._loss_of, model))
+        loss = self._log_step(log_values(attempt.plan, step.metrics, self._clock.take()))
+        attempt.refuse_not_finite(loss, self.state.global_step + 1, step, functools.partial(self._loss_of, model))
         self._keeper.losses.append(loss)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
@@ -270,10 +273,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             completions = self._prepare_inputs(inputs)
             for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self._view)):
                 with attempt.running():
-                    attempt.measure(self.model)
-                    for micro_batch in self._with_events(map(attempt.micro_batch, attempt.plan)):
+                    step = attempt.measure(self.model)
+                    for micro_batch in self._with_events(attempt.micro_batches(step)):
                         self._loss_of(self.model, micro_batch)
-            loss = self._log_step(attempt.context.metrics.reduce())
+            loss = self._log_step(step.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def evaluation_loop(
@@ -306,33 +309,29 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._pass_at_k.observe(scored.rewards_BF, scored.settings.weights_F, scored.settings.functions.names)
         return batch
 
-    def _with_events(self, micro_batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _with_events(self, micro_batches: Iterator[LossInputs]) -> Iterator[LossInputs]:
         """Micro-batches, and between two the event of callbacks; to transformers' loop the step is one batch."""
         event = "on_substep_end" if self.model.training else "on_prediction_step"
-        for number, inputs in enumerate(micro_batches):
+        for number, micro_batch in enumerate(micro_batches):
             if number:
                 self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
-            yield inputs
+            yield micro_batch
 
-    def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it."""
-        context: MicroBatchContext = inputs[CONTEXT_KEY]
-        options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
-        steps, args = context.accumulation_steps, args_in_loss(self.args, context, self.model.training)
-        with assigned(self, current_gradient_accumulation_steps=steps, args=args), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, **options)
-        return context.add_loss(loss)
+    def _loss_of(self, model: Any, micro_batch: LossInputs) -> torch.Tensor:
+        """A micro-batch's part of the loss of the step, through a user's overrides where there are any."""
+        if micro_batch.in_trl_form:
+            options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
+            calling = self._loss_overrides.calling(micro_batch)
+            with calling as (inputs, sizes), assigned(self, **sizes), self.compute_loss_context_manager():
+                return micro_batch.add_loss(self.compute_loss(model, inputs, **options))
+        columns, rows = micro_batch.columns, micro_batch.rows
+        with self.compute_loss_context_manager(), compat.profiling_context(self, "compute_loss"):
+            scores = self._forwards.micro_batch_log_probs(model, columns, rows, self.aux_loss_enabled)
+            return micro_batch.add_loss(assemble_loss(loss_config_of(self._view), micro_batch, scores))
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        """A micro-batch's part of the loss of the step; a batch without a context is a whole step."""
-        # a dictionary that an override makes anew lacks it; inside `compute_loss`, `args_in_loss` has it
-        if (context := inputs.get(CONTEXT_KEY, getattr(self.args, "micro_batch", None))) is None:
-            inputs = self._step_planner.as_step(self.model, inputs, self._view.group_size, step_settings_of(self._view))
-        else:
-            inputs = {**inputs, CONTEXT_KEY: context}
-        rows = self._step_planner.tokens_of(inputs, self.model.training)
-        scores = self._forwards.micro_batch_log_probs(model, inputs, rows, self.aux_loss_enabled)
-        return assemble_loss(loss_config_of(self._view), inputs, scores)
+        """TRL's: the part of the loss of the step that a dictionary adds; outside a step it is a step of its own."""
+        return self._loss_overrides.loss(model, inputs)
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""
@@ -363,10 +362,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """Like TRL's method, in the model's form. A user's own tokens with images run through TRL's method."""
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
-        forwards = self._forwards.of_this_thread
-        if not forwards.knows(input_ids, attention_mask) and any(value is not None for value in images.values()):
+        has_images = any(value is not None for value in images.values())
+        if has_images and not self._forwards.in_call(input_ids, attention_mask):
             return super()._get_per_token_logps_and_entropies(*arguments, **images)
-        scores = forwards.padded_log_probs(*arguments)
+        scores = self._forwards.trl_log_probs(*arguments)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
     # ---- Sampling: TRL's hooks, for those who override or call them ------------------------------------------------
@@ -433,7 +432,6 @@ class GRPOTrainer(trl.GRPOTrainer):
                 compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),
                 computing_with(threads.training),
-                refused_alone(self.accelerator),
                 self._keeper.running(checkpoint),
                 contextlib.closing(self._rollouts),
             ):

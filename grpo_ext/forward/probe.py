@@ -25,7 +25,7 @@ _WINDOW_NAMES = re.compile("(window|attention_chunk|local)(?!.*layers)")  # sett
 _PROMPTS, _COMPLETIONS = (11, 7), ((24, 2, 9), (16, 20))  # tokens
 _AFTER_LONG = (24, 9)  # tokens of the completions of a long prompt
 _TEXT = "how many birds sit on the wall and which of them can be seen from here "
-_Prompt = tuple[torch.Tensor, list[Any]]  # token ids, and images
+_Prompt = tuple[torch.Tensor, list[Any]]  # token ids, and the images
 
 
 def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = None) -> list[TokenRows]:

@@ -4,9 +4,9 @@ Rollout batch r is sampled with the weights at the moment when training of rollo
 with those at the start). So which weights sample which prompts is fixed beforehand, and speed changes nothing. Differs
 from asynchronous trainers that take what is ready first.
 
-A thread runs the local phase of a rollout batch on a `Snapshot` of the models, without a collective
-(`runtime.collectives.alone`). At the step that needs the rollout batch, the main thread joins the parts of all
-processes. So the main thread alone runs collectives, in one order.
+A thread runs the local phase of a rollout batch on a `Snapshot` of the models, without a collective (see
+`local_collectives`). At the step that needs the rollout batch, the main thread joins the parts of all processes. So the
+main thread alone runs collectives, in one order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..config import GRPOConfig
 from ..errors import ProcessError, RolloutError
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import alone
+from ..runtime.collectives import local_collectives
 from .environments import Pools
 from .local import LocalRollout, RolloutSettings
 from .worker import RolloutWorker
@@ -110,7 +110,7 @@ class RolloutThread:
         if self._device.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
         since = time.perf_counter()
-        with alone(), contextlib.ExitStack() as stack:
+        with local_collectives(), contextlib.ExitStack() as stack:
             for kind, dtype in self._autocast.items():  # without a cache, as weights change inside
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             while (item := self._work.get()) is not None:

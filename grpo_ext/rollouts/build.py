@@ -16,6 +16,7 @@ from .. import compat
 from ..batching.micro_batches import Form
 from ..forward.architecture import base_model_of
 from ..forward.images import PromptProcessor
+from ..forward.override import OverridableRunner
 from ..forward.probe import probe_rows
 from ..forward.routing import Router, routers_of
 from ..forward.runner import ForwardRunner
@@ -45,7 +46,7 @@ logger = get_logger(__name__)
 
 def build_rollouts(
     view: TrainerView, clock: PhaseClock, max_tokens: Callable[[], int | None]
-) -> tuple[ForwardRunner, Rollouts]:
+) -> tuple[OverridableRunner, Rollouts]:
     """The runner of the forwards of a run, and the source of its rollout batches.
 
     Args:
@@ -61,7 +62,8 @@ def build_rollouts(
             refused["prefix"] = "tools and environments may show images after the prompt"
     override = functools.partial(view.override_of, LOGPS)
     make_rows = functools.partial(probe_rows, tokenizer=view.tokenizer, processor=images.prepare)
-    forwards = ForwardRunner(view.accelerator, view.args, refused, suppressed_in(view), override, make_rows)
+    forms = refused, suppressed_in(view), make_rows
+    forwards = OverridableRunner(view.accelerator, view.args, *forms, override=override)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
     worker = _worker(view, images, forwards, memory, clock)

@@ -23,7 +23,7 @@ from ..batching.prompt_order import StepRows
 from ..compat import as_reference
 from ..errors import RolloutError
 from ..forward.rows import TokenRows, same_prompts
-from ..forward.runner import ForwardRunner
+from ..forward.runner import ForwardLimits, ForwardRunner
 from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
@@ -196,7 +196,7 @@ class RolloutWorker:
         if by_reference and reference is None:
             without_adapter = as_reference(self.forwards.accelerator.unwrap_model(policy))
         logprobs = settings.logprobs
-        limits = (logprobs.batch_size, logprobs.max_tokens, settings.sampling.num_generations)
+        limits = ForwardLimits(logprobs.batch_size, logprobs.max_tokens, settings.sampling.num_generations)
         with without_adapter, self.forwards.without_gradients(model):
             return self.forwards.rollout_log_probs(model, rows, limits, logprobs.record_experts and not by_reference)
 

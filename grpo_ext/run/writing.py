@@ -18,8 +18,9 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..errors import CheckpointError, ProcessError
 from ..runtime.attributes import assigned
-from ..runtime.collectives import failing_together, without_long_waits
+from ..runtime.collectives import together, without_long_waits
 from ..view import TrainerView
 from .checkpoint import publish, rotate, write_listing, writing_folder
 from .fingerprint import FINGERPRINT
@@ -40,6 +41,26 @@ class _SavedLater(TrainerState):
 
     def save_to_json(self, json_path: str) -> None:
         """Write nothing."""
+
+
+@contextlib.contextmanager
+def _failing_together(explain: Callable[[str], str]) -> Iterator[None]:
+    """An error inside on one process is raised on all, so that none waits in a later collective.
+
+    Args:
+        explain: from the first failure's message to that of the error.
+
+    Raises:
+        CheckpointError: on every process.
+    """
+    try:
+        with together("a checkpoint"):
+            yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        cause = str(error) if isinstance(error, ProcessError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(explain(cause)) from error
 
 
 class CheckpointWriter:
@@ -83,15 +104,15 @@ class CheckpointWriter:
 
         # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
         here, best = assigned(self, output_dir=str(folder)), assigned(state, best_global_step=None)
-        with here, best, self.view.in_state(_SavedLater.of(state)), failing_together(explain):
+        with here, best, self.view.in_state(_SavedLater.of(state)), _failing_together(explain):
             yield
         best_folder = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
         if best_folder == final or best_folder.is_dir():
             state.best_model_checkpoint = str(best_folder)
-        with failing_together(explain):
+        with _failing_together(explain):
             complete = functools.partial(self._complete, written, state, components)
             without_long_waits(complete if saves else lambda: None)
-        with failing_together(explain):  # once all processes know that it is complete
+        with _failing_together(explain):  # once all processes know that it is complete
             if saves and (replaced := publish(written, final)) is not None:
                 logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {replaced}.")
         if saves:

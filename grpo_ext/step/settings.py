@@ -30,7 +30,7 @@ class StepSettings:
     top_entropy_quantile: float  # share of the tokens with the highest entropy that carry loss; 1: all
     router: bool  # a MoE model's load-balancing loss is added
     experts_per_token: int  # of a MoE model
-    custom_loss: bool  # the user overrides the loss, so a micro-batch holds its images too
+    in_trl_form: bool  # the user overrides the loss or log-probabilities: micro-batches have all of TRL's columns
     equal_counts: bool  # code of the user runs in every micro-batch, and may hold collectives
     training: bool  # False in an evaluation
 
@@ -39,7 +39,7 @@ def step_settings_of(view: TrainerView) -> StepSettings:
     """The settings of a step as they are now."""
     training, quantile, router = view.model.training, view.top_entropy_quantile, view.aux_loss_enabled
     custom_loss = view.overridden("compute_loss", "_compute_loss") is not None
-    custom_logps = view.overridden("_get_per_token_logps_and_entropies") is not None
+    in_trl_form = custom_loss or view.overridden("_get_per_token_logps_and_entropies") is not None
     # terms that are not zero at advantage 0; "vespo" logs a weight of every sequence
     always_adds = view.beta != 0.0 or view.entropy_bonus or router or quantile < 1.0
     always_adds = always_adds or custom_loss or view.loss_type == "vespo"
@@ -48,8 +48,8 @@ def step_settings_of(view: TrainerView) -> StepSettings:
         top_entropy_quantile=quantile,
         router=router,
         experts_per_token=experts_per_token(view.model),
-        custom_loss=custom_loss,
-        equal_counts=custom_loss or custom_logps or has_own_hooks(view.model),
+        in_trl_form=in_trl_form,
+        equal_counts=in_trl_form or has_own_hooks(view.model),
         training=training,
     )
 

@@ -66,7 +66,7 @@ async def logging_reward(prompts, completions, log_metric, log_extra, **kwargs):
 @contextmanager
 def memory_short_on_second_process() -> Iterator[None]:
     """Inside, its first micro-batch does not fit."""
-    inner, attempts = GRPOTrainer._compute_loss, iter([1])
+    inner, attempts = GRPOTrainer._loss_of, iter([1])
 
     def fails_once(*args: Any) -> torch.Tensor:
         loss = inner(*args)
@@ -74,7 +74,7 @@ def memory_short_on_second_process() -> Iterator[None]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss
 
-    with mock.patch.object(GRPOTrainer, "_compute_loss", fails_once):
+    with mock.patch.object(GRPOTrainer, "_loss_of", fails_once):
         yield
 
 

@@ -102,7 +102,7 @@ def out_of_memory(at: int, rank: int) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss
 
-    return arming(lambda: wrap(GRPOTrainer, "_compute_loss", counted), rank)
+    return arming(lambda: wrap(GRPOTrainer, "_loss_of", counted), rank)
 
 
 def jittery(longest: float) -> Any:

@@ -54,7 +54,7 @@ def scored_rows(trainer: GRPOTrainer) -> list[int]:
 
     def spy(model: Any, batch: dict[str, Any], *others: Any) -> Any:
         if torch.is_grad_enabled():
-            rows.append(len(batch["completion_ids"]))
+            rows.append(len(batch["completion_mask"]))
         return score(model, batch, *others)
 
     trainer._forwards.micro_batch_log_probs = spy

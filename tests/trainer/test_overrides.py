@@ -6,23 +6,20 @@ And overrides that TRL's equal shares made safe: what is refused or copied where
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import trl
-from accelerate import Accelerator
 from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts import batch, equal_shares
-from grpo_ext.runtime.collectives import uneven_collectives
+from grpo_ext.runtime.collectives import UsersAccelerator, uneven_collectives
 from grpo_ext.step.settings import step_settings_of
-from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build, learns_as_in_trl
 from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
 from tests.support.trainers import make, passing_on
@@ -36,7 +33,7 @@ OVERRIDDEN = (
     *("log", "_log_metric", "create_optimizer", "create_scheduler"),
 )
 NO_ROWS = [0]  # of a step that goes on with a rollout batch
-MORE_INPUTS = {CONTEXT_KEY, "attention_mask"}
+MORE_INPUTS = {"attention_mask"}
 
 
 def shown(value: Any) -> Any:
@@ -158,10 +155,11 @@ def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     trainer.train()
     settings = step_settings_of(trainer._view)
     attempt = next(trainer._step_planner.attempts(trainer.model, trainer._rollouts.batch, settings))
-    attempt.measure(trainer.model)
+    micro_batch = next(attempt.micro_batches(attempt.measure(trainer.model)))
     with torch.no_grad():
-        assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,)))) != 0.0
-        assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,), weight=0.0))) == 0.0
+        assert trainer._loss_of(trainer.model, micro_batch) != 0.0
+        weightless = replace(micro_batch, part=replace(micro_batch.part, weight=0.0))
+        assert trainer._loss_of(trainer.model, weightless) == 0.0
 
 
 def test_what_is_not_called_is_said(tmp_path, caplog):
@@ -196,15 +194,16 @@ def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
         trainer.train()
 
 
-def test_a_hook_that_processes_call_differently_often_may_not_gather():
-    accelerator: Any = Mock(num_processes=2)
+def test_a_hook_that_processes_call_differently_often_may_not_gather(monkeypatch):
+    accelerator = UsersAccelerator(cpu=True)
+    monkeypatch.setattr(UsersAccelerator, "num_processes", 2)
     with uneven_collectives(accelerator, refused_in="_generate_single_turn"):
         for method in (accelerator.gather, accelerator.reduce, accelerator.gather_for_metrics):
             with pytest.raises(RolloutError, match="_turn gathers, and"):
                 method(torch.ones(1))
-    alone: Any = Accelerator(cpu=True)
-    with uneven_collectives(alone, refused_in="_generate_single_turn"):
-        assert alone.gather(torch.ones(1)) == 1
+    monkeypatch.undo()
+    with uneven_collectives(accelerator, refused_in="_generate_single_turn"):
+        assert accelerator.gather(torch.ones(1)) == 1
 
 
 def test_a_field_of_one_process_alone_is_refused(monkeypatch):

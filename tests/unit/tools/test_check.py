@@ -19,7 +19,7 @@ import torch
 
 from grpo_ext.errors import ConfigError, LaunchError
 from grpo_ext.step.optimizer_step import Attempt
-from grpo_ext.step.statistics import CONTEXT_KEY, loss_mask
+from grpo_ext.step.statistics import StepContext, loss_mask
 from grpo_ext.tools.check import runs, splits
 from grpo_ext.tools.check.comparison import compare, gradient_error, metric_difference, update_error
 from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
@@ -218,15 +218,14 @@ def test_verdicts_in_half_precision(changes, expected, reason):
 @contextlib.contextmanager
 def mean_of_means(model: Any) -> Iterator[None]:
     """Inside, every micro-batch divides by its own tokens."""
-    whole = Attempt.micro_batch
+    whole = Attempt.micro_batches
 
-    def micro_batch(attempt: Attempt, part: Any) -> Any:
-        inputs = whole(attempt, part)
-        context = inputs[CONTEXT_KEY]
-        counts = replace(context.step.counts, tokens=float(loss_mask(inputs).sum()) * len(attempt.plan))
-        return {**inputs, CONTEXT_KEY: replace(context, step=replace(context.step, counts=counts))}
+    def micro_batches(attempt: Attempt, step: StepContext) -> Iterator[Any]:
+        for inputs in whole(attempt, step):
+            tokens = float(loss_mask(inputs.columns).sum()) * len(attempt.plan.micro_batches)
+            yield replace(inputs, step=replace(step, counts=replace(step.counts, tokens=tokens)))
 
-    with mock.patch.object(Attempt, "micro_batch", micro_batch):
+    with mock.patch.object(Attempt, "micro_batches", micro_batches):
         yield
 
 
