@@ -368,25 +368,25 @@ class GRPOTrainer(trl.GRPOTrainer):
         scores = self._forwards.trl_log_probs(*arguments)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
-    # ---- Sampling: TRL's hooks, for those who override or call them ------------------------------------------------
+    # ---- Sampling: TRL's methods, for users who override or call them ---------------------------------------------
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's: rows of this process -> its padded dictionary, with advantages over the whole rollout batch."""
+        """TRL's padded dictionary of this process's rows, with advantages over the whole rollout batch."""
         return self._trl_methods.score(inputs)
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """TRL's tuple of eight; called outside a user's `_generate`, TRL's own method."""
+        """TRL's tuple of eight: by this trainer's turns inside a user's `_generate`, else by TRL's method."""
         generated = self._trl_methods.generate(prompts)
         return super()._generate(prompts) if generated is None else generated
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        """TRL's: of rows of this process, the rewards of all processes (B, F), in global order."""
+        """The rewards of this process's rows and of all others', (B, F), in global order."""
         return self._trl_methods.rewards(inputs, prompts, completions, completion_ids_list)
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """TRL's; called by a user's `_generate_single_turn`, this trainer's engine."""
+        """New tokens: by this trainer's engine inside a user's `_generate_single_turn`, else by TRL's method."""
         if (sampled := self._trl_methods.turn(prompt_ids, images)) is not None:
             return sampled
         return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)

@@ -96,7 +96,7 @@ def _worker(
 
 
 def _settings(view: TrainerView) -> EngineSettings:
-    settings = EngineSettings(
+    return EngineSettings(
         device=view.accelerator.device,
         tokenizer=view.tokenizer,
         filler=view.tokenizer.eos_token_id,
@@ -107,9 +107,6 @@ def _settings(view: TrainerView) -> EngineSettings:
         replay=view.args.replay,
         fp16=view.args.fp16,
     )
-    if not view.use_vllm:
-        settings.resize_chunks(view.args.geometry)
-    return settings
 
 
 def _engine(view: TrainerView, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:

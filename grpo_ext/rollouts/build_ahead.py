@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 # what reward functions may read of the Trainer's state, as it was when the weights were taken
-_PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
+PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
 
 
 def described(view: TrainerView) -> str | None:
@@ -51,11 +51,6 @@ def described(view: TrainerView) -> str | None:
     trained = [p for p in view.model.parameters() if p.requires_grad]
     mebibytes = (lag + 1) * sum(p.nbytes for p in (*trained, *moved)) / 2**20
     return f"{lag} rollout batch(es); {mebibytes:,.0f} MiB, the trained weights up to {lag + 1} times"
-
-
-def take_weights(view: TrainerView, snapshot: Snapshot) -> Weights:
-    """A copy of the current weights, with the progress of the Trainer."""
-    return snapshot.take({name: getattr(view.state, name) for name in _PROGRESS})
 
 
 def settings_ahead(rollouts: Rollouts, ahead: RolloutsAhead, weights: Weights) -> RolloutSettings:

@@ -192,7 +192,6 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
 
 
 def _sampler_columns(transcripts: Sequence[Transcript], lengths: Sequence[int], replay: bool) -> dict[str, Column]:
-    """What the sampler recorded of the first tokens of each transcript."""
     records = [t.record.first(n) for t, n in zip(transcripts, lengths, strict=True) if t.record is not None]
     columns: dict[str, Column] = {SAMPLER_LOGPS: Ragged.of([record.logps_T for record in records])}
     if replay:

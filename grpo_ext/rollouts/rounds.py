@@ -126,7 +126,6 @@ class RoundMaker:
 
 
 def _check_same_rows(last: Round, batch: RolloutBatch) -> None:
-    """Raise a RolloutError where the user's batch has other rows than the round that TRL's method made last."""
     pairs = zip(last.batch["prompt_ids"], batch["prompt_ids"], strict=True)
     if len(last) != len(batch) or not all(torch.equal(ids, row[-len(ids) :]) for ids, row in pairs):
         raise RolloutError(

@@ -25,7 +25,7 @@ from ..runtime.out_of_memory import Halving
 from ..view import TrainerView
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch
-from .build_ahead import build_ahead, settings_ahead, take_weights
+from .build_ahead import PROGRESS, build_ahead, settings_ahead
 from .dynamic_sampling import fill_batch
 from .images import ImageSource
 from .join import Round
@@ -79,7 +79,7 @@ class Rollouts:
     geometry: BatchGeometry = field(init=False)
 
     def __post_init__(self) -> None:
-        self.geometry = self.view.args.geometry
+        self.begin(self.view.args.geometry, threads=None)
 
     @property
     def worker(self) -> MainWorker:
@@ -192,7 +192,7 @@ class Rollouts:
             self.ahead, self.waiting = build_ahead(self), ()
         step = self.view.state.global_step
         if due := self.ahead.steps_to_submit(step, self.batch_name, lag):
-            weights = take_weights(self.view, self.ahead.snapshot)
+            weights = self.ahead.snapshot.take({name: getattr(self.view.state, name) for name in PROGRESS})
             for start in due:
                 self.ahead.submit(start, weights, settings_ahead(self, self.ahead, weights))
 
