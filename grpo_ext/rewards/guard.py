@@ -35,7 +35,7 @@ class CallTimeout(TimeoutError):
     """A call that did not return within the time that a setting allows."""
 
     remedy = (
-        "a larger reward_timeout gives it more time, reward_retries repeats the call, and reward_on_failure='none' goes "
+        "a larger reward_timeout gives it more time, reward_retries repeats it, and reward_on_failure='none' goes "
         "on without its rewards."
     )
 
