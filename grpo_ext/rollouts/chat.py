@@ -127,8 +127,8 @@ class Chat:
                 ) from None
             raise DataError(
                 f"the chat template does not take {reprlib.repr(messages)} ({type(error).__name__}: {error}); "
-                "set a chat_template that does, or change the prompts: texts need none, and where it refuses the role "
-                "'system', put that text before the user's."
+                "set a chat_template that does, or change the prompts: texts need no template, and where it refuses "
+                "the role 'system', put that text before the user's."
             ) from error
         return rendered["input_ids"][0]
 

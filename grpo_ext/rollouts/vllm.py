@@ -111,7 +111,9 @@ class VllmServer:
         with self.profile("vLLM.generate"), ThreadPoolExecutor(min(_CONCURRENT, len(prompts))) as pool:
             answers = list(pool.map(send, range(len(prompts))))
         if wrong := [len(answer["completion_ids"]) for answer in answers if len(answer["completion_ids"]) != copies]:
-            raise RolloutError(f"the vLLM server returned {wrong[0]} completions of a prompt instead of {copies}.")
+            raise RolloutError(
+                f"the vLLM server returned {wrong[0]} completions of a prompt, and {copies} were requested."
+            )
         ids = [row for answer in answers for row in answer["completion_ids"]]
         known = answers[0]["logprobs"] is not None
         logps = [row for answer in answers for row in answer["logprobs"]] if known else None
