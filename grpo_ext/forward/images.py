@@ -68,20 +68,18 @@ class PromptProcessor:
         Raises:
             ModelError: the processor returns other arguments or token types than the forwards pass to a model.
         """
-        count = 0
         if isinstance(row["prompt"], str):
-            prepared = self.processor(text=[row["prompt"]], return_tensors="pt")
-        else:
-            messages = messages_of(row)
-            count = len(images_in(messages))
-            prepared = self.processor.apply_chat_template(
-                conversation=[messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                **self.template,
-            )
+            return Prepared({}, 0)
+        messages = messages_of(row)
+        count = len(images_in(messages))
+        prepared = self.processor.apply_chat_template(
+            conversation=[messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **self.template,
+        )
         tensors = {name: prepared[name] for name in IMAGE_ARGUMENTS if isinstance(prepared.get(name), torch.Tensor)}
         types = {name: tensors.pop(name) for name in TOKEN_TYPES if name in tensors}
         name = type(self.processor).__name__

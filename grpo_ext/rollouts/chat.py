@@ -37,26 +37,17 @@ def check_prompt(prompt: Any) -> None:
 
 @dataclass(frozen=True)
 class Chat:
-    """The chat template of a rollout batch.
+    """The chat template of a rollout batch."""
 
-    Attributes:
-        processing_class: the tokenizer, or the processor of a model that takes images.
-        tools: standalone tools and the tools of every environment; empty: completions call none.
-        environment_tools: the tools shown in prompts of an environment, by its name; None without environments.
-        chat_template: its further arguments are `chat_template_kwargs`; None: the tokenizer's.
-        embedded: the number of rows of the model's embedding; None: unknown.
-        own_tokenizer: TRL's `_tokenizer`, which decodes completions; None: that of `processing_class`.
-        suffix: the user's `_get_tool_suffix_ids`; None: TRL's.
-    """
-
-    processing_class: Any
-    tools: Sequence[Callable[..., Any]] = ()
+    processing_class: Any  # the tokenizer, or the processor of a model that takes images
+    tools: Sequence[Callable[..., Any]] = ()  # standalone ones and those of every environment; empty: none is called
+    # the tools shown in prompts of an environment, by its name; None without environments
     environment_tools: Mapping[str | None, Sequence[Callable[..., Any]]] | None = None
-    chat_template: str | None = None
+    chat_template: str | None = None  # None: the tokenizer's
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    embedded: int | None = None
-    own_tokenizer: Any = None
-    suffix: Callable[[Messages], list[int]] | None = None
+    embedded: int | None = None  # rows of the model's embedding; None: unknown
+    own_tokenizer: Any = None  # TRL's `_tokenizer`, which decodes completions; None: that of `processing_class`
+    suffix: Callable[[Messages], list[int]] | None = None  # the user's `_get_tool_suffix_ids`; None: TRL's
 
     @property
     def tokenizer(self) -> Any:

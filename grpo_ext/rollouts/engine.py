@@ -55,31 +55,19 @@ class Engine(Protocol):
 
 @dataclass
 class EngineSettings:
-    """Settings of sampling. A resumed run may take its chunk sizes from the checkpoint.
-
-    Attributes:
-        tokenizer: for stop strings.
-        filler: the token of rows that reach no result.
-        pad: the padding token of TRL's dictionary.
-        chunk_size: most completions of a chunk; None with vLLM, which batches by itself.
-        rows_per_call: most completions of a `generate` call that samples several chunks; None: one chunk per call.
-        multiple: the width of a batch is rounded up to a multiple of this (TRL's `pad_to_multiple_of`).
-        compact: each different prompt runs once, and finished rows leave the batch.
-        sharded: a forward is a collective, because processes share the weights (FSDP, DeepSpeed).
-        fp16: mixed precision, named in the explanation of scores that are not finite.
-    """
+    """Settings of sampling. A resumed run may take its chunk sizes from the checkpoint."""
 
     device: torch.device
-    tokenizer: Any
-    filler: int
-    pad: int
-    chunk_size: int | None = None
-    rows_per_call: int | None = None
-    multiple: int | None = None
-    compact: bool = True
-    sharded: bool = False
+    tokenizer: Any  # for stop strings
+    filler: int  # the token of rows that reach no result
+    pad: int  # the padding token of TRL's dictionary
+    chunk_size: int | None = None  # most completions of a chunk; None with vLLM, which batches by itself
+    rows_per_call: int | None = None  # most completions of a `generate` call over several chunks; None: one chunk
+    multiple: int | None = None  # TRL's `pad_to_multiple_of`
+    compact: bool = True  # each different prompt runs once, and finished rows leave the batch
+    sharded: bool = False  # a forward is a collective, because processes share the weights (FSDP, DeepSpeed)
     replay: Replay = NO_REPLAY
-    fp16: bool = False
+    fp16: bool = False  # named in the explanation of scores that are not finite
 
     def resize_chunks(self, geometry: BatchGeometry) -> None:
         """Set the sizes of chunks and of `generate` calls."""
@@ -109,20 +97,13 @@ def _whole_groups(rows: int | None, num_generations: int) -> int | None:
 
 @dataclass
 class TransformersEngine:
-    """Samples with the `generate` of a model.
+    """Samples with the `generate` of a model."""
 
-    Attributes:
-        model: returns the policy, with PEFT's wrapper.
-        generating: a context that prepares the model for generation and returns it.
-        images_of: returns the images of transcripts; None for a model that takes none.
-        memory: the number of completions that fit into one `generate`.
-    """
-
-    model: Callable[[], Any]
-    generating: Callable[[], contextlib.AbstractContextManager[Any]]
+    model: Callable[[], Any]  # returns the policy, with PEFT's wrapper
+    generating: Callable[[], contextlib.AbstractContextManager[Any]]  # prepares the model for generation and yields it
     settings: EngineSettings
-    images_of: Callable[[Sequence[Transcript]], RowImages | None]
-    memory: Halving
+    images_of: Callable[[Sequence[Transcript]], RowImages | None]  # None for a model that takes no images
+    memory: Halving  # the number of completions that fit into one `generate`
 
     def why_not_by_key(self, config: GenerationConfig) -> str | None:
         """Why tokens depend on more than keys and prompts; None where they do not."""

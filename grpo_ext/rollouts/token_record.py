@@ -21,17 +21,11 @@ _AT_ONCE = 64  # tokens whose records are brought to the host together
 
 
 class TokenRecord(NamedTuple):
-    """The records of a completion's tokens, on the CPU; neutral for tokens of tools and environments.
+    """The records of a completion's tokens, on the CPU; neutral for tokens of tools and environments."""
 
-    Attributes:
-        logps_T: log-probability of each token, after every filter.
-        mass_T: the share of the probability that the filters had kept.
-        counts_T, ids_K: of `KeptIds`; no ids without replay.
-    """
-
-    logps_T: torch.Tensor
-    mass_T: torch.Tensor
-    counts_T: torch.Tensor
+    logps_T: torch.Tensor  # log-probability of each token, after every filter
+    mass_T: torch.Tensor  # the share of the probability that the filters had kept
+    counts_T: torch.Tensor  # with `ids_K`: of `KeptIds`; no ids without replay
     ids_K: torch.Tensor
 
     @classmethod
@@ -65,19 +59,12 @@ class TokenRecord(NamedTuple):
 
 @dataclass
 class Recorder(LogitsProcessor):
-    """Records the tokens of a `generate` call; as the first of the filters it sees the scores before them.
+    """Records the tokens of a `generate` call; as the first of the filters it sees the scores before them."""
 
-    Attributes:
-        temperature: what the filters divide the scores by; None: nothing is truncated, so the kept mass is 1.
-        bound: the most ids that a token keeps; None: no ids are recorded.
-        kinds: without ids, the `counts_T` of the tokens at the first positions; the last one holds for what follows.
-        routing: records the experts of each token (`forward.routing.routed` is around the call); None: not recorded.
-    """
-
-    temperature: float | None = None
-    bound: int | None = None
-    kinds: Sequence[int] = (0,)
-    routing: Routing | None = None
+    temperature: float | None = None  # the filters divide scores by it; None: nothing is truncated, so all mass is kept
+    bound: int | None = None  # the most ids that a token keeps; None: no ids are recorded
+    kinds: Sequence[int] = (0,)  # without ids: the `counts_T` of the first positions; the last one holds for the rest
+    routing: Routing | None = None  # records experts (`forward.routing.routed` is around the call); None: not recorded
     _before_B: torch.Tensor | None = None  # log-sum of the scores before the filters
     _bounded: tuple[torch.Tensor, ...] = ()  # counts and ids of the scores that are drawn from
     _position: int = 0  # of the token that is drawn next

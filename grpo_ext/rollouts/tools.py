@@ -1,8 +1,8 @@
 """Turns after the first: tools answer the calls of a transcript, and the model goes on.
 
-This is TRL's tool loop, one transcript at a time. In TRL a tool that hangs stops the run on every process; here its call
-fails, and the model reads the error. An answer is added only where it fits, so nothing is rolled back. Called by the
-worker, which samples a turn between `Toolbox.answer` and `continue_with`.
+TRL's tool loop, one transcript at a time. In TRL a tool that hangs stops the run on every process; here its call fails,
+and the model reads the error. An answer is added only where it fits, so nothing is rolled back. Called by the worker,
+which samples a turn between `Toolbox.answer` and `continue_with`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,13 @@ Tool = Callable[..., Any]
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Limits of a transcript.
+    """Limits of a transcript."""
 
-    Attributes:
-        max_completion_length: tokens of a completion, including those of tools and environments.
-        context: tokens of prompt and completion that the model can read.
-        max_turns: the most times that tools answer.
-        seconds: time limit of a tool call, or of an environment's `reset`; None: no limit.
-        message_ends: tokens that end a message; after any other end (a stop string) an answer begins with the
-            template's end token.
-    """
-
-    max_completion_length: int
-    context: int = sys.maxsize
-    max_turns: int = sys.maxsize
-    seconds: float | None = None
+    max_completion_length: int  # tokens, including those of tools and environments
+    context: int = sys.maxsize  # tokens of prompt and completion that the model can read
+    max_turns: int = sys.maxsize  # the most times that tools answer
+    seconds: float | None = None  # time limit of a tool call, or of an environment's `reset`; None: no limit
+    # tokens that end a message; after any other end (a stop string) an answer begins with the template's end token
     message_ends: Container[int] = ()
 
     def has_room(self, transcript: Transcript, answer: int) -> bool:
@@ -56,17 +48,11 @@ class TurnLimits:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a run.
+    """The tools of a run."""
 
-    Attributes:
-        tools: the standalone ones.
-        environments: their public methods are tools too.
-        loop: runs asynchronous tools on its own thread; None where all are synchronous.
-    """
-
-    tools: Sequence[Tool]
-    environments: Environments
-    loop: asyncio.AbstractEventLoop | None = None
+    tools: Sequence[Tool]  # the standalone ones
+    environments: Environments  # their public methods are tools too
+    loop: asyncio.AbstractEventLoop | None = None  # runs asynchronous tools on its own thread; None without any
 
     def tools_of(self, transcript: Transcript) -> dict[str, Tool]:
         """The tools that a transcript may call, by name; of two with one name a synchronous one, or else the last."""
@@ -163,9 +149,9 @@ class Toolbox:
         if _is_method_of(environment, tool):
             self.environments.retire(environment)
         logger.warning_once(
-            f"tool '{tool.__name__}' did not answer within tool_timeout={seconds} seconds: {action}, and the model reads "
-            "that the call failed. An environment whose method hangs has no reward (None) and is replaced before the "
-            "next rollout. Logged once for each tool; tools/failure_frequency counts every call."
+            f"tool '{tool.__name__}' did not answer within tool_timeout={seconds} seconds: {action}, and the model is "
+            "told that the call failed. An environment whose method hangs has no reward (None) and is replaced before "
+            "the next rollout. Logged once for each tool; tools/failure_frequency counts every call."
         )
 
 

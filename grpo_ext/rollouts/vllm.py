@@ -34,19 +34,12 @@ _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
 
 @dataclass(frozen=True)
 class VllmEngine:
-    """Samples with the engine in this process, which has the current weights (`vllm_mode="colocate"`).
+    """Samples with the engine in this process, which has the current weights (`vllm_mode="colocate"`)."""
 
-    Attributes:
-        generation: `rollouts.vllm_weights.Generation`.
-        seeded: each completion has a seed of its own.
-        profile: TRL's profiling context of a name.
-        routers: the model's, in the order of their columns, where the engine returns experts; else none.
-    """
-
-    generation: Any
-    seeded: bool
-    profile: Callable[[str], AbstractContextManager[Any]]
-    routers: Sequence[Router] = ()
+    generation: Any  # `rollouts.vllm_weights.Generation`
+    seeded: bool  # each completion has a seed of its own
+    profile: Callable[[str], AbstractContextManager[Any]]  # TRL's profiling context of a name
+    routers: Sequence[Router] = ()  # the model's, in the order of their columns; empty where no experts are returned
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
@@ -85,17 +78,11 @@ class VllmEngine:
 
 @dataclass(frozen=True)
 class VllmServer:
-    """Sends the transcripts of this process to a server (`vllm_mode="server"`).
+    """Sends the transcripts of this process to a server (`vllm_mode="server"`)."""
 
-    Attributes:
-        generation: TRL's `VLLMGeneration`, for its settings.
-        client: this process's.
-        seeded, profile: see `VllmEngine`.
-    """
-
-    generation: Any
-    client: Any
-    seeded: bool = True
+    generation: Any  # TRL's `VLLMGeneration`, for its settings
+    client: Any  # this process's
+    seeded: bool = True  # each completion has a seed of its own
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def generate(

@@ -1,9 +1,9 @@
-"""Reads what vLLM returns for replay: the tokens that it sampled from, and the experts of each token. Not run on a GPU.
+"""Reads what vLLM returns for replay: the ids that tokens were sampled from, and experts. Not run on a GPU.
 
-vLLM returns masks since 0.28, with its Model Runner V2 (not on CPUs), for requests with a `top_k`. Its log-probabilities
-are over the same tokens (`logprobs_mode="processed_logprobs"`, as TRL starts an engine). It returns the experts of all
-layers, for all tokens of prompt and completion but the last. Where it returns none (`compat.why_no_experts`), the
-forward of the policy's log-probabilities records them.
+vLLM returns masks since 0.28, with its Model Runner V2 (not on CPUs), for requests with a `top_k`; its
+log-probabilities are over the same tokens (`logprobs_mode="processed_logprobs"`, as TRL starts an engine). It returns
+the experts of all layers, for all tokens of prompt and completion but the last. Where it returns none
+(`compat.why_no_experts`), the forward of the policy's log-probabilities records them.
 """
 
 from __future__ import annotations
