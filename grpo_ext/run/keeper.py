@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import math
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from ..batching.sizes import BatchGeometry
 from ..errors import CheckpointError, MemoryShortageError
 from ..forward.reference import MovedReference
 from ..forward.runner import ForwardRunner
+from ..precision.loss_scaler import LossScaler
 from ..rollouts.build_ahead import described
 from ..rollouts.keyed import most_kept
 from ..rollouts.settings import truncating_filters
@@ -193,6 +195,15 @@ class RunKeeper(TrainerCallback):
             names = ", ".join(path.name for path in later)
             logger.warning(f"Going on from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
+
+    def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """What a log line gets: the loss scale; at the end the mean loss of the whole run, summed exactly."""
+        values: dict[str, float] = {}
+        if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
+            values |= scaler.report()
+        if self.losses and "train_loss" in logs:
+            values["train_loss"] = math.fsum(self.losses) / len(self.losses)
+        return values
 
     def release_folder(self) -> None:
         """Let other runs take the folder."""
