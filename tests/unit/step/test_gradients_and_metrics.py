@@ -148,13 +148,6 @@ def test_sums_are_float64_so_that_the_order_does_not_show():
     assert results == {(6.0, 0.5)}
 
 
-def test_a_mean_over_nothing_is_nan_and_a_total_over_nothing_is_zero():
-    for parts in ([([2], 1.0)], [([0], 0.0)]):  # the row without tokens, and a part of weight zero
-        result = metered(parts)
-        assert result["loss"] == 0.0
-        assert all(math.isnan(result[name]) for name in ("entropy", "low_min", "high_max"))
-
-
 @pytest.mark.parametrize("lowest", [False, True])
 def test_an_extreme_ignores_nan_and_keeps_its_sign(lowest):
     metrics = StepMetrics(CPU)
