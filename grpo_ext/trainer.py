@@ -9,10 +9,8 @@ through them. compat.py lists the overrides, and compares them with the installe
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +23,22 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import compat
-from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader, make_loader
 from .batching.sizes import BatchGeometry
 from .checks.model import refuse_frozen
 from .checks.trainer import check_arguments, check_trainer, warn_before_training
+from .components import build_components
 from .config import GRPOConfig
 from .errors import ConfigError
-from .forward.architecture import base_model_of, token_cost
-from .forward.lm_head import install
-from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
+from .forward.architecture import base_model_of
+from .forward.quantised import train_in_float32, trained_values
 from .forward.reference import reference_loader, use_reference
-from .forward.routing import install_routers
-from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
+from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import divide_threads
-from .rollouts.build import build_rollouts
 from .rollouts.decoding import without_router_logits
-from .rollouts.trl_methods import TrlMethods
 from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
 from .run.completions import completions_logged
-from .run.keeper import RunKeeper
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
 from .runtime.attributes import assigned
@@ -53,13 +46,10 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import UsersAccelerator
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.leaving import leave_in_order
-from .step.evaluation import PassAtK
 from .step.gradients import accumulating, replicate
-from .step.inputs import Collation, LossInputs
+from .step.inputs import LossInputs
 from .step.loss import assemble_loss
 from .step.metrics import log_values
-from .step.optimizer_step import StepPlanner
-from .step.overrides import LossOverrides
 from .step.settings import loss_config_of, step_settings_of
 from .view import TrainerView
 
@@ -117,7 +107,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         compat.verify_overrides(GRPOTrainer)
-        leave_in_order()
         config = GRPOConfig.for_model(args, model)
         data = (train_dataset, eval_dataset)
         processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
@@ -148,46 +137,26 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
         self._view = TrainerView(self, GRPOTrainer)
         train_in_float32(self.model, adapters)
-        if reference is not None:
-            use_reference(reference, self._view, config)
+        use_reference(reference, self._view, config)
         self._build(config, args)
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """Build the components, and check what is known once they are there."""
-        self._clock = PhaseClock()
-        self.args.steps_per_generation = config.geometry.steps_per_rollout
-        self.add_callback(self._clock)
-        keep_4bit_weights(self.model)
-        install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
-        if self.args.replay.experts:
-            install_routers(base_model_of(self.model))
-        self._forwards, self._rollouts = build_rollouts(
-            self._view, self._clock, max_tokens=lambda: self._step_planner.limits.tokens
-        )
-        self._trl_methods = TrlMethods(self._view, self._rollouts, self._rollouts.worker)
-        images, multiple = self._rollouts.images, self._forwards.multiple
-        self._step_planner = StepPlanner(
-            forwards=self._forwards,
-            clock=self._clock,
-            collation=Collation(images, self._rollouts.worker.settings.pad, multiple, self.accelerator.device),
-            cost=token_cost(base_model_of(self.model)),
-        )
-        self._loss_overrides = LossOverrides(self._view, self._forwards, images)
-        self._pass_at_k = PassAtK(self.args)
-        parts = self._rollouts, self._forwards, self._step_planner.limits, self._pass_at_k
-        self._keeper = RunKeeper(self._view, user_args, *parts)
-        self.add_callback(self._keeper)
-        self.add_callback(self._keeper.watch)
+        parts = build_components(self._view, config, user_args)
+        self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
+        self._step_planner, self._loss_overrides = parts.step_planner, parts.loss_overrides
+        self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
         self._uncovered = check_trainer(self._view, self._rollouts, config)
         if config.reward_workers:
             self._rollouts.worker.rewards.pack_functions(self._rollouts.reader.reward_functions())
         if config.bitwise_invariant:
-            align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
+            align_memory(*self._view.models)
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Like TRL's method, with this package's loss scaler in fp16."""
+        """Like TRL's method, with an accelerator for code of users, and in fp16 with this package's loss scaler."""
+        leave_in_order()
         super().create_accelerator_and_postprocess()
         self.accelerator = UsersAccelerator.of(self.accelerator)
         reduce_in_float32(self.accelerator)
@@ -252,11 +221,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 step = attempt.measure(self.model)  # the denominators, before any forward with gradients
                 # at its end one sum over the processes
                 with accumulating(self.accelerator, attempt.gradients, len(attempt.plan.micro_batches)) as backward:
-                    for micro_batch in self._with_events(attempt.micro_batches(step)):
+                    for micro_batch in self._view.with_events(attempt.micro_batches(step)):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(self._loss_of(model, micro_batch))
-        loss = self._log_step(log_values(attempt.plan, step.metrics, self._clock.take()))
-        attempt.refuse_not_finite(loss, self.state.global_step + 1, step, functools.partial(self._loss_of, model))
+        loss = self._view.log_step(log_values(attempt.plan, step.metrics, self._clock.take()))
+        attempt.refuse_not_finite(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
         self._keeper.losses.append(loss)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
@@ -274,9 +243,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self._view)):
                 with attempt.running():
                     step = attempt.measure(self.model)
-                    for micro_batch in self._with_events(attempt.micro_batches(step)):
+                    for micro_batch in self._view.with_events(attempt.micro_batches(step)):
                         self._loss_of(self.model, micro_batch)
-            loss = self._log_step(step.metrics.reduce())
+            loss = self._view.log_step(step.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def evaluation_loop(
@@ -309,14 +278,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._pass_at_k.observe(scored.rewards_BF, scored.settings.weights_F, scored.settings.functions.names)
         return batch
 
-    def _with_events(self, micro_batches: Iterator[LossInputs]) -> Iterator[LossInputs]:
-        """Micro-batches, and between two the event of callbacks; to transformers' loop the step is one batch."""
-        event = "on_substep_end" if self.model.training else "on_prediction_step"
-        for number, micro_batch in enumerate(micro_batches):
-            if number:
-                self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
-            yield micro_batch
-
     def _loss_of(self, model: Any, micro_batch: LossInputs) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through a user's overrides where there are any."""
         if micro_batch.in_trl_form:
@@ -332,20 +293,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """TRL's: the part of the loss of the step that a dictionary adds; outside a step it is a step of its own."""
         return self._loss_overrides.loss(model, inputs)
-
-    def _log_step(self, values: dict[str, float]) -> float:
-        """Log the values of a step, and move the entropy controller; returns the loss."""
-        loss, entropy, args = values.pop("loss", math.nan), values.pop("bonus_entropy", math.nan), self.args
-        if self._entropy_bonus_enabled and self.model.training:
-            if self.use_adaptive_entropy:
-                self._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
-                bounds = (args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max)
-                self.entropy_coef = adapted_entropy_coefficient(self.entropy_coef, self._last_world_entropy, *bounds)
-            values = {"entropy_coef": self.entropy_coef} | values
-        # the loss too: transformers would log a float32 mean over processes
-        for name, value in (values | {"loss": loss}).items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
-        return loss
 
     # ---- Log-probabilities ----------------------------------------------------------------------------------------
 
@@ -397,9 +344,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._generate_single_turn(*args, **kwargs)
 
     def _choose_forms(self) -> None:
-        models = [model for model in (self.model, self.ref_model) if model is not None]
         with compat.hiding_old_names():
-            self._forwards.choose_forms(models)
+            self._forwards.choose_forms(self._view.models)
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
@@ -439,10 +385,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""
-        if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
-            logs |= scaler.report()
-        if (losses := self._keeper.losses) and "train_loss" in logs:
-            logs["train_loss"] = math.fsum(losses) / len(losses)
+        logs |= self._keeper.values_for(logs)
         with completions_logged(self._view):
             super().log(logs, start_time)
 

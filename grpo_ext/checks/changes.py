@@ -1,4 +1,4 @@
-"""What a user may not change once a trainer is built; all other settings are read when a rollout batch begins.
+"""Settings that cannot be changed once a trainer is built; all others are read when a rollout batch begins.
 
 Called when a rollout batch begins, and so after a subclass's `__init__` and after callbacks.
 """
@@ -66,7 +66,7 @@ def refuse_changes(view: TrainerView, rollouts: Rollouts, planned: Mapping[str, 
     """Raise a ConfigError for a change since the trainer was built (`planned`: `built_for`) that cannot be followed.
 
     Args:
-        warned: sentences of `scores_differ` that were logged.
+        warned: the warnings of `scores_differ` so far.
     """
     for name, value in built_for(view, rollouts.images).items():
         if value != planned.get(name) and (view.model.training or name not in _PLANNED):
@@ -78,7 +78,7 @@ def refuse_changes(view: TrainerView, rollouts: Rollouts, planned: Mapping[str, 
             )
     columns = {name: len(getattr(view, name)) for name in ("reward_funcs", "reward_func_names", "reward_weights")}
     if len(set(columns.values())) > 1:
-        raise ConfigError(f"a change has left {columns}: change these together, to one length.")
+        raise ConfigError(f"a change has left {columns}: change these together, to the same length.")
     check_ends(view)
     for sentence in scores_differ(view) - warned:
         logger.warning(sentence)
@@ -110,5 +110,5 @@ def refuse_overrides(view: TrainerView) -> None:
 
 
 def other_sampling(view: TrainerView, rollouts: Rollouts) -> str | None:
-    """What samples in the place of vLLM and of this trainer's own sampling; None where nothing does."""
+    """What replaces vLLM and this trainer's own sampling; None where nothing does."""
     return own_sampling(view) or (None if view.use_vllm else why_not_by_key(view))

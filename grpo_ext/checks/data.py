@@ -31,7 +31,7 @@ def named_sets(train: Any, evaluation: Any) -> dict[str, Any]:
 
 
 def with_length(train: Any, evaluation: Any) -> list[Any]:
-    """The data sets that can be read before training: not empty, and no streams."""
+    """The data sets that can be read before training: not empty, and not streams."""
     return [data for data in named_sets(train, evaluation).values() if hasattr(data, "__len__") and len(data)]
 
 
@@ -61,7 +61,7 @@ def check_prompts(dataset: Any, split: str) -> None:
 
 
 def has_readable_prompts(dataset: Any) -> bool:
-    """Whether all prompts of a data set can be read before training: no stream, and no transform that makes them."""
+    """Whether all prompts of a data set can be read before training: not those of a stream or of a transform."""
     transformed = getattr(dataset, "format", {}).get("type") == "custom"  # columns come into being row by row
     return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and not transformed
 
@@ -78,9 +78,9 @@ def iterate_prompts(dataset: Any) -> Iterator[Any]:
 
 
 def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
-    """Raise a DataError for prompts that a rollout cannot tokenise: one of every kind is, and those of unknown tokens.
+    """Raise a DataError for prompts that cannot be tokenised: checks one of every kind, and those with unknown tokens.
 
-    A stream is left to its rollouts, and of prompts that are made row by row a few are read.
+    Streams are checked while they are read; of prompts that are made row by row, a few are checked.
     """
     some = () if not hasattr(dataset, "__len__") else ((n, dataset[n]["prompt"]) for n in sample_rows(dataset))
     beyond = [] if chat.embedded is None else list(range(chat.embedded, len(chat.tokenizer)))

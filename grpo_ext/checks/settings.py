@@ -1,4 +1,4 @@
-"""Settings of sampling, replay, rewards and processes: what is refused, and what is said of others."""
+"""Checks of the settings of sampling, replay, rewards and processes: errors, and warnings."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def check_generation(view: TrainerView) -> None:
             StopStringCriteria(view.tokenizer, config.stop_strings)
     except (ValueError, TypeError, IndexError) as error:
         raise ConfigError(
-            f"transformers cannot sample so: {error}; change it in generation_kwargs, or in the model's own "
-            "generation_config."
+            f"transformers cannot sample with these settings: {error}; change that in generation_kwargs, or in the "
+            "model's own generation_config."
         ) from None
 
 
@@ -137,7 +137,7 @@ def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
 
 
 def scores_differ(view: TrainerView) -> set[str]:
-    """A sentence where completions are drawn from other scores than training takes log-probabilities of."""
+    """A warning where completions are drawn from other scores than training takes log-probabilities of."""
     args = view.args
     changed = [setting for setting, applies in outside_masks(view).items() if applies]
     if view.use_vllm:
@@ -152,7 +152,7 @@ def scores_differ(view: TrainerView) -> set[str]:
 
 
 def remarks(view: TrainerView) -> list[str]:
-    """What is not an error, and seldom what was meant, as sentences."""
+    """Warnings of settings that are legal but rarely intended."""
     args, names = view.args, view.reward_func_names
     twice = {name for name in names if names.count(name) > 1}
     best = args.load_best_model_at_end and args.metric_for_best_model in ("loss", "eval_loss")

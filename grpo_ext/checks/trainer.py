@@ -1,4 +1,4 @@
-"""A trainer is checked before TRL's constructor (`check_arguments`), after it, and before it trains.
+"""Checks of a trainer: before TRL's constructor (`check_arguments`), after it, and before training.
 
 Differs from TRL: the errors come at construction, with the values, the rule and the remedy.
 """
@@ -74,7 +74,6 @@ def check_arguments(
 
 
 def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
-    """Refuse settings that cannot be run on this view."""
     name, names = config.eval_pass_reward, view.reward_func_names
     if name is not None and names.count(name) != 1:
         remedy = did_you_mean(name, names, f"use one of {', '.join(names)}.")
@@ -120,7 +119,7 @@ def _refuse_dynamic_sampling(view: TrainerView, config: GRPOConfig) -> None:
 
 
 def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
-    """Refuse tools and images that processes cannot run alike, images that change, and images that no one reads."""
+    """Refuse tools and images that processes cannot run alike, images that change, and images that nothing reads."""
     processes, prepare = view.accelerator.num_processes, rollouts.images.prepare
     may_be_shown = prepare is not None and bool(view.tools or view.environment_factories)
     if may_be_shown and shards_parameters(view.accelerator):
@@ -251,7 +250,7 @@ def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[
 
 
 def _uncovered_sampling(view: TrainerView, rollouts: Rollouts) -> str | None:
-    """What the promise does not cover of how completions are sampled, as a sentence; None where it covers all."""
+    """What the promise does not cover in sampling, as a sentence; None where it covers everything."""
     override, reason = own_sampling(view), why_not_by_key(view)
     if override == "rollout_func":
         return (

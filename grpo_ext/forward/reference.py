@@ -150,8 +150,14 @@ def _is_partitioned(model: Any) -> bool:
 
 
 @torch.no_grad()
-def use_reference(load: Callable[[Any], Any], view: TrainerView, config: trl.GRPOConfig) -> None:
-    """Load the reference model for a trainer, with the KL settings that were hidden from TRL's constructor."""
+def use_reference(load: Callable[[Any], Any] | None, view: TrainerView, config: trl.GRPOConfig) -> None:
+    """Load the reference model for a trainer, with the KL settings that were hidden from TRL's constructor.
+
+    Args:
+        load: of `reference_loader`; None changes nothing.
+    """
+    if load is None:
+        return
     model, accelerator = load(view.model), view.accelerator
     if not _is_partitioned(model):
         copy_from_main_process(model, accelerator.device)

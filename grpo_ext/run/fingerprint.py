@@ -161,7 +161,6 @@ def _as_text(value: Any) -> str:
 
 
 def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A hash of some elements of each tensor, evenly spread."""
     digest = hashlib.sha256()
     for name, parameter in parameters:
         flat = parameter.detach().reshape(-1)

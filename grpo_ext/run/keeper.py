@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import math
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from ..batching.sizes import BatchGeometry
 from ..errors import CheckpointError, MemoryShortageError
 from ..forward.reference import MovedReference
 from ..forward.runner import ForwardRunner
+from ..precision.loss_scaler import LossScaler
 from ..rollouts.build_ahead import described
 from ..rollouts.keyed import most_kept
 from ..rollouts.settings import truncating_filters
@@ -169,7 +171,7 @@ class RunKeeper(TrainerCallback):
             run, runs = run_to_resume(wanted, output_dir), runs_of(output_dir)
             if not is_path(wanted) and run in runs[:-1]:
                 later = ", ".join(map(str, runs[runs.index(run) + 1 :]))
-                logger.warning(f"Going on in {run}. Without a checkpoint are runs that started later: {later}.")
+                logger.warning(f"Going on in {run}. Runs that started later have no checkpoint: {later}.")
             folder, self._lock = take_folder(output_dir if run is None else str(run), in_place=run is not None)
             if not is_path(wanted):  # the newest one once the folder is locked
                 checkpoint = find_checkpoint(wanted, folder)
@@ -194,6 +196,15 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"Going on from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
 
+    def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """What a log line gets: the loss scale; at the end the mean loss of the whole run, summed exactly."""
+        values: dict[str, float] = {}
+        if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
+            values |= scaler.report()
+        if self.losses and "train_loss" in logs:
+            values["train_loss"] = math.fsum(self.losses) / len(self.losses)
+        return values
+
     def release_folder(self) -> None:
         """Let other runs take the folder."""
         if self._lock is not None:
@@ -213,9 +224,9 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")
         elif self.view.is_deepspeed_enabled and listing["processes"] != processes:
             raise CheckpointError(
-                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed's shards are read by as "
-                f"many; this run has {processes}. Start {listing['processes']}, or export the model and begin a new "
-                "run with it."
+                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed needs as many to read "
+                f"its shards; this run has {processes}. Start {listing['processes']}, or export the model and begin a "
+                "new run with it."
             )
         if self.args.sync_ref_model and shards_parameters(self.accelerator):
             raise CheckpointError(
@@ -229,7 +240,7 @@ class RunKeeper(TrainerCallback):
             )
         changes = from_main_process(self.accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
         for part, old, new in differences(changes):
-            logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
+            logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
         if "global_batch_size" in changes:
             logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
         others = sorted(changes.keys() - KEEPS_ROLLOUT)
@@ -269,7 +280,7 @@ class RunKeeper(TrainerCallback):
         self.view.evaluate_late(trial, self.checkpoint)
 
     def _why_finished(self) -> str | None:
-        """Why nothing is left to train, as sentences; None where something is."""
+        """Why nothing is left to train; None where something is."""
         if self.view.state.global_step >= self.view.state.max_steps:
             return "The run is finished: nothing is left to train, and the weights stay as they are."
         if not self._stopped_early:
@@ -354,7 +365,6 @@ class RunKeeper(TrainerCallback):
             raise self._interrupted()
 
     def _interrupted(self) -> TrainingInterrupted:
-        """The exception that ends the program after an interrupt."""
         step = self.view.state.global_step
         path = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         if not from_main_process(self.accelerator, path.is_dir):

@@ -11,7 +11,6 @@ import shutil
 import signal
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,13 @@ from peft import LoraConfig
 from transformers import Trainer
 
 from grpo_ext.errors import CheckpointError
-from grpo_ext.rollouts.source import Rollouts
+from grpo_ext.forward.snapshot import Weights
+from grpo_ext.rollouts.saved import saved_waiting
 from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import checkpoints, run_to_resume, take_folder, why_broken, write_listing
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
+from grpo_ext.run.state import load_state
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, SAVE, make, on, other, parameters
 
@@ -225,7 +226,7 @@ def test_a_run_that_started_later_is_named(copy, caplog, capsys):
     make(copy, max_steps=1).train()  # saves nothing
     make(copy, **SAVE, max_steps=1).train("latest")
     assert f"Resuming from {copy}-2/checkpoint-1.\n" in capsys.readouterr().out
-    assert f"Going on in {copy}-2. Without a checkpoint are runs that started later: {copy}-3." in caplog.text
+    assert f"Going on in {copy}-2. Runs that started later have no checkpoint: {copy}-3." in caplog.text
     caplog.clear()
     make(copy, **SAVE).train(copy / "checkpoint-2")  # a path says which
     make(copy, **SAVE).train("latest")
@@ -356,24 +357,22 @@ def test_a_checkpoint_is_pushed_under_the_name_it_has_once_it_is_whole(tmp_path,
     assert pushed == [("checkpoint-1", None), ("checkpoint-2", None)]
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_what_a_checkpoint_has_loaded_is_freed(tmp_path, monkeypatch, held):
+def test_what_a_checkpoint_has_loaded_is_freed(tmp_path):
     """The weights that sampled ahead among it; the control holds them."""
+
+    def states() -> int:
+        gc.collect()
+        return sum(type(thing) is Weights for thing in gc.get_objects())
+
     settings = {**SAVE, "rollout_lag": 1}
     make(tmp_path, **settings).train()
-    loaded, kept, load = [], [], Rollouts.load_state_dict
-
-    def recorded(rollouts: Rollouts, state: dict[str, Any]) -> None:
-        load(rollouts, state)
-        ((_, weights),) = rollouts.waiting
-        loaded.extend(map(weakref.ref, (rollouts.batch, weights, *weights.policy.values())))
-        kept.extend([state, rollouts.batch, weights] if held else [])
-
-    monkeypatch.setattr(Rollouts, "load_state_dict", recorded)
-    make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    gc.collect()
-    assert len(loaded) > 2
-    assert {reference() is not None for reference in loaded} == {held}
+    trainer = make(tmp_path, **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert states() == 0
+    saved = load_state(tmp_path / "checkpoint-1")
+    assert saved is not None
+    held = saved_waiting(saved["rollouts"]["waiting"])
+    assert states() == 1, held
 
 
 @pytest.mark.parametrize(
