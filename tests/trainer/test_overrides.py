@@ -146,6 +146,16 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
     learns_as_in_trl(tmp_path, override, differs=override is not TrlsLoss, **settings)
 
 
+@pytest.mark.parametrize(("override", "padded"), [(None, False), (OwnTerm, True), (HalfLogps, True)], ids=str)
+def test_tokens_are_padded_for_a_loss_only_where_an_override_reads_them(tmp_path, override, padded):
+    class Seen(GRPOTrainer):
+        def _loss_of(self, model: Any, micro_batch: Any) -> torch.Tensor:
+            assert {"prompt_ids", "completion_ids"}.isdisjoint(micro_batch.columns) is not padded
+            return super()._loss_of(model, micro_batch)
+
+    build(tmp_path, Seen, override, max_steps=1).train()
+
+
 def test_what_is_not_called_is_said(tmp_path, caplog):
     build(tmp_path, passing_on("get_high_entropy_mask"))
     assert "Own.get_high_entropy_mask has no effect here" in caplog.text
