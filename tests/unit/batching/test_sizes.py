@@ -280,7 +280,7 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
         split = resolve(global_batch_size=512, num_processes=processes)
         text = describe_plan(split, None, False, None, longest=8, half=True)
         assert says in text
-        assert f"sample other tokens; rollout_chunk_size{chunk} prevents that" in text
+        assert f"number of processes; rollout_chunk_size{chunk} avoids this" in text
         assert ("cut groups" in text) == (split.micro_batch_size % 4 > 0)
     cut = resolve(global_batch_size=512, micro_batch_size=6)
     assert "micro-batches of 6 cut groups and round; multiples of 4 do not" in describe_plan(
@@ -289,7 +289,7 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
     assert says not in describe_plan(several, None, False, None, longest=8)
     for same in (resolve(global_batch_size=512, rollout_chunk_size=64), resolve(global_batch_size=4)):
         assert says not in describe_plan(same, None, False, None, longest=8, half=True)
-    assert "not known, for want of data" in describe_plan(odd, None, False, None)
+    assert "unknown (pass --num_prompts" in describe_plan(odd, None, False, None)
 
 
 @pytest.mark.parametrize(
