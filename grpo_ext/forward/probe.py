@@ -22,7 +22,7 @@ from .rows import TokenRows
 
 _LONGEST_WINDOW = 1024
 _WINDOW_NAMES = re.compile("(window|attention_chunk|local)(?!.*layers)")  # settings that hold a width of attention
-_PROMPTS, _COMPLETIONS = (11, 7), ((24, 2, 9), (16, 20))  # tokens
+_PROMPTS, _COMPLETIONS = (9, 7), ((18, 2, 12), (9, 14))  # tokens
 _AFTER_LONG = (24, 9)  # tokens of the completions of a long prompt
 _TEXT = "how many birds sit on the wall and which of them can be seen from here "
 _Prompt = tuple[torch.Tensor, Prepared | None]  # token ids, and what a model takes beside them
