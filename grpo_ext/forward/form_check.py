@@ -81,12 +81,16 @@ def why_form_fails(
                 perturbed.append(run(padded_batch)[0])
     if not torch.isfinite(padded_logps).all():
         return f"log-probabilities of {name} are not finite, so there is nothing to compare"
+    reason = _why_different(outputs, padded, perturbed, unit)
+    gap = float((logps - padded_logps).abs().float().mean())
+    return reason and f"{form} and padded log-probabilities of {name} differ by {gap:.1e} on average, and {reason}"
+
+
+def _why_different(outputs: Outputs, padded: Outputs, perturbed: list[Outputs], unit: float) -> str | None:
     for place in [place for place in padded if place in outputs]:
         ratio = _in_roundings(outputs[place], padded[place], [values[place] for values in perturbed], unit)
         if not ratio <= LIMIT:
-            gap = float((logps - padded_logps).abs().float().mean())
             return (
-                f"{form} and padded log-probabilities of {name} differ by {gap:.1e} on {len(rows)} completions, and "
                 f"the output of {place} by {ratio:.0f} times the rounding (up to {LIMIT:.0f} is rounding): the model "
                 "does something between tokens that this form does not reproduce"
             )

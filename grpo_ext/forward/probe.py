@@ -10,7 +10,7 @@ processor, one of them with an image.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,7 @@ from .rows import TokenRows
 
 _LONGEST_WINDOW = 1024
 _WINDOW_NAMES = re.compile("(window|attention_chunk|local)(?!.*layers)")  # settings that hold a width of attention
-_PROMPTS, _COMPLETIONS = (11, 7), ((24, 2, 9), (16, 20))  # tokens
+_PROMPTS, _COMPLETIONS = (9, 7), ((18, 2, 12), (9, 14))  # tokens
 _AFTER_LONG = (24, 9)  # tokens of the completions of a long prompt
 _TEXT = "how many birds sit on the wall and which of them can be seen from here "
 _Prompt = tuple[torch.Tensor, list[Any]]  # token ids, and the images
@@ -34,41 +34,32 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
     Args:
         processor: prepares the prompts of a model that takes images.
     """
-    generator = torch.Generator().manual_seed(0)
-    ids, limit = torch.tensor(_text_ids(policy.config, tokenizer)), _longest_row(policy.config)
-    window = _longest_window(policy.config)
-    long = window + max(window // 8, 8) if window > min(_PROMPTS) else 0
+    generator, limit = torch.Generator().manual_seed(0), _longest_row(policy.config)
+    ids, window = torch.tensor(_text_ids(policy.config, tokenizer)), _longest_window(policy.config)
+    long = min(window + max(window // 8, 8), limit - max(_AFTER_LONG)) if window > min(_PROMPTS) else 0
 
     def drawn(length: int) -> torch.Tensor:
-        return ids[torch.randint(len(ids), (length,), generator=generator)]
+        return ids[torch.randint(len(ids), (min(length, limit // 2),), generator=generator)]
 
-    if processor is not None:
+    def rows(prompts: list[_Prompt], lengths: Sequence[Sequence[int]]) -> TokenRows:
+        groups = [number for number, group in enumerate(lengths) for _ in group]
+        completions = [drawn(length) for group in lengths for length in group]
+        parts = [part for n, ids in zip(groups, completions, strict=True) for part in (prompts[n][0], ids)]
+        same = [before == after for before, after in pairwise(groups)]
+        images = None if processor is None else RowImages(groups, lambda number: prompts[number][1], processor)
+        return TokenRows(
+            torch.cat(parts), [len(prompts[n][0]) for n in groups], list(map(len, completions)), same, images
+        )
+
+    if processor is None:
+        prompts: list[_Prompt] = [(drawn(length), []) for length in _PROMPTS]
+        long_prompt: _Prompt = ids[torch.randint(len(ids), (max(long, 0),), generator=generator)], []
+    else:
         image = torch.randint(256, (32, 64, 3), generator=generator, dtype=torch.uint8)
         prompts = [_prepared(processor, _TEXT, image), _prepared(processor, _TEXT)]
-        long_prompts = [_prepared(processor, _TEXT * (1 + long // 15))] if long else []
-        return [_rows(part, drawn, processor=processor) for part in (prompts, long_prompts) if part]
-    shorter = 1.0 if limit is None else min(1.0, limit / (max(_PROMPTS) + max(map(max, _COMPLETIONS))))
-    batches = [_rows([(drawn(max(1, int(n * shorter))), []) for n in _PROMPTS], drawn, shorter)]
-    if limit is not None:
-        long = min(long, limit - max(_AFTER_LONG))
-    return [*batches, _rows([(drawn(long), [])], drawn)] if long > max(_PROMPTS) else batches
-
-
-def _rows(
-    prompts: Sequence[_Prompt],
-    drawn: Callable[[int], torch.Tensor],
-    shorter: float = 1.0,
-    processor: PromptProcessor | None = None,
-) -> TokenRows:
-    """Rows of several prompts, or of a long one; completions are `shorter` by a factor, but two tokens at least."""
-    lengths = [
-        (n, length) for n, group in enumerate(_COMPLETIONS if len(prompts) > 1 else [_AFTER_LONG]) for length in group
-    ]
-    groups, completions = [n for n, _ in lengths], [max(2, int(length * shorter)) for _, length in lengths]
-    parts = [part for n, length in zip(groups, completions, strict=True) for part in (prompts[n][0], drawn(length))]
-    same = [before == after for before, after in pairwise(groups)]
-    images = None if processor is None else RowImages(groups, lambda number: prompts[number][1], processor)
-    return TokenRows(torch.cat(parts), [len(prompts[n][0]) for n in groups], completions, same, images)
+        long_prompt = _prepared(processor, _TEXT * (1 + long // 15))
+    batches = [rows(prompts, _COMPLETIONS)]
+    return [*batches, rows([long_prompt], [_AFTER_LONG])] if long > max(_PROMPTS) else batches
 
 
 def _text_ids(config: Any, tokenizer: Any) -> list[int]:
@@ -81,10 +72,10 @@ def _text_ids(config: Any, tokenizer: Any) -> list[int]:
     return [token for token in vocabulary if token not in special] or list(vocabulary)
 
 
-def _longest_row(config: Any) -> int | None:
-    """The longest row that a model takes before its rotary frequencies change, in tokens; None without a limit."""
+def _longest_row(config: Any) -> int:
+    """The longest row that a model takes before its rotary frequencies change, in tokens."""
     original = getattr(config.get_text_config(), "original_max_position_embeddings", None)
-    return min((limit for limit in (covered_length(config), original) if isinstance(limit, int)), default=None)
+    return min(limit for limit in (covered_length(config), original, 2 * _LONGEST_WINDOW) if isinstance(limit, int))
 
 
 def _longest_window(config: Any) -> int:

@@ -41,7 +41,7 @@ def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
 def check_equal_shares(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
     """Raise a ConfigError for rollout batches, the last of an epoch too, that vLLM's processes cannot share evenly.
 
-    Tensor parallel engines need equal shares; other engines were run with equal shares alone.
+    Tensor parallel engines need equal shares; other engines have only been run with equal shares.
 
     Args:
         num_prompts: of the training set; None: unknown.
