@@ -176,8 +176,11 @@ def client_of(generation: Any) -> Any:
 
 
 @contextmanager
-def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """Let TRL start its vLLM engine with further options; a ConfigError where vLLM does not start with them."""
+def starting_vllm_with(options: Mapping[str, Any]) -> Iterator[None]:
+    """Let TRL start its vLLM engine with further options; a ConfigError where vLLM does not start with them.
+
+    `VLLMGeneration` has no argument for them, so meanwhile its module's name `LLM` is a function that adds them.
+    """
     engine = getattr(vllm_generation, "LLM", None)
     if not options or engine is None:  # TRL says so where vLLM is not installed
         yield

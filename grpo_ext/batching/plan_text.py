@@ -19,16 +19,16 @@ def describe_plan(
     half: bool = False,
     most_kept: int | None = None,
 ) -> str:
-    """The resolved plan as text, for people: one line a fact.
+    """The resolved plan as text, one line per fact.
 
     Args:
-        num_prompts: prompts in the training set; None where that is not known.
-        epochs: passes over the training set, or None when the run is limited by steps.
+        num_prompts: prompts in the training set; None if unknown.
+        epochs: passes over the training set; None if the run is limited by steps.
         micro_batch_tokens: tokens per forward on one device, or None.
-        form, precision, ahead: the form of the forward, its precision, and what sampling ahead takes; None: no line.
-        longest: tokens of the longest completion; None where this package's own engine does not sample.
-        half: its rounding depends on the split: half precision, outside bitwise mode.
-        most_kept: token ids of a replayed sampling mask, at most; None: no masks are replayed.
+        form, precision, ahead: the form of the forward, its precision, and the memory of sampling ahead; None: no line.
+        longest: tokens of the longest completion; None if this package's own engine does not sample.
+        half: half precision outside bitwise mode, whose rounding depends on the split.
+        most_kept: the most token ids of a replayed sampling mask; None: no masks are replayed.
     """
     g, group = geometry, geometry.num_generations
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
@@ -46,7 +46,7 @@ def describe_plan(
     rows += [(name, text) for name, text in more if text is not None]
     rows += _notes(g, longest, half)
     if num_prompts is None:
-        rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
+        rows.append(("epoch", "unknown (pass --num_prompts to `grpo-ext plan`)"))
     else:
         rows += _epoch_rows(EpochLayout(g, num_prompts, drop_last), epochs)
     width = max(len(name) for name, _ in rows)
@@ -76,19 +76,19 @@ def _notes(g: BatchGeometry, longest: int | None, half: bool) -> list[tuple[str,
         rows.append(("half precision", cut))
     if longest is not None and half and g.together and chunks > 1:
         size = ceil_div(g.prompts_per_rollout, g.num_processes) * g.num_generations
-        chunk = f"={size} prevents that for up to {g.num_processes}" if g.num_processes > 1 else " prevents that"
-        rows.append(("half precision", f"other numbers of processes sample other tokens; rollout_chunk_size{chunk}"))
+        chunk = f"={size} avoids this for up to {g.num_processes}" if g.num_processes > 1 else " avoids this"
+        rows.append(("half precision", f"sampled tokens depend on the number of processes; rollout_chunk_size{chunk}"))
     return rows
 
 
 def _smaller_chunk(geometry: BatchGeometry) -> str:
-    """The chunk size with which every process samples, as the end of a sentence; empty where there is none."""
+    """The chunk size with which every process samples, as the end of a sentence; empty if there is none."""
     g = geometry
     prompts = ceil_div(g.prompts_per_rollout, g.num_processes)
     if ceil_div(g.prompts_per_rollout, prompts) < g.num_processes:
         prompts = max(1, g.prompts_per_rollout // g.num_processes)
     size = prompts * g.num_generations
-    return f"; rollout_chunk_size={size} spreads it" if size < g.rollout_chunk_size else ""
+    return f"; with rollout_chunk_size={size} all of them do" if size < g.rollout_chunk_size else ""
 
 
 def _epoch_rows(layout: EpochLayout, epochs: float | None) -> list[tuple[str, str]]:

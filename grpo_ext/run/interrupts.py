@@ -40,6 +40,14 @@ class InterruptWatch(TrainerCallback):
         self.ends_anyway = False  # a callback stops the run at that step too
         self._ends_epoch = False  # the step at which the run stops is the last of its epoch
 
+    def state_dict(self) -> dict[str, Any]:
+        """Whether an evaluation is left to the run that resumes, for a checkpoint."""
+        return {"evaluation_due": self.evaluation_due}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the evaluation that the run of the checkpoint left."""
+        self.evaluation_due = state["evaluation_due"]
+
     def say(self, sentence: str) -> None:
         """Print a line, on the main process."""
         if self.accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, for the logs: seconds by phase, beside TRL's `step_time`."""
+"""Measures the phases of a step in seconds, for the logs, beside TRL's `step_time`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 
 class PhaseClock(TrainerCallback):
-    """Adds up a process's seconds by phase: rollout, logps, rewards, train, optimizer; with a lag also of waits."""
+    """Adds up the seconds of a process by phase: rollout, logps, rewards, train, optimizer; with a lag, waits too."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

@@ -217,7 +217,7 @@ def measure(
         cache_bytes=attention_sizes(config)[1] * size,
         quantised=sum(m.weight.numel() for m in linear) if bits else 0,
         quantised_bytes=_QUANTISED_BYTES[bits] if bits else 0.0,
-        form=choice.form(model),
+        form=choice.planned(model),
         form_in_words=choice.described(model),
     )
 

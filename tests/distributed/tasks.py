@@ -22,7 +22,7 @@ from datasets import IterableDataset
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.forward import forms
-from grpo_ext.forward.attention import TakesNoPacks
+from grpo_ext.forward.attention import PacksNotSupported
 from grpo_ext.run import checkpoint, keeper
 from grpo_ext.runtime import collectives
 from grpo_ext.runtime.collectives import ragged_gather
@@ -66,16 +66,16 @@ async def logging_reward(prompts, completions, log_metric, log_extra, **kwargs):
 @contextmanager
 def memory_short_on_second_process() -> Iterator[list[int]]:
     """Inside, its first micro-batch does not fit; a list of the sizes that failed."""
-    inner, failures = GRPOTrainer._compute_loss, list[int]()
+    inner, failures = GRPOTrainer._loss_of, list[int]()
 
     def fails_once(*args: Any) -> torch.Tensor:
         loss = inner(*args)
         if RANK == 1 and not failures:
-            failures.append(len(args[-1]["advantages"]))
+            failures.append(len(args[-1].columns["advantages"]))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss
 
-    with mock.patch.object(GRPOTrainer, "_compute_loss", fails_once):
+    with mock.patch.object(GRPOTrainer, "_loss_of", fails_once):
         yield failures
 
 
@@ -174,7 +174,7 @@ def packs_on_one(folder: Path, what: str) -> list[float]:
     build = forms.build_pack
 
     def refused(*args):
-        raise TakesNoPacks("the second process takes none")
+        raise PacksNotSupported("the second process takes none")
 
     def changed(*args):
         pack = build(*args)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.runtime.collectives import leave_in_order
+from grpo_ext.runtime.leaving import leave_in_order
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 
 

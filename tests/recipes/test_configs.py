@@ -10,8 +10,9 @@ import re
 
 import pytest
 
-from grpo_ext.batching.sizes import check_equal_slices, geometry_of
+from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.rewards.registry import resolve_rewards
+from grpo_ext.rollouts.equal_shares import check_equal_shares
 from tests.support.selection import few_of
 from tests.support.toy_recipe import (
     CONFIGS,
@@ -83,7 +84,7 @@ def test_what_uses_vllm_deals_equal_shares(recipe, name):
     geometry = geometry_of(vars(training), processes)
     # a set of unknown size may leave any rest
     for count in [prompts] if prompts else range(100_000, 100_000 + geometry.prompts_per_rollout):
-        check_equal_slices(geometry, count, training.dataloader_drop_last)
+        check_equal_shares(geometry, count, training.dataloader_drop_last)
 
 
 # ---- Presets of published algorithms --------------------------------------------------------------------------------

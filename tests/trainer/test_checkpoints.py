@@ -20,11 +20,13 @@ from peft import LoraConfig
 from transformers import Trainer
 
 from grpo_ext.errors import CheckpointError
+from grpo_ext.forward.snapshot import Weights
+from grpo_ext.rollouts.saved import saved_waiting
 from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import checkpoints, run_to_resume, take_folder, why_broken, write_listing
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
-from grpo_ext.run.state import RunState
+from grpo_ext.run.state import load_state
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, SAVE, make, on, other, parameters
 
@@ -122,7 +124,7 @@ def test_another_run_is_refused_and_each_change_is_named(copy, changes, named):
 
 
 def test_a_checkpoint_keeps_its_chunks(tmp_path):
-    """Where no size is set: the default was another one in earlier versions."""
+    """Where no size is set."""
     scored: list[int] = []
 
     def letters(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
@@ -135,7 +137,7 @@ def test_a_checkpoint_keeps_its_chunks(tmp_path):
     trainer = make(tmp_path / "out", reward=letters)
     assert (trainer.geometry.rollout_chunk_size, trainer.geometry.together) == (4, True)
     trainer.train(resume_from_checkpoint=saved)
-    assert trainer.geometry.rollout_chunk_size == trainer.args.geometry.rollout_chunk_size == 16
+    assert trainer.geometry.rollout_chunk_size == 16
     assert scored == [16] * 4
     trainer.train()  # a new run has those of its configuration
     assert trainer.geometry.rollout_chunk_size == 4
@@ -224,7 +226,7 @@ def test_a_run_that_started_later_is_named(copy, caplog, capsys):
     make(copy, max_steps=1).train()  # saves nothing
     make(copy, **SAVE, max_steps=1).train("latest")
     assert f"Resuming from {copy}-2/checkpoint-1.\n" in capsys.readouterr().out
-    assert f"Going on in {copy}-2. Without a checkpoint are runs that started later: {copy}-3." in caplog.text
+    assert f"Going on in {copy}-2. Runs that started later have no checkpoint: {copy}-3." in caplog.text
     caplog.clear()
     make(copy, **SAVE).train(copy / "checkpoint-2")  # a path says which
     make(copy, **SAVE).train("latest")
@@ -285,7 +287,7 @@ def test_a_changed_rollout_is_sampled_anew(tmp_path, caplog, changes, dropped):
     trainer.train(checkpoint)
     assert trainer.state.global_step == 2
     assert bool(calls) is dropped
-    assert ("changed, so the rollout batch of the checkpoint is not used" in caplog.text) is dropped
+    assert ("changed, so the rollout batches of the checkpoint are not used" in caplog.text) is dropped
 
 
 def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
@@ -360,14 +362,16 @@ def test_what_a_checkpoint_has_loaded_is_freed(tmp_path):
 
     def states() -> int:
         gc.collect()
-        return sum(type(thing) is RunState for thing in gc.get_objects())
+        return sum(type(thing) is Weights for thing in gc.get_objects())
 
     settings = {**SAVE, "rollout_lag": 1}
     make(tmp_path, **settings).train()
     trainer = make(tmp_path, **settings)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert states() == 0
-    held = RunState.load(tmp_path / "checkpoint-1", 4)
+    saved = load_state(tmp_path / "checkpoint-1")
+    assert saved is not None
+    held = saved_waiting(saved["rollouts"]["waiting"])
     assert states() == 1, held
 
 

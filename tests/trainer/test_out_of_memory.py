@@ -13,7 +13,7 @@ import torch
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError, RewardError
-from grpo_ext.run.state import RunState
+from grpo_ext.run.state import load_state
 from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import SAVE, change, error, make, parameters, update
 from tests.tolerances import METRIC, UPDATE
@@ -222,6 +222,6 @@ def test_an_evaluation_whose_reward_function_fails_does_not_either(tmp_path):
 
     with pytest.raises(RewardError, match="judge"):
         evaluating(tmp_path, reward=reward).train()
-    state = RunState.load(tmp_path / "checkpoint-1", 4)
+    state = load_state(tmp_path / "checkpoint-1")
     assert state is not None
-    assert state.evaluation_due
+    assert state["interrupts"]["evaluation_due"]

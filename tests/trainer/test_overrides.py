@@ -16,7 +16,6 @@ from datasets import Dataset
 from grpo_ext import GRPOTrainer
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
-from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build, learns_as_in_trl
 from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
 from tests.support.trainers import make, passing_on
@@ -30,7 +29,7 @@ OVERRIDDEN = (
     *("log", "_log_metric", "create_optimizer", "create_scheduler"),
 )
 NO_ROWS = [0]  # of a step that goes on with a rollout batch
-MORE_INPUTS = {CONTEXT_KEY, "attention_mask"}
+MORE_INPUTS = {"attention_mask"}
 
 
 def shown(value: Any) -> Any:
@@ -145,6 +144,16 @@ def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any)
 def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp_path, override, settings):
     settings = {"reward": one_group_teaches, "rollout_chunk_size": 16, **settings}
     learns_as_in_trl(tmp_path, override, differs=override is not TrlsLoss, **settings)
+
+
+@pytest.mark.parametrize(("override", "padded"), [(None, False), (OwnTerm, True), (HalfLogps, True)], ids=str)
+def test_tokens_are_padded_for_a_loss_only_where_an_override_reads_them(tmp_path, override, padded):
+    class Seen(GRPOTrainer):
+        def _loss_of(self, model: Any, micro_batch: Any) -> torch.Tensor:
+            assert {"prompt_ids", "completion_ids"}.isdisjoint(micro_batch.columns) is not padded
+            return super()._loss_of(model, micro_batch)
+
+    build(tmp_path, Seen, override, max_steps=1).train()
 
 
 def test_what_is_not_called_is_said(tmp_path, caplog):

@@ -58,9 +58,9 @@ def test_a_models_own_generation_config_is_asked_too(tmp_path):
 FAIL = [
     ({"top_kk": 5}, "'top_kk' in generation_kwargs is not a setting of transformers; did you mean 'top_k'"),
     ({"stop": ["d"]}, "'stop' in generation_kwargs is not a setting of transformers; .* of vLLM; use stop_strings"),
-    ({"top_k": -1}, "transformers cannot sample so.*but is -1"),
-    ({"min_p": 2.0}, "transformers cannot sample so.*`min_p`"),
-    ({"sequence_bias": [[[4000], 1.0]]}, "transformers cannot sample so.*4000"),
+    ({"top_k": -1}, "transformers cannot sample with these settings.*but is -1"),
+    ({"min_p": 2.0}, "transformers cannot sample with these settings.*`min_p`"),
+    ({"sequence_bias": [[[4000], 1.0]]}, "transformers cannot sample with these settings.*4000"),
     ({"return_dict_in_generate": True}, "return_dict_in_generate cannot be used"),
     ({"token_healing": True}, "token_healing cannot be used"),
 ]

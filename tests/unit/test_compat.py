@@ -112,9 +112,9 @@ def test_other_warnings_are_shown_beside_old_names():
 
 def test_trl_starts_its_engine_with_further_options_for_as_long_as_it_takes_none_itself(monkeypatch):
     monkeypatch.setattr(compat.vllm_generation, "LLM", dict, raising=False)
-    with compat.engine_options({"enable_lora": True}):
+    with compat.starting_vllm_with({"enable_lora": True}):
         assert compat.vllm_generation.LLM(model="name") == {"model": "name", "enable_lora": True}
-    with compat.engine_options({}):
+    with compat.starting_vllm_with({}):
         assert compat.vllm_generation.LLM(model="name") == {"model": "name"}
     taken = inspect.signature(compat.VLLMGeneration.__init__).parameters
     assert not [name for name in taken if "lora" in name or "engine" in name]  # else pass `enable_lora` there

@@ -28,7 +28,7 @@ ROOMS = (
         "config",
         "view",
     ),
-    *("forward", "rewards", "rollouts", "step", "run", "checks", "trainer", "package", "demo", "tools"),
+    *("forward", "rewards", "rollouts", "step", "run", "checks", "components", "trainer", "package", "demo", "tools"),
 )
 PURE = ("errors", "loading", "replay", "algorithms", "batching")  # torch and the standard library alone
 NAMES_COLLECTIVES = "grpo_ext/runtime/collectives.py"

@@ -16,12 +16,12 @@ from grpo_ext.batching.sizes import (
     BatchGeometry,
     EpochLayout,
     ceil_div,
-    check_equal_slices,
     geometry_of,
     process_prompts,
 )
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
+from grpo_ext.rollouts.equal_shares import check_equal_shares
 
 
 def resolve(**sizes) -> BatchGeometry:
@@ -262,7 +262,7 @@ def test_drop_last_drops_the_smaller_last_step_and_nothing_else(layout):
 def test_equal_shares_are_checked_up_to_the_last_rollout(processes, num_prompts, drop_last, fits):
     g = resolve(num_generations=4, num_processes=processes, micro_batch_size=4, global_batch_size=16)
     if fits:
-        check_equal_slices(g, num_prompts, drop_last)
+        check_equal_shares(g, num_prompts, drop_last)
         return
     with pytest.raises(ConfigError, match=f"on {processes} processes; choose a rollout_batch_size"):
-        check_equal_slices(g, num_prompts, drop_last)
+        check_equal_shares(g, num_prompts, drop_last)

@@ -12,12 +12,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_ext.compat import CACHE
 from grpo_ext.forward import choice, forms, prefix_cache
 from grpo_ext.forward.choice import ForwardChoice
-from grpo_ext.forward.form_check import try_form
+from grpo_ext.forward.form_check import why_form_fails
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
+from grpo_ext.forward.probe import probe_rows
 from tests.support.architectures import HYBRID, PREFIXED, architecture
 from tests.support.float64 import float64_throughout
 from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of
+from tests.support.tiny import tiny_tokenizer
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 
 ALWAYS = ("lfm2", "falcon_h1", "qwen3_5_text")  # convolutions, Mamba 2 and attention in a layer, linear attention
@@ -111,8 +113,7 @@ def chosen_form(caplog: Any, model: Any, **options: Any) -> tuple[str, str]:
     caplog.clear()
     chosen = ForwardChoice(("packed", "prefix"), torch.device("cpu"), **options)
     with torch.no_grad():
-        chosen.check(model, rows_of(*SHAPES["long"]))
-    assert chosen.settled(model)
+        chosen.compare(model, lambda policy: probe_rows(policy, tiny_tokenizer()))
     return chosen.form(model), " ".join(r.getMessage() for r in caplog.records if r.name == choice.__name__)
 
 
@@ -148,7 +149,7 @@ def test_models_that_cannot_pad_and_say_why(caplog, kind, checkpointing, words):
 @pytest.mark.parametrize("fault", ["position", "neighbour", "padding"])
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
 def test_a_planted_fault_is_found(monkeypatch, kind, fault):
-    model, batch = model_of(kind), rows_of([20, 11], [[30, 2, 17, 9], [4, 8, 20, 3]])
+    model, batch, tokenizer = model_of(kind), rows_of([20, 11], [[30, 2, 17, 9], [4, 8, 20, 3]]), tiny_tokenizer()
     changes = {
         "position": lambda value: {"position_ids": value.position_ids + 1},
         "neighbour": lambda value: {"prompt_B": value.prompt_B.flip(0)},
@@ -160,6 +161,9 @@ def test_a_planted_fault_is_found(monkeypatch, kind, fault):
         vars(continuation).update(changes[fault](continuation))
         return continuation
 
-    assert try_form("prefix", model, batch).refused is None
+    def refused() -> list[bool]:
+        return [why_form_fails("prefix", model, rows) is not None for rows in (batch, *probe_rows(model, tokenizer))]
+
+    assert refused() == [False, False]
     monkeypatch.setattr(forms, "Continuation", spoilt)
-    assert try_form("prefix", model, batch).refused is not None
+    assert refused() == [True, True]

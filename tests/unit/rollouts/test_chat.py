@@ -25,7 +25,7 @@ def chat_with(*tools: Any) -> Chat:
 def test_a_template_that_writes_calls_again_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(DataError, match="renders a call of the tool 'count' in another way where its answer follows"):
+    with pytest.raises(DataError, match="renders a call of the tool 'count' differently once its answer follows"):
         Chat(tokenizer, [count]).suffix_ids([{"role": "tool", "name": "count", "content": "3"}])
 
 

@@ -60,7 +60,7 @@ def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(chat
     release.set()
     assert [message["content"] for message in transcript.completion] == [NO_ANSWER, "1", NO_ANSWER]
     assert (transcript.tool_calls, transcript.tool_failures) == (3, 2)
-    assert caplog.text.count("its thread is left behind") == 1
+    assert caplog.text.count("its thread keeps running") == 1
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["cancelled", "deaf"])

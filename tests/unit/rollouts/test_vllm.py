@@ -83,7 +83,7 @@ def test_a_server_that_returns_other_rows_is_refused():
     engine, _ = server()
     answer = engine.client.generate
     engine.client.generate = lambda n, **request: answer(n=n + 1, **request)
-    with pytest.raises(RolloutError, match="returned 3 completions of a prompt; 2 were wanted"):
+    with pytest.raises(RolloutError, match="returned 3 completions of a prompt, and 2 were requested"):
         engine.generate(transcripts(), None, 2)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 import torch
 
@@ -65,10 +63,10 @@ def test_a_resumed_run_keeps_the_smaller_sizes():
     saved = MicroBatchLimits(8)
     saved.shrink(8, 100)
     resumed = MicroBatchLimits(16)
-    resumed.restore(**asdict(saved))
+    resumed.load_state_dict(saved.state_dict())
     assert (resumed.rows, resumed.failures) == (4, 1)
     untouched = MicroBatchLimits(16)
-    untouched.restore(**asdict(MicroBatchLimits(2)))
+    untouched.load_state_dict(MicroBatchLimits(2).state_dict())
     assert untouched.rows == 16  # it never failed: the size is the user's choice
 
 
