@@ -310,7 +310,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Like TRL's method, in the model's form. A user's own tokens with images run through TRL's method."""
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
         has_images = any(value is not None for value in images.values())
-        if has_images and not self._forwards.in_call(input_ids, attention_mask):
+        if has_images and self._forwards.call_with(input_ids, attention_mask) is None:
             return super()._get_per_token_logps_and_entropies(*arguments, **images)
         scores = self._forwards.trl_log_probs(*arguments)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)

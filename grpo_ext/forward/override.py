@@ -1,12 +1,12 @@
 """A user's `_get_per_token_logps_and_entropies`: called with rows as TRL's padded tensors, and answered in `super()`.
 
-TRL's signature has no place for rows. So the call in progress of each thread is kept here: `super()` runs the rows of
-the call where it is given the call's tensors unchanged, and any other tensors as a batch of the user's own.
+TRL's signature has no place for rows. So the calls in progress are kept here, of the main thread and of the one that
+samples ahead. `super()` runs the rows of a call where it is given the call's tensors unchanged, and any other tensors
+as a batch of the user's own.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +20,6 @@ from .architecture import base_model_of, experts_per_token
 from .lm_head import RouterOutput
 from .rows import TokenRows, in_columns
 from .runner import ForwardLimits, ForwardRunner, MicroBatchScores
-
-LogProbsOverride = Callable[..., Any]  # a user's `_get_per_token_logps_and_entropies`
 
 
 class Unchanged:
@@ -42,11 +40,10 @@ def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.
     return ids, mask
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """A call of the user's override in progress."""
 
-    runner: OverridableRunner  # of this thread
     rows: TokenRows  # without padding
     tensors: Unchanged  # the padded ids and attention mask that stand for the rows
     limits: ForwardLimits | None  # for the rows of a rollout; None for a micro-batch
@@ -56,10 +53,10 @@ class _Call:
 class OverridableRunner(ForwardRunner):
     """A runner whose log-probabilities are those of a user's override, where there is one."""
 
-    def __init__(self, *args: Any, override: Callable[[], LogProbsOverride | None] = lambda: None) -> None:
+    def __init__(self, *args: Any, override: Callable[[], Callable[..., Any] | None] = lambda: None) -> None:
         super().__init__(*args)
         self.override = override  # returns the user's method, or None
-        self._calls: dict[int, _Call] = {}  # in progress, by thread; shared by the runners of all threads
+        self._calls: list[_Call] = []  # in progress; shared by the runners of all threads
 
     def rollout_log_probs(
         self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
@@ -91,18 +88,17 @@ class OverridableRunner(ForwardRunner):
     def _calling(
         self, ids: torch.Tensor, mask: torch.Tensor, rows: TokenRows, limits: ForwardLimits | None = None
     ) -> Iterator[_Call]:
-        """Inside, `trl_log_probs` finds the rows of these tensors on this thread."""
-        thread = threading.get_ident()
-        self._calls[thread] = call = _Call(self, rows, Unchanged(ids, mask), limits)
+        """Inside, `trl_log_probs` finds the rows of these tensors."""
+        call = _Call(rows, Unchanged(ids, mask), limits)
+        self._calls.append(call)
         try:
             yield call
         finally:
-            del self._calls[thread]
+            self._calls.remove(call)
 
-    def in_call(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:
-        """Whether these are the tensors of this thread's call in progress, unchanged."""
-        call = self._calls.get(threading.get_ident())
-        return call is not None and call.tensors.are(input_ids, attention_mask)
+    def call_with(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> _Call | None:
+        """The call in progress whose tensors these are, unchanged; None for any other tensors."""
+        return next((call for call in [*self._calls] if call.tensors.are(input_ids, attention_mask)), None)
 
     def trl_log_probs(
         self,
@@ -122,20 +118,15 @@ class OverridableRunner(ForwardRunner):
         Raises:
             ConfigError: sampling masks or experts are replayed, and those of these tokens are not known.
         """
-        call = self._calls.get(threading.get_ident())
-        runner = self if call is None else call.runner
-        if call is None or not call.tensors.are(input_ids, attention_mask):
+        if (call := self.call_with(input_ids, attention_mask)) is None:
             name = "_get_per_token_logps_and_entropies"
             self.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
-            call, rows = None, TokenRows.of_padded(input_ids, attention_mask, width)
-        else:
-            rows = call.rows
+        rows = TokenRows.of_padded(input_ids, attention_mask, width) if call is None else call.rows
         options = {"with_entropy": compute_entropy, "with_router": compute_aux_loss}
         if call is not None and call.limits is not None:
-            parts = runner._run_chunks(model, rows, call.limits, **options)
+            parts = self._run_chunks(model, rows, call.limits, **options)
         else:
-            cut = runner._cut(model, rows, batch_size)
-            parts = [runner._forward(model, rows.part(part), **options) for part in cut]
+            parts = [self._forward(model, rows.part(part), **options) for part in self._cut(model, rows, batch_size)]
         routers = [part.router for part in parts if part.router is not None]
         if call is not None and len(parts) == 1:
             call.router = parts[0].router
