@@ -103,7 +103,11 @@ def test_code_of_users_that_needs_equal_shares_is_refused(both, name, why):
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("objects", "leaves a process without prompts"), ("objects of the loss", "that do not count")]
+    ("name", "why"),
+    [
+        ("objects", "leaves a process without prompts"),
+        ("objects of the loss", "may repeat micro-batches with weight zero"),
+    ],
 )
 def test_other_collectives_than_the_accelerators_are_refused_where_rows_may_not_count(both, name, why):
     for _, failed in both:
