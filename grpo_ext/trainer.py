@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import trl
+from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from torch.utils.data import DataLoader
@@ -52,6 +53,7 @@ from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order, refused_alone
 from .runtime.determinism import align_memory, computing_with, pinned
+from .runtime.messages import show_messages
 from .step.evaluation import PassAtK
 from .step.gradients import accumulating, replicate
 from .step.loss import assemble_loss
@@ -59,6 +61,7 @@ from .step.optimizer_step import StepPlanner
 from .step.settings import loss_config_of, step_settings_of
 from .step.statistics import CONTEXT_KEY, MicroBatchContext, args_in_loss
 
+logger = get_logger(__name__)
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
 
@@ -114,6 +117,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> None:
         compat.verify_overrides(GRPOTrainer)
         leave_in_order()
+        show_messages()
         config = GRPOConfig.for_model(args, model)
         data = (train_dataset, eval_dataset)
         processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
@@ -446,7 +450,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             ):
                 result = super().train(checkpoint, trial, ignore_keys_for_eval)
             if (limits := self._step_planner.limits).failures:
-                self._keeper.say(limits.what_fits())
+                logger.info(limits.what_fits())
             if self._keeper.watch.stopping:
                 raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
             return result
@@ -466,13 +470,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         with assigned(self.args, per_device_train_batch_size=size):
             place = super()._init_training_state(*args, **kwargs)
         if self.state.global_step:
-            self._keeper.say(f"Going on after step {self.state.global_step} of {self.state.max_steps}.")
+            logger.info(f"Going on after step {self.state.global_step} of {self.state.max_steps}.")
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Like transformers' method, which would train on where a finished run is resumed."""
         if (reason := self._keeper.why_finished()) is not None:
-            self._keeper.say(reason)
+            logger.info(reason)
             self.control.should_training_stop = True
         elif not self._keeper.watch.evaluation_due:
             super()._run_epoch(*args, **kwargs)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from accelerate.logging import get_logger
+
 from .. import compat
 from ..forward.architecture import base_model_of
 from ..forward.images import PromptProcessor
@@ -29,6 +31,8 @@ from .environments import Environments
 from .local import Terms
 from .vllm import VllmServer
 from .worker import RolloutWorker
+
+logger = get_logger(__name__)
 
 # what reward functions may read of the Trainer's state, as it was when the weights were taken
 _PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
@@ -101,7 +105,7 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
         send=_sender(trainer, snapshot) if trainer.use_vllm else None,
     )
     if number := len(rollouts.waiting):
-        trainer._keeper.say(f"{number} rollout batch(es) that the checkpoint names: sampled again by its weights.")
+        logger.info(f"{number} rollout batch(es) that the checkpoint names: sampled again by its weights.")
     try:
         for step, weights in rollouts.waiting:
             ahead.submit(step, weights, _terms_by(trainer, ahead, weights))

@@ -80,8 +80,7 @@ class RunKeeper(TrainerCallback):
         self.trainer, self.user_args = trainer, user_args
         self.accelerator: Accelerator = trainer.accelerator
         self.args: GRPOConfig = trainer.args
-        self.watch = InterruptWatch(self.accelerator)
-        self.say = self.watch.say
+        self.watch = InterruptWatch()
         self.checkpoint: str | None = None  # that the run resumes from; None for a new run
         self.output_dir: str | None = None  # that transformers' saving writes to; None: the run's
         self.resumed = TrainerState()  # the loop's state in the checkpoint
@@ -144,7 +143,7 @@ class RunKeeper(TrainerCallback):
         checkpoint: str | None
         folder, checkpoint, in_place, self._writer = from_main_process(self.accelerator, take)
         if checkpoint is not None:
-            self.say(f"Resuming from {checkpoint}.")
+            logger.info(f"Resuming from {checkpoint}.")
             self._read(checkpoint)
         if self.accelerator.is_main_process:
             record_start(folder, output_dir)
@@ -234,7 +233,7 @@ class RunKeeper(TrainerCallback):
             trainer._rollouts.resize_chunks(geometry)
 
     def announce(self) -> str:
-        """Print the plan of the run; returns it."""
+        """Log the plan of the run; returns it."""
         trainer, args = self.trainer, self.args
         prompts = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
@@ -254,12 +253,12 @@ class RunKeeper(TrainerCallback):
             most_kept=most_kept(truncating_filters(trainer)) if args.replay.masks else None,
         )
         plan += "".join(f"\n  {work.what}: up to {work.limit} at a time" for work in halved if work.limit)
-        self.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
+        logger.info(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
         return plan
 
     @contextlib.contextmanager
     def running(self, checkpoint: str | None) -> Iterator[None]:
-        """Print the plan, log start and end of the run, and let signals stop it after a step."""
+        """Log the plan, record start and end of the run, and let signals stop it after a step."""
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
         first = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
@@ -288,9 +287,9 @@ class RunKeeper(TrainerCallback):
     def interrupted(self, path: Path, step: int) -> TrainingInterrupted:
         """The exception that ends the program after an interrupt; `path`: where the last checkpoint would be."""
         if not from_main_process(self.accelerator, path.is_dir):
-            self.say(f"Interrupted after step {step}; no checkpoint of it was written.")
+            logger.info(f"Interrupted after step {step}; no checkpoint of it was written.")
             return TrainingInterrupted(None)
-        self.say(
+        logger.info(
             f"Interrupted after step {step}; {path} is written. To go on, run the same command with "
             f"--resume_from_checkpoint {path} (in a script: trainer.train(resume_from_checkpoint='{path}'))."
         )

@@ -17,12 +17,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from ..algorithms.pass_at_k import PASS, first_and_last
 from ..errors import ConfigError
 from ..run.fingerprint import differences
 from ..run.log import LOG, LoggedRun, read_log
+
+logger = get_logger(__name__)
 
 Series = tuple[list[int], list[float]]  # optimizer steps, values
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement
@@ -159,6 +162,6 @@ class ReportCallback(TrainerCallback):
     """Writes the report when training ends: `GRPOTrainer(callbacks=[ReportCallback()])`."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """On the main process alone."""
+        """Write the report on the main process, and log where it is."""
         if state.is_world_process_zero:
-            print(report_or_reason(args.output_dir), flush=True)
+            logger.info(report_or_reason(args.output_dir))
