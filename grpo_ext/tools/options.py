@@ -27,6 +27,20 @@ from .stock import OURS, STOCK
 # prefixes of settings of a run's output, evaluation and resume
 _OUTPUT = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
 
+# help of fields that mean something else here than TRL and transformers say
+_HELP = {
+    "num_generations": "Completions per prompt, 2 or more; rollout_batch_size is a multiple of it.",
+    "per_device_train_batch_size": "The most completions of one forward on one device, any number; changes nothing "
+    "that is learned. Without global_batch_size it also makes the step, as in TRL.",
+    "gradient_accumulation_steps": "Only without global_batch_size, which it then makes as in TRL; otherwise derived.",
+    "generation_batch_size": "TRL's name for rollout_batch_size.",
+    "steps_per_generation": "Micro-batches per generation phase, as in TRL; better, rollout_batch_size.",
+    "auto_find_batch_size": "Accepted and without effect: a step that runs out of memory always runs again with "
+    "smaller micro-batches.",
+    "resume_from_checkpoint": "For scripts, as in transformers; recipes/grpo.py hands it to train(): a checkpoint, "
+    "'latest' (or true) for the newest whole one of output_dir, or 'auto' for that or, where there is none, a new run.",
+}
+
 
 @dataclass
 class ScriptArguments(DataArguments):
@@ -74,6 +88,8 @@ def read_settings(
     parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=_settings_in, help="YAML file of settings; options win over it.")
     parser.set_defaults(lora_dropout=0.0)
+    for action in parser._actions:
+        action.help = _HELP.get(action.dest, action.help)
     names = [spec.name for kind in kinds for spec in fields(kind) if spec.init]
     unset = object()
     try:
