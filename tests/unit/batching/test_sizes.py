@@ -264,11 +264,11 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
         assert part in text, f"{part!r} is not in\n{text}"
     alone = describe_plan(resolve(global_batch_size=512), 1000, False, None, longest=1024)
     assert "1 call(s) of up to 512, up to 1024 decode steps\n" in alone
-    for part in ("cut groups", "only", "not known"):
+    for part in ("cut groups", "Only", "unknown"):
         assert part not in text
     odd = resolve(global_batch_size=18, rollout_batch_size=36, rollout_chunk_size=36, num_processes=2)
     text = describe_plan(odd, num_prompts=5, drop_last=True, epochs=None, longest=8)
-    for part in ("18 completions = 4.5 prompts x 4", "cut groups", "2 completion(s) dropped", "only 1 of 2 processes"):
+    for part in ("18 completions = 4.5 prompts x 4", "cut groups", "2 completion(s) dropped", "Only 1 of 2 processes"):
         assert part in text, f"{part!r} is not in\n{text}"
     assert "rollout_chunk_size=" in text
     assert "sampl" not in describe_plan(odd, None, False, None)  # vLLM does
@@ -280,16 +280,16 @@ def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
         split = resolve(global_batch_size=512, num_processes=processes)
         text = describe_plan(split, None, False, None, longest=8, half=True)
         assert says in text
-        assert f"sample other tokens; rollout_chunk_size{chunk} prevents that" in text
+        assert f"depend on the number of processes; set rollout_chunk_size{chunk} to avoid this" in text
         assert ("cut groups" in text) == (split.micro_batch_size % 4 > 0)
     cut = resolve(global_batch_size=512, micro_batch_size=6)
-    assert "micro-batches of 6 cut groups and round; multiples of 4 do not" in describe_plan(
+    assert "Micro-batches of 6 cut groups, which rounds gradients; use a multiple of 4." in describe_plan(
         cut, None, False, None, longest=8, half=True
     )
     assert says not in describe_plan(several, None, False, None, longest=8)
     for same in (resolve(global_batch_size=512, rollout_chunk_size=64), resolve(global_batch_size=4)):
         assert says not in describe_plan(same, None, False, None, longest=8, half=True)
-    assert "not known, for want of data" in describe_plan(odd, None, False, None)
+    assert "unknown (pass --num_prompts)" in describe_plan(odd, None, False, None)
 
 
 @pytest.mark.parametrize(

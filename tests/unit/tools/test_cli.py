@@ -76,7 +76,7 @@ def test_a_plan_of_an_unknown_engine_is_refused_without_a_model_too():
 def test_a_plan_in_half_precision_names_micro_batches_that_cut_groups():
     def rounds(*flags: str) -> bool:
         sizes = ["--global_batch_size", "64", "--per_device_train_batch_size", "5"]
-        return "cut groups and round" in runner.invoke(app, ["plan", *sizes, *flags]).output
+        return "cut groups, which rounds" in runner.invoke(app, ["plan", *sizes, *flags]).output
 
     assert rounds()
     assert rounds("--bf16", "False", "--fp16", "True")
