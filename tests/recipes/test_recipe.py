@@ -183,8 +183,8 @@ def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_nam
         (["--demo", "sum"], r"--demo sum is no demo; use letters, or path/to/file.py:name of a Demo"),
         (["--demo", f"{RECIPE.with_name('smollm2.py')}:WORDS"], r"defines no Demo WORDS; it defines sums, last_word"),
         (["--demo", "gone.py:sums"], r"--demo gone.py:sums cannot be loaded \(.*No such file"),
-        (["--demo", "letters", "--dataset_name", "rows.jsonl"], r"--demo letters brings its own data"),
-        (["--demo", "letters", "--model_name_or_path", "m"], r"--demo letters makes its own model"),
+        (["--demo", "letters", "--dataset_name", "rows.jsonl"], r"--demo letters has its own data"),
+        (["--demo", "letters", "--model_name_or_path", "m"], r"--demo letters builds its own model"),
         (["--demo_trainer", "TRL"], r"--demo_trainer TRL is unknown; use grpo_ext or trl"),
     ],
 )
