@@ -88,21 +88,21 @@ class LossScaler(torch.amp.GradScaler):
             raise PrecisionError(
                 f"gradients overflow with a loss scale of {self.value:g}, its minimum; {self.skipped} of {self.steps} "
                 "steps were skipped so far. No loss scale can fix gradients this large: use a lower learning_rate or "
-                "max_grad_norm, bf16=True, or float32, and see that rewards and losses are of ordinary size."
+                "max_grad_norm, bf16=True, or float32, and check that rewards and losses are of ordinary size."
             )
 
     def report(self) -> dict[str, float]:
-        """For a log line; overflows are those since the last one."""
+        """Values for a log line; overflows are counted since the last one."""
         overflows, self._reported = float(self.skipped - self._reported), self.skipped
         skipped = float(self.skipped)
         return {"fp16/loss_scale": self.value, "fp16/overflows": overflows, "fp16/skipped_steps": skipped}
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint: plain numbers."""
+        """State for a checkpoint, as plain numbers."""
         return dict(zip(_STATE, (self.value, self.patience, self.steps, self.last_overflow, self.skipped)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; one of `torch.amp.GradScaler` gives its scale alone."""
+        """Continue from a checkpoint; one of `torch.amp.GradScaler` has only a scale."""
         state = {**self.state_dict(), **state}
         self.value, self.patience, self.steps, self.last_overflow, self.skipped = (state[name] for name in _STATE)
         self._reported = self.skipped
@@ -122,7 +122,7 @@ def install_loss_scaler(accelerator: Any) -> None:
 
 
 def reduce_in_float32(accelerator: Any) -> None:
-    """Let FSDP2 add gradients up in float32, on a process and between them; Accelerate takes the half precision."""
+    """Let FSDP2 sum gradients in float32, within and between processes; Accelerate's default is half precision."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     policy = getattr(plugin, "mixed_precision_policy", None)
     if plugin is not None and dataclasses.is_dataclass(policy) and getattr(plugin, "fsdp_version", 1) == 2:

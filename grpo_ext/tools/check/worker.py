@@ -1,4 +1,4 @@
-"""The worker processes of runs.py: each trains the runs of a launch and sends the results through its pipe."""
+"""The processes of runs.py: each trains the runs of a launch; the main one sends the results through its pipe."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
 
 
 class _Recorder(TrainerCallback):
-    """Records the first gradient and the hashes of every step in the result, as the run asks for."""
+    """Records the first gradient, or the hashes of every step, in the result."""
 
     def __init__(self, run: Run, trainer: Any, result: RunResult) -> None:
         self.run, self.trainer, self.result = run, trainer, result
@@ -87,7 +87,7 @@ def _train(run: Run, trainer: Any) -> RunResult:
 
 
 def _outcome(run: Run, folder: Path, processes: int) -> RunResult:
-    """The result of a run, or its error, where every process has the same."""
+    """The result of a run, or its error if every process has the same one."""
     trainer = None
     try:
         trainer = _build(run, folder, processes)
@@ -95,14 +95,14 @@ def _outcome(run: Run, folder: Path, processes: int) -> RunResult:
             raise RuntimeError(f"{processes} processes were started, {trainer.accelerator.num_processes} are joined")
         return _train(run, trainer)
     except Exception as error:
-        refused = trainer is None and isinstance(error, ValueError)  # by ours or TRL's
+        refused = trainer is None and isinstance(error, ValueError)  # by this package or TRL
         if processes > 1 and not refused:
-            raise  # the others may wait in a collective: the caller ends them
+            raise  # other processes may wait in a collective: the caller ends them
         return RunResult(run.name, error=f"{type(error).__name__}: {error}")
 
 
 def main(folder: Path, caller: Connection) -> None:
-    """Train every run of a launch. Ends with the pipe, whose other end the caller closes.
+    """Train every run of a launch; end when the caller closes its end of the pipe.
 
     The main process sends results. Every process sends None at the end, or the text of an error.
     """
@@ -122,7 +122,7 @@ def main(folder: Path, caller: Connection) -> None:
     except Exception as error:
         last = f"{type(error).__name__}: {error}"
     caller.send_bytes(pickle.dumps(last))
-    # not a normal exit: with several DDP models gloo's destructor can wait for a thread that waits for the interpreter
+    # no normal exit: with several DDP models gloo's destructor can wait for a thread that waits for the interpreter
     threading.Event().wait()
 
 

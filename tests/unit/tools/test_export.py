@@ -163,7 +163,7 @@ def test_a_base_without_a_name_or_quantised_is_refused(root, base, tmp_path):
     trainer = other(root / "nameless", peft_config=LoraConfig(**LORA), max_steps=1)
     trainer.train()
     checkpoint = root / "nameless" / "checkpoint-1"
-    with pytest.raises(ConfigError, match="give it with --base"):
+    with pytest.raises(ConfigError, match="name it with --base"):
         export(checkpoint, tmp_path / "out", merge_adapter=True)
     quantised = Path(shutil.copytree(base, tmp_path / "quantised"))
     config = json.loads((quantised / "config.json").read_text())
