@@ -111,7 +111,7 @@ def without_a_weight(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "by_checksum", "says"),
     [
-        (lambda folder: (folder / "model.safetensors").unlink(), "is missing", "no weights that are known"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "is missing", "holds no weights"),
         (lambda folder: (folder / "config.json").unlink(), "is missing", r"neither config\.json nor"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors"), "bytes", "SafetensorError"),
         (
