@@ -20,16 +20,14 @@ def load_file(path: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
     name = f"{FILE_MODULE_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     source, loaded = file.read_bytes(), sys.modules.get(name)
-    if (
-        loaded is not None and getattr(loaded, "__grpo_ext_source__", None) == source
-    ):  # set last, so a module that failed to load lacks it
+    if loaded is not None and getattr(loaded, "__grpo_ext_source__", None) == source:
         return loaded
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None  # a file with this suffix always has a loader
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    vars(module)["__grpo_ext_source__"] = source
+    vars(module)["__grpo_ext_source__"] = source  # set last: a module that failed to load lacks it
     return module
 
 

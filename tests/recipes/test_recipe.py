@@ -180,7 +180,7 @@ def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_nam
         (["--global_batch_size", "12"], r"global_batch_size=12"),
         (["--max_steps", "abc"], r"--max_steps/--max-steps: invalid int value: 'abc'; `--help` lists the options"),
         (["--resume_from_checkpoint", "gone"], r"--resume_from_checkpoint gone does not exist"),
-        (["--demo", "sum"], r"--demo sum is no demo; use letters, or path/to/file.py:name of a Demo"),
+        (["--demo", "sum"], r"--demo sum is not a demo; use letters, or path/to/file.py:name of a Demo"),
         (["--demo", f"{RECIPE.with_name('smollm2.py')}:WORDS"], r"defines no Demo WORDS; it defines sums, last_word"),
         (["--demo", "gone.py:sums"], r"--demo gone.py:sums cannot be loaded \(.*No such file"),
         (["--demo", "letters", "--dataset_name", "rows.jsonl"], r"--demo letters has its own data"),
