@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # a different one in notebooks
 
 from ..algorithms.pass_at_k import first_and_last
 
-Trainer = TypeVar("Trainer")
+Kind = TypeVar("Kind", bound=Trainer)
 Measure = Callable[[Any], Mapping[str, float]]
 
 # the values of a line, in their order: key in the logs, name, format
@@ -52,15 +53,11 @@ class Console(ProgressCallback):
         self.measure, self.every = measure, every
         self.measured: dict[int, dict[str, float]] = {}  # by step
 
-    def install(self, trainer: Trainer) -> Trainer:
+    def install(self, trainer: Kind) -> Kind:
         """Add this to a trainer in place of transformers' progress callbacks; returns the trainer."""
-        from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # a different one in notebooks
-
-        changed: Any = trainer
-        for other in (*changed.callback_handler.callbacks,):
-            if isinstance(other, (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)):
-                changed.remove_callback(other)
-        changed.add_callback(self)
+        for other in (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK):
+            trainer.remove_callback(other)
+        trainer.add_callback(self)
         return trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -55,7 +55,7 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
 class _Recorder(TrainerCallback):
     """Records the first gradient, or the hashes of every step, in the result."""
 
-    def __init__(self, run: Run, trainer: Any, result: RunResult) -> None:
+    def __init__(self, run: Run, trainer: trl.GRPOTrainer, result: RunResult) -> None:
         self.run, self.trainer, self.result = run, trainer, result
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -71,13 +71,14 @@ class _Recorder(TrainerCallback):
             self.result.trace.append(state_hashes(model, self.trainer.optimizer))
 
 
-def _train(run: Run, trainer: Any) -> RunResult:
+def _train(run: Run, trainer: trl.GRPOTrainer) -> RunResult:
     result = RunResult(run.name)
-    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().double().clone() for name, p in parameters.items()}
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_Recorder(run, trainer, result))
-    with run.within(trainer.accelerator.unwrap_model(trainer.model)):
+    with run.within(model):
         trainer.train(resume_from_checkpoint=run.resume_from)
         if run.eval_path:
             trainer.evaluate()
