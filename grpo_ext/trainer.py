@@ -42,10 +42,10 @@ from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
 from .runtime.attributes import assigned
-from .runtime.clock import PhaseClock
 from .runtime.collectives import UsersAccelerator
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.leaving import leave_in_order
+from .runtime.messages import show_messages
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss
@@ -107,6 +107,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         compat.verify_overrides(GRPOTrainer)
+        show_messages()
         config = GRPOConfig.for_model(args, model)
         data = (train_dataset, eval_dataset)
         processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
@@ -137,11 +138,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
         self._view = TrainerView(self, GRPOTrainer)
         train_in_float32(self.model, adapters)
-        use_reference(reference, self._view, config)
-        self._build(config, args)
+        self._build(config, args, reference)
 
-    def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
-        """Build the components, and check what is known once they are there."""
+    def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None, reference: Any) -> None:
+        """Build the reference and the components, and check what is known once they are there."""
+        use_reference(reference, self._view, config)
         parts = build_components(self._view, config, user_args)
         self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
         self._step_planner, self._loss_overrides = parts.step_planner, parts.loss_overrides
@@ -237,8 +238,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        apart = assigned(self._clock, seconds=PhaseClock().seconds)  # only phases of training are logged
-        with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names(), apart:
+        with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names(), self._clock.stopped():
             completions = self._prepare_inputs(inputs)
             for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self._view)):
                 with attempt.running():

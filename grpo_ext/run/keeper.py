@@ -93,8 +93,7 @@ class RunKeeper(TrainerCallback):
         self.accelerator, self.args, self.limits = view.accelerator, view.args, limits
         self.geometry: BatchGeometry = view.args.geometry
         self.losses: list[float] = []
-        self.watch = InterruptWatch(self.accelerator)
-        self.say = self.watch.say
+        self.watch = InterruptWatch()
         self.checkpoint: str | None = None  # that the run resumes from; None for a new run
         self.resumed = TrainerState()  # the loop's state in the checkpoint
         self._stopped_early = False  # the run that is resumed
@@ -140,7 +139,7 @@ class RunKeeper(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the sums of the loop from a checkpoint; the loop has set them to zero."""
         if state.global_step:
-            self.say(f"Going on after step {state.global_step} of {state.max_steps}.")
+            logger.info(f"Going on after step {state.global_step} of {state.max_steps}.")
         self.run_state.restore()
         self.watch.evaluation_due &= self.view.eval_dataset is not None
 
@@ -181,7 +180,7 @@ class RunKeeper(TrainerCallback):
         folder, checkpoint, in_place, owner = from_main_process(self.accelerator, take)
         self.writer.begin(owner)
         if checkpoint is not None:
-            self.say(f"Resuming from {checkpoint}.")
+            logger.info(f"Resuming from {checkpoint}.")
             self._read(checkpoint)
         if self.accelerator.is_main_process:
             record_start(folder, output_dir)
@@ -262,7 +261,7 @@ class RunKeeper(TrainerCallback):
         """
         control = self.view.control
         if (reason := self._why_finished()) is not None:
-            self.say(reason)
+            logger.info(reason)
             control.should_training_stop = True
             yield None
         elif not self.watch.evaluation_due:
@@ -305,7 +304,7 @@ class RunKeeper(TrainerCallback):
         return f"{device_kind(self.accelerator.device)}, {sizes}"
 
     def announce(self) -> str:
-        """Print the plan of the run; returns it."""
+        """Log the plan of the run; returns it."""
         view, args, limits = self.view, self.args, self.limits
         prompts = len(view.train_dataset) if hasattr(view.train_dataset, "__len__") else None
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
@@ -325,12 +324,12 @@ class RunKeeper(TrainerCallback):
         )
         halved = (self.rollouts.memory, self.forwards.memory)
         plan += "".join(f"\n  {work.what}: up to {work.limit} at a time" for work in halved if work.limit)
-        self.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
+        logger.info(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
         return plan
 
     @contextlib.contextmanager
     def running(self, checkpoint: str | None) -> Iterator[None]:
-        """Print the plan, log start and end of the run, and let signals stop it after a step.
+        """Log the plan, record start and end of the run, and let signals stop it after a step.
 
         Raises:
             TrainingInterrupted: at the end, where one did.
@@ -360,7 +359,7 @@ class RunKeeper(TrainerCallback):
             finally:
                 self._log.end(self.view.state.global_step, end)
         if self.limits.failures:
-            self.say(self.limits.what_fits())
+            logger.info(self.limits.what_fits())
         if self.watch.stopping:
             raise self._interrupted()
 
@@ -368,9 +367,9 @@ class RunKeeper(TrainerCallback):
         step = self.view.state.global_step
         path = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         if not from_main_process(self.accelerator, path.is_dir):
-            self.say(f"Interrupted after step {step}; no checkpoint of it was written.")
+            logger.info(f"Interrupted after step {step}; no checkpoint of it was written.")
             return TrainingInterrupted(None)
-        self.say(
+        logger.info(
             f"Interrupted after step {step}; {path} is written. To go on, run the same command with "
             f"--resume_from_checkpoint {path} (in a script: trainer.train(resume_from_checkpoint='{path}'))."
         )

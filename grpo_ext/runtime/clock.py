@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from transformers import TrainerCallback
+
+from .attributes import assigned
 
 
 class PhaseClock(TrainerCallback):
@@ -25,6 +27,10 @@ class PhaseClock(TrainerCallback):
             yield
         finally:
             self.seconds[name] += time.perf_counter() - start
+
+    def stopped(self) -> AbstractContextManager[None]:
+        """Inside, nothing is counted: an evaluation, because the phases of training alone are logged."""
+        return assigned(self, seconds=defaultdict(float))
 
     def add(self, seconds: dict[str, float]) -> None:
         """Count what another clock has counted."""

@@ -150,7 +150,7 @@ def test_an_adapter_trains_alone(tmp_path):
 
 @fp16
 def test_a_step_that_overflows_is_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(LossScaler, "value", 2.0**32)
+    monkeypatch.setattr(LossScaler, "initial", 2.0**32)
     monkeypatch.setattr(LossScaler, "hysteresis", 1)
     trainer, _ = train(tmp_path, SMALL, fp16=True, bf16=False)
     line = [line for line in trainer.state.log_history if "fp16/loss_scale" in line][-1]

@@ -55,11 +55,14 @@ SETTINGS = [
     ({"sampling_mask": "keep"}, ["sampling_mask='keep'"]),
     ({"reward_workers": 1.5}, ["reward_workers=1.5", "0 or more"]),
     ({"advantage_estimator": "rloo"}, ["'rloo' is unknown; use one of group_centered"]),
-    ({"advantage_estimator": "leave_one_out", "scale_rewards": "batch"}, ["both say how rewards become advantages"]),
+    (
+        {"advantage_estimator": "leave_one_out", "scale_rewards": "batch"},
+        ["both determine how rewards become advantages"],
+    ),
     ({"dynamic_sampling": True, "dynamic_sampling_max_rounds": 0}, ["dynamic_sampling_max_rounds=0"]),
     (
         {"dynamic_sampling": True, "use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
-        ["as tensor parallel vLLM engines"],
+        ["as tensor-parallel vLLM engines"],
     ),
     ({**BITWISE, "micro_batch_tokens": 100}, ["canonical_unit_size sets their size"]),
     ({**BITWISE, "use_vllm": True, "vllm_mode": "colocate"}, ["use_vllm without VLLM_BATCH_INVARIANT=1"]),

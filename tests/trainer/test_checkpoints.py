@@ -221,11 +221,11 @@ def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy, caplog):
     assert [folder.name for folder in checkpoints(copy)] == [folder.name for folder in checkpoints(run)]
 
 
-def test_a_run_that_started_later_is_named(copy, caplog, capsys):
+def test_a_run_that_started_later_is_named(copy, caplog):
     make(copy, **SAVE, max_steps=1).train()
     make(copy, max_steps=1).train()  # saves nothing
     make(copy, **SAVE, max_steps=1).train("latest")
-    assert f"Resuming from {copy}-2/checkpoint-1.\n" in capsys.readouterr().out
+    assert f"Resuming from {copy}-2/checkpoint-1.\n" in caplog.text
     assert f"Going on in {copy}-2. Runs that started later have no checkpoint: {copy}-3." in caplog.text
     caplog.clear()
     make(copy, **SAVE).train(copy / "checkpoint-2")  # a path says which
@@ -250,7 +250,7 @@ def test_another_run_of_the_same_trainer_belongs_to_its_output_dir(copy):
     assert (Path(f"{copy}-b") / "checkpoint-1").is_dir()
 
 
-def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, capsys):
+def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, caplog):
     usual = {"lr_scheduler_type": "constant", "max_steps": -1, "num_train_epochs": 1}
     whole = other(tmp_path, **usual)
     whole.train()
@@ -260,7 +260,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, capsys):
     assert again.state.global_step == steps
     assert torch.equal(parameters(whole), parameters(again))
     assert [int(folder.name.split("-")[1]) for folder in checkpoints(tmp_path)][-1] == steps
-    assert f"Going on after step {steps} of {steps}." in capsys.readouterr().out
+    assert f"Going on after step {steps} of {steps}." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def signals(at: int, *numbers: int) -> TrainerCallback:
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
-def test_a_signal_ends_the_run_after_its_step(tmp_path, capsys, numbers):
+def test_a_signal_ends_the_run_after_its_step(tmp_path, caplog, numbers):
     before = {number: signal.getsignal(number) for number in numbers}
     trainer = make(tmp_path / "out", max_steps=4)
     trainer.add_callback(signals(1, *numbers))
@@ -61,7 +61,7 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, capsys, numbers):
     (folder,) = checkpoints(tmp_path / "out")
     assert folder.name == "checkpoint-2"
     assert why_broken(folder) is None
-    said = capsys.readouterr().out
+    said = caplog.text
     assert "Stopping after this step" in said
     assert f"--resume_from_checkpoint {folder}" in said
     assert {number: signal.getsignal(number) for number in numbers} == before
@@ -263,7 +263,7 @@ def test_two_processes_resume_beside_an_earlier_run_with_the_evaluation_that_was
     assert said.count("belongs to another run") == said.count("Traceback") == 1, said
 
 
-def test_what_a_reward_function_forks_can_be_terminated(tmp_path, capsys):
+def test_what_a_reward_function_forks_can_be_terminated(tmp_path, caplog):
     codes = []
 
     def forks_one(completions: list[str], **kwargs: Any) -> list[float]:
@@ -279,4 +279,4 @@ def test_what_a_reward_function_forks_can_be_terminated(tmp_path, capsys):
     trainer.train()
     assert codes == [-signal.SIGTERM]
     assert trainer.state.global_step == 1
-    assert "Stopping" not in capsys.readouterr().out
+    assert "Stopping" not in caplog.text

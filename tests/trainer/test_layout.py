@@ -109,10 +109,10 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
         make(tmp_path, forward="fast")
 
 
-def test_the_plan_says_which_form_runs_and_why(tmp_path, capsys):
+def test_the_plan_says_which_form_runs_and_why(tmp_path, caplog):
     make(tmp_path, architecture("lfm2"), max_steps=1).train()
     why = r"\(no packs: Lfm2ForCausalLM has layers that packs do not support \(conv\)\)\n"
-    assert re.search(f"  forward +shared prefixes: .* {why}", capsys.readouterr().out)
+    assert re.search(f"  forward +shared prefixes: .* {why}", caplog.text)
 
 
 def test_a_refused_form_is_warned_of(tmp_path, caplog):

@@ -58,7 +58,7 @@ def test_patience_is_restored(tmp_path, restored):
     assert evaluations[0] == evaluations[1]
 
 
-def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on(tmp_path, capsys):
+def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on(tmp_path, caplog):
     whole = early(tmp_path)
     whole.train()
     assert whole.state.global_step == 3
@@ -66,7 +66,7 @@ def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on
     again.train("latest")
     assert again.state.global_step == 3
     assert torch.equal(parameters(whole), parameters(again))
-    said = capsys.readouterr().out
+    said = caplog.text
     assert "stopped early, after step 3 of 6" in said
     assert "allow_changed_on_resume=['stopped_early']" in said
     going_on = early(tmp_path, patience=4, allow_changed_on_resume=["stopped_early"])
@@ -96,7 +96,7 @@ class StopAt(TrainerCallback):
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, capsys, stops):
+def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, caplog, stops):
     trainer = other(tmp_path)
     trainer.add_callback(StopAt(2 if stops else 9))
     trainer.add_callback(on("on_pre_optimizer_step", lambda state: os.kill(os.getpid(), signal.SIGTERM), at=1))
@@ -105,7 +105,7 @@ def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, capsy
     again = other(tmp_path)
     again.train("latest")
     assert again.state.global_step == (2 if stops else 3)
-    assert ("stopped early" in capsys.readouterr().out) is stops
+    assert ("stopped early" in caplog.text) is stops
 
 
 def test_the_state_of_every_callback_is_restored_into_its_object(tmp_path, caplog):

@@ -68,9 +68,9 @@ def test_without_a_filter_vllm_is_asked_for_nothing(tmp_path, engines):
     assert {params.top_k for engine in engines for params in engine.asked} == {0}
 
 
-def test_the_plan_says_what_bounds_the_masks(tmp_path, engines, capsys):
+def test_the_plan_says_what_bounds_the_masks(tmp_path, engines, caplog):
     make(tmp_path, **{**COLOCATE, "max_steps": 1}, top_p=0.9, **REPLAY).train()
-    assert "up to 512 ids per token (4 bytes each)" in "".join(capsys.readouterr())
+    assert "up to 512 ids per token (4 bytes each)" in caplog.text
 
 
 # ---- What cannot be replayed -----------------------------------------------------------------------------------------

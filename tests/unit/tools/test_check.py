@@ -84,7 +84,7 @@ def verdict(reference: RunResult, other: RunResult, trace: bool = False, **chang
         ({"update": 1.02}, "differs", "largest difference 2.00e-02 (mean 2.00e-02) in w"),
         ({"loss": 1.02}, "differs", "only the log differs, most in loss"),
         ({"entropy": 2.005}, "differs", "only the log differs, most in entropy"),  # of the same weights
-        ({"norm": 1.0001}, "differs", "the gradient differs, the update hides it"),
+        ({"norm": 1.0001}, "differs", "the gradient differs, but the update hides it"),
         ({"update": 1.005, "norm": math.nan}, "differs", "largest difference"),
     ],
 )
@@ -101,8 +101,7 @@ def test_a_token_that_was_sampled_differently_is_named_with_its_step():
     one, other = with_gradient(1.0), with_gradient(1.0, update=1.5)
     one.log[1]["num_tokens"], other.log[1]["num_tokens"] = 40, 41
     assert (
-        verdict(one, other).reason
-        == "completions differ from step 2 on, by rounding or a fault; fewer steps tell (--steps 1)"
+        verdict(one, other).reason == "completions differ from step 2 on, by rounding or a fault; --steps 1 tells which"
     )
     one.log[0]["num_tokens"], other.log[0]["num_tokens"] = 40, 41
     assert verdict(one, other).reason.startswith("largest difference")

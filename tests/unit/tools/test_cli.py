@@ -77,13 +77,13 @@ def test_a_misspelt_setting_is_refused(tmp_path, command):
     file.write_text("global_batchsize: 32\nrewards: [exact_number]\n")
     result = runner.invoke(app, [command, "--config", str(file)])
     assert isinstance(result.exception, ConfigError)
-    said = "--global_batchsize is no option (in the file of --config); did you mean --global_batch_size?"
+    said = "--global_batchsize is not an option (in the file of --config); did you mean --global_batch_size?"
     assert str(result.exception) == said
     result = runner.invoke(app, [command, "--conversationl", "True"])
-    assert str(result.exception) == "--conversationl is no option; did you mean --conversational?"
+    assert str(result.exception) == "--conversationl is not an option; did you mean --conversational?"
     if command != "plan":
         result = runner.invoke(app, [command, "--json_fil", "a.json"])
-        assert str(result.exception) == "--json_fil is no option; did you mean --json?"
+        assert str(result.exception) == "--json_fil is not an option; did you mean --json?"
     own = {"plan": "num_prompts", "check": "micro_batch_sizes"}[command]
     result = runner.invoke(app, [command, f"--{own}s", "4"])
     assert f"did you mean --{own}?" in str(result.exception)

@@ -113,7 +113,7 @@ def test_files_that_are_missing_unknown_empty_or_broken_are_refused(tmp_path):
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
     for name, message in {
         "missing.jsonl": "Unable to find '.*missing.jsonl'",
-        "notes.txt": r"'.txt' names no known kind.*\.jsonl",
+        "notes.txt": r"'.txt' is not a supported format.*\.jsonl",
         "empty.jsonl": "the file is empty",
         "broken.jsonl": "broken.jsonl.*JSON parse error",
         "folder": "folder is neither a `Dataset`",

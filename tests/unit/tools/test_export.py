@@ -109,7 +109,7 @@ def without_a_weight(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "by_checksum", "says"),
     [
-        (lambda folder: (folder / "model.safetensors").unlink(), "is missing", "no weights that are known"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "is missing", "holds no weights"),
         (lambda folder: (folder / "config.json").unlink(), "is missing", r"neither config\.json nor"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors"), "bytes", "SafetensorError"),
         (
@@ -151,7 +151,7 @@ def test_a_base_without_a_name_or_quantised_is_refused(root, base, tmp_path):
     trainer = other(root / "nameless", peft_config=LoraConfig(**LORA), max_steps=1)
     trainer.train()
     checkpoint = root / "nameless" / "checkpoint-1"
-    with pytest.raises(ConfigError, match="give it with --base"):
+    with pytest.raises(ConfigError, match="name it with --base"):
         export(checkpoint, tmp_path / "out", merge_adapter=True)
     quantised = Path(shutil.copytree(base, tmp_path / "quantised"))
     config = json.loads((quantised / "config.json").read_text())

@@ -267,7 +267,7 @@ def test_the_command_shows_it(tmp_path):
         assert words in done.stdout
     done = plan("--model_name_or_path", str(tmp_path / "gone.json"))
     assert done.returncode == 2
-    assert "gives no configuration" in done.stderr.replace("\n", " ")
+    assert "has no readable configuration" in done.stderr.replace("\n", " ")
     with pytest.raises(ConfigError):
         load_config(str(tmp_path))
 
@@ -278,5 +278,5 @@ def plan(*args: str) -> subprocess.CompletedProcess:
 
 def test_memory_is_counted_for_models_of_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
-    with pytest.raises(ConfigError, match="is a LlavaConfig, and memory is counted for models of text alone"):
+    with pytest.raises(ConfigError, match="is a LlavaConfig, but memory is estimated for text models only"):
         load_config(str(tmp_path / "config.json"))

@@ -131,7 +131,7 @@ def test_a_failed_report_is_a_sentence(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, name, None)
             reason = report_or_reason(run)
-            assert f"No report was written: the report needs {name}; install what it needs with `pip install " in reason
+            assert f"No report was written: the report needs {name}; run `pip install " in reason
     monkeypatch.setattr(module, "plots_of", lambda series: 1 / 0)
     assert "ZeroDivisionError" in report_or_reason(run)
 
@@ -148,6 +148,6 @@ def test_a_page_that_is_no_report_is_left_alone(tmp_path):
     page = report(run)
     assert report(run) == page  # its own page is replaced
     page.write_text("mine")
-    with pytest.raises(ConfigError, match="is not a report and would be replaced"):
+    with pytest.raises(ConfigError, match="is not a report and would be overwritten"):
         report(run)
     assert page.read_text() == "mine"
