@@ -117,7 +117,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> None:
         compat.verify_overrides(GRPOTrainer)
         leave_in_order()
-        show_messages()
         config = GRPOConfig.for_model(args, model)
         data = (train_dataset, eval_dataset)
         processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
@@ -152,6 +151,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """Build the components, and check what is known once they are there."""
+        show_messages()
         self._losses: list[float] = []  # of all steps
         self._clock = PhaseClock()
         self.geometry = config.geometry
