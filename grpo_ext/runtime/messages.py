@@ -12,6 +12,8 @@ from contextlib import suppress
 
 from tqdm.auto import tqdm
 
+MAIN_PROCESS = "[RANK 0] "  # how Accelerate's loggers begin the messages of the process that usually logs
+
 
 class ConsoleHandler(logging.Handler):
     """Writes plain lines above a progress bar: warnings to standard error, other messages to standard output."""
@@ -22,7 +24,7 @@ class ConsoleHandler(logging.Handler):
             return
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
         with suppress(OSError, RuntimeError):  # the console is gone, or a signal came in the middle of a line
-            tqdm.write(self.format(record), file=stream)
+            tqdm.write(self.format(record).removeprefix(MAIN_PROCESS), file=stream)
             stream.flush()
 
 

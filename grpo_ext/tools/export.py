@@ -131,7 +131,6 @@ def _write_model(source: Path, folder: Path, dtype: str | None) -> str:
 
 
 def _join_shards(source: Path, joined: Path) -> str:
-    """Join the shards that an engine's processes wrote, with the engine's own function."""
     shards = next((path for path in sorted(source.glob("pytorch_model_fsdp_*")) if path.is_dir()), None)
     if shards is not None:
         from accelerate.utils import merge_fsdp_weights

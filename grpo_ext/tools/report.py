@@ -46,7 +46,6 @@ _COMPARED = ("settings", "geometry", "versions", "data", "model", "tokenizer", "
 
 
 def _status(log: LoggedRun) -> str:
-    """How the last start ended, in words."""
     if log.starts and "ended" in log.starts[-1]:
         return str(log.starts[-1]["ended"])
     # in transformers' last line; a callback writes the report before the end of the run is logged
@@ -121,7 +120,6 @@ def plots_of(series: dict[str, Series]) -> dict[str, tuple[str, dict[str, Series
 
 
 def _picture(unit: str, curves: dict[str, Series]) -> str:
-    """A PNG of about 700 by 330 pixels, in base64."""
     from matplotlib.figure import Figure  # opens no window and leaves the caller's plots alone
 
     figure = Figure(figsize=(6.4, 3.0), dpi=110, layout="constrained")

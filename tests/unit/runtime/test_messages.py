@@ -23,7 +23,7 @@ def unconfigured() -> Iterator[None]:
 
 
 def log() -> None:
-    logging.getLogger("grpo_ext.run").info("the plan")
+    logging.getLogger("grpo_ext.run").info("[RANK 0] the plan")  # as Accelerate's adapter writes it
     logging.getLogger("grpo_ext.run").warning("a problem")
 
 
@@ -48,4 +48,4 @@ def test_a_program_that_configures_logging_gets_each_message_once(capsys):
         show_messages()
         logging.basicConfig(format="%(name)s: %(message)s")  # after the trainer was built
         log()
-    assert capsys.readouterr() == ("", "grpo_ext.run: the plan\ngrpo_ext.run: a problem\n")
+    assert capsys.readouterr() == ("", "grpo_ext.run: [RANK 0] the plan\ngrpo_ext.run: a problem\n")
