@@ -91,7 +91,7 @@ class ForwardChoice:
         self._warned: set[str] = set()
 
     def form(self, model: Any) -> Form:
-        """The form that a model runs; padded before it was compared."""
+        """The form that a model runs; padded before `compare`."""
         forms = self._models.get(base_model_of(model))
         return forms.best if forms is not None and forms.compared else "padded"
 

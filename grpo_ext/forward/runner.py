@@ -94,11 +94,7 @@ class ForwardRunner:
         self._in_form: Any = None  # the model whose backward passes run in its form
 
     def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> ForwardRunner:
-        """A runner for another thread, with that thread's accelerator.
-
-        Args:
-            twins: pairs of a model and its copy on that thread, which runs in the model's form.
-        """
+        """A runner for another thread; `twins`: pairs of a model and its copy there, which runs in the same form."""
         runner = ForwardRunner(accelerator, self.args, None, self.suppressed, self.override)
         runner.memory, runner.choice = self.memory, self.choice
         for model, twin in twins:
@@ -106,11 +102,7 @@ class ForwardRunner:
         return runner
 
     def choose_forms(self, models: Sequence[Any]) -> None:
-        """Choose the forms of models that have none yet, with real weights; all processes together.
-
-        Called before training, or, where an engine shards the weights, before the first rollout batch, once it has
-        prepared the models. Until then they pad.
-        """
+        """Choose the forms of models once they have their weights; all processes together. Until then they pad."""
         for model in models:
             if not self.choice.is_compared(model):
                 with self.without_gradients(model):
