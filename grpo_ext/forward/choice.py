@@ -109,7 +109,7 @@ class ForwardChoice:
         return self._of(model).compared
 
     def compare(self, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> None:
-        """Choose the best form in which a model computes what it computes with padding; all processes together.
+        """Choose the best form whose results agree with padding; all processes together.
 
         A form that one process refuses is refused on all, and the next one is compared.
 
