@@ -123,9 +123,6 @@ def test_ignored_positions_are_found_in_a_deep_model_before_training(monkeypatch
     assert "rotary_emb" in str(why_no_packs(model, precision))
 
 
-LONGER = {"sliding_window": 512}
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("kind", "sizes"),
