@@ -364,5 +364,4 @@ def router_statistics(
 
 
 def _total(layers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum over layers, possibly on several devices."""
     return functools.reduce(lambda total, layer: total + layer.to(total.device), layers)

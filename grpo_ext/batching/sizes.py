@@ -161,7 +161,7 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
 
 
 def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
-    """Completions per generation phase; those of one optimizer step, `step`, unless set."""
+    """Completions per generation phase; one optimizer step (`step` completions) unless set."""
     requested, phases = sizes["rollout_batch_size"], sizes["steps_per_generation"]
     named = {name: sizes[name] for name in ("rollout_batch_size", "generation_batch_size") if sizes[name] is not None}
     if len(set(named.values())) > 1 or (named and phases is not None):

@@ -35,7 +35,7 @@ _CALL_COST, _ACCELERATOR_CALL_COST = 2000, 500_000
 _States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value
 
 
-class PacksNotSupported(ModelError):
+class PackRefused(ModelError):
     """The model's attention does not follow the layout of a pack: completions would see each other."""
 
 
@@ -115,7 +115,7 @@ def _share_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
 
 
 def _tokens_first(out: torch.Tensor) -> torch.Tensor:
-    """An output (heads of keys, queries of each, n, D) as (1, n, H, D)."""
+    """Shape (heads of keys, queries of each, n, D) to (1, n, H, D)."""
     return out.permute(2, 0, 1, 3).flatten(1, 2)[None]
 
 
@@ -124,7 +124,7 @@ def packed_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention over a pack, for transformers' `AttentionInterface`: the output (1, N, H, D), and None for the weights.
 
-    Query, key and value are (1, H, N, D); key and value may have fewer heads. Raises PacksNotSupported where the model
+    Query, key and value are (1, H, N, D); key and value may have fewer heads. Raises PackRefused where the model
     does not pass the layout to its attention layers, or builds its own mask.
     """
     name, has_mask = cast(Any, module).config.grpo_ext_attention, isinstance(attention_mask, torch.Tensor)
@@ -132,11 +132,11 @@ def packed_attention_forward(
         # a padded batch of `plain_attention`, whose layers gradient checkpointing recomputes
         return _reference(module, name)(module, query, key, value, attention_mask, **options)
     if LAYOUT not in options:
-        raise PacksNotSupported(
+        raise PackRefused(
             f"{type(module).__name__} is not given the layout of a pack (the model does not pass it to its layers)"
         )
     if has_mask:  # it may hold a window that is longer than the rows that were compared
-        raise PacksNotSupported(f"{type(module).__name__} uses a mask that the model builds without transformers")
+        raise PackRefused(f"{type(module).__name__} uses a mask that the model builds without transformers")
     layout: PackLayout = options.pop(LAYOUT)
     # as in the model's own attention, the mask of transformers decides, or without one the layer's setting
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")

@@ -91,7 +91,7 @@ class ForwardChoice:
         self._warned: set[str] = set()
 
     def form(self, model: Any) -> Form:
-        """The form that a model runs; padded before it was compared."""
+        """The form that a model runs; padded before `compare`."""
         forms = self._models.get(base_model_of(model))
         return forms.best if forms is not None and forms.compared else "padded"
 
@@ -109,7 +109,7 @@ class ForwardChoice:
         return self._of(model).compared
 
     def compare(self, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> None:
-        """Choose the best form in which a model computes what it computes with padding; all processes together.
+        """Choose the best form whose results agree with padding; all processes together.
 
         A form that one process refuses is refused on all, and the next one is compared.
 

@@ -20,7 +20,7 @@ from ..batching.micro_batches import Form
 from ..batching.sizes import ceil_div
 from ..runtime.out_of_memory import is_out_of_memory
 from .architecture import base_model_of
-from .attention import PacksNotSupported
+from .attention import PackRefused
 from .forms import FormBatch, lay_out, run_batch
 from .lm_head import PREFIX
 from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
@@ -69,7 +69,7 @@ def why_form_fails(
             outputs, logps = run(batch)
             if form == "prefix" and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
                 return f"{name} loses the cache under gradient checkpointing"
-        except PacksNotSupported as error:
+        except PackRefused as error:
             return str(error)
         except Exception as error:  # models fail in many ways on input that they do not expect
             if is_out_of_memory(error):
@@ -139,7 +139,7 @@ def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -
 
 
 def _compared_modules(policy: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules outside of layers, and the parts of every layer, such as its attention."""
+    """Yields the modules outside of layers, and the parts of every layer, such as its attention."""
     for path, module in policy.named_modules():
         parts = path.split(".")
         if path and [place for place, part in enumerate(parts) if part.isdigit()] in ([], [len(parts) - 2]):

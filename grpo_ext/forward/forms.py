@@ -21,15 +21,7 @@ from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, layer_kinds
-from .attention import (
-    LAYOUT,
-    PACKED,
-    SUPPORTED,
-    PacksNotSupported,
-    joint_parts_by_window,
-    packed_attention,
-    plain_attention,
-)
+from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, joint_parts_by_window, packed_attention, plain_attention
 from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
@@ -144,10 +136,7 @@ def lay_out(
 
 
 def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
-    """The experts that a forward recorded for each token of `rows`; `LIVE` for tokens that did not run.
-
-    A prompt that ran once for several completions has them in the first of these.
-    """
+    """The recorded experts of each token, as in `LogProbs.experts_NC`; `LIVE` for tokens that did not run."""
     assert batch.targets.routing is not None
     recorded_NC, real_N = batch.targets.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
     experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
@@ -156,12 +145,12 @@ def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
-    """Run a model, as the loop calls it, on a batch; raises PacksNotSupported where it ignores the pack."""
+    """Run a model, as the loop calls it, on a batch; raises PackRefused where it ignores the pack."""
     policy = base_model_of(model)
     with in_form(policy, batch.form):
         logps_S, entropies_S, routers = model(**batch.inputs, **{TARGETS: batch.targets})
     if batch.form == "packed" and not batch.inputs[LAYOUT].readers:
-        raise PacksNotSupported(f"{type(policy).__name__} does not attend through transformers' attention interface")
+        raise PackRefused(f"{type(policy).__name__} does not attend through transformers' attention interface")
     router = RouterOutput(routers, batch.counts_BL) if routers else None
     return LogProbs(logps_S, entropies_S, router, batch.places_2S, batch.targets.routing)
 

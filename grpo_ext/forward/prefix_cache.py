@@ -41,7 +41,7 @@ class Continuation(SimpleNamespace):
 
 
 class _Recorded:
-    """A cache layer that records the states of the prompts' pass."""
+    """A cache layer that records the prompts' pass."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.keys, self.values = key_states, value_states

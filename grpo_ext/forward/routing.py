@@ -173,7 +173,6 @@ def install_routers(model: Any) -> None:
 
 
 def _choosing(router: Router, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a router, whose forward is `below`."""
     running = _running.get()
     with nullcontext() if running is None else _Choice(router, *running):
         return below(*args, **kwargs)

@@ -72,8 +72,7 @@ def refuse_replaced_forward(model: nn.Module, by_user: bool = False) -> None:
             raise ModelError(
                 f"the forward of {path or type(module).__name__} was replaced (device_map, cast_lm_head_to_fp32, or by "
                 "hand), so a copy of the model would run the weights that are trained; rollout_lag, and the reference "
-                "of some adapters, need a model on one device with the forwards of its class. Use rollout_lag=0, or "
-                "beta=0."
+                "of some adapters, need the forwards of the model's class. Use rollout_lag=0, or beta=0."
             )
 
 
@@ -117,8 +116,7 @@ class Snapshot:
     """Copies of the policy and its reference that hold the weights of one moment at a time.
 
     Args:
-        policy: the trained model, as PEFT wraps it.
-        reference: the reference model, or None.
+        policy, reference: the trained model, as PEFT wraps it, and the reference model or None.
         reference_moves: the reference follows the policy (`sync_ref_model`).
         prepare: wraps the forward of a copy as the run needs it.
 

@@ -22,7 +22,7 @@ from datasets import IterableDataset
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.forward import forms
-from grpo_ext.forward.attention import PacksNotSupported
+from grpo_ext.forward.attention import PackRefused
 from grpo_ext.run import checkpoint, keeper
 from grpo_ext.runtime import collectives
 from grpo_ext.runtime.collectives import ragged_gather
@@ -174,7 +174,7 @@ def packs_on_one(folder: Path, what: str) -> list[float]:
     build = forms.build_pack
 
     def refused(*args):
-        raise PacksNotSupported("the second process takes none")
+        raise PackRefused("the second process takes none")
 
     def changed(*args):
         pack = build(*args)

@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 
 from grpo_ext.errors import MemoryShortageError
 from grpo_ext.forward import attention, forms
-from grpo_ext.forward import choice as module
 from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.form_check import why_form_fails
 from grpo_ext.forward.lm_head import install
@@ -124,9 +123,6 @@ def test_ignored_positions_are_found_in_a_deep_model_before_training(monkeypatch
     assert "rotary_emb" in str(why_no_packs(model, precision))
 
 
-LONGER = {"sliding_window": 512}
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("kind", "sizes"),
@@ -178,58 +174,28 @@ def test_rows_of_text_that_a_model_takes():
         assert [rows.prompts_B for rows in long] == ([prompts] if prompts else [])
 
 
-def choosing(monkeypatch: Any, others: list[str | None]) -> tuple[ForwardChoice, list[Any]]:
-    """`ForwardChoice` beside other processes that found `others`; the models that are compared here."""
-    compared: list[Any] = []
-    monkeypatch.setattr(module, "gather_lists", lambda reasons: [*reasons, *others])
-
-    def watched(form: Any, model: Any, *args: Any) -> str | None:
-        compared.append(model)
-        return why_form_fails(form, model, *args)
-
-    monkeypatch.setattr(module, "why_form_fails", watched)
-    return ForwardChoice(("packed",), torch.device("cpu")), compared
-
-
-def make_rows(policy: Any) -> list[Any]:
-    return [rows_of(*LONG)]
-
-
-def test_a_refusal_on_one_process_pads_on_all(monkeypatch, caplog):
-    chosen, compared = choosing(monkeypatch, ["it will not"])
-    models = [model_of("qwen2"), model_of("qwen2")]
-    for model in models:
-        chosen.compare(model, make_rows)
-        assert (chosen.form(model), chosen.is_compared(model)) == ("padded", True)
-    assert caplog.text.count("Padded batches run") == caplog.text.count("(no packs: it will not)") == 1
-    assert compared == models
-
-
-def test_a_model_pads_until_it_is_compared_and_its_copy_runs_as_it_does(monkeypatch):
-    chosen, compared = choosing(monkeypatch, [])
-    model, twin = model_of("qwen2"), model_of("qwen2")
+def test_a_model_pads_until_it_is_compared_and_its_copy_runs_as_it_does():
+    chosen, model, twin = ForwardChoice(("packed",), torch.device("cpu")), model_of("qwen2"), model_of("qwen2")
     assert (chosen.form(model), chosen.planned(model)) == ("padded", "packed")
-    chosen.compare(model, make_rows)
+    chosen.compare(model, lambda policy: [rows_of(*LONG)])
     chosen.share(model, twin)
     assert chosen.form(model) == chosen.form(twin) == "packed"
-    assert compared == [model]
 
 
-def test_rows_that_cannot_be_made_or_numbers_that_are_not_finite_refuse_a_form(monkeypatch, caplog):
-    chosen, _ = choosing(monkeypatch, [])
-    model = model_of("qwen2")
+def test_rows_that_cannot_be_made_or_numbers_that_are_not_finite_refuse_a_form(caplog):
+    chosen, model = ForwardChoice(("packed",), torch.device("cpu")), model_of("qwen2")
     chosen.compare(model, lambda policy: [][0])
+    assert chosen.form(model) == "padded"
     assert "rows to compare it on could not be made (IndexError: " in caplog.text
     model.lm_head.weight.data[:] = torch.nan
     assert "are not finite" in str(why_no_packs(model, "float32"))
 
 
-def test_memory_that_does_not_suffice_on_one_process_ends_all(monkeypatch):
-    chosen, _ = choosing(monkeypatch, [])
-
-    def out_of_memory(*args: Any) -> Any:
+def test_memory_that_does_not_suffice_has_a_remedy():
+    def out_of_memory(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(module, "why_form_fails", out_of_memory)
+    model = model_of("qwen2")
+    model.model.norm.forward = out_of_memory
     with pytest.raises(MemoryShortageError, match="forward='padded'"):
-        chosen.compare(model_of("qwen2"), make_rows)
+        ForwardChoice(("packed",), torch.device("cpu")).compare(model, lambda policy: [rows_of(*LONG)])

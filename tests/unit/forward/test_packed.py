@@ -12,7 +12,7 @@ from transformers.models.mistral import modeling_mistral
 
 from grpo_ext.batching.packing import PackLayout
 from grpo_ext.forward import attention
-from grpo_ext.forward.attention import PacksNotSupported, packed_attention
+from grpo_ext.forward.attention import PackRefused, packed_attention
 from grpo_ext.forward.forms import run_rows, why_not_packed
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows, in_columns
@@ -88,7 +88,7 @@ def test_a_model_that_drops_the_layout_is_refused():
     model, batch = model_of("qwen2"), rows_of(*SHAPES["groups"])
     forward = model.model.forward
     model.model.forward = lambda *args, grpo_ext_pack=None, **kwargs: forward(*args, **kwargs)
-    with pytest.raises(PacksNotSupported, match="is not given the layout"):
+    with pytest.raises(PackRefused, match="is not given the layout"):
         run_rows("packed", model, batch)
 
 
@@ -97,7 +97,7 @@ def test_a_model_that_makes_its_own_mask_is_refused_where_its_window_does_not_sh
     run_rows("packed", model, batch)
     mask = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
     monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", lambda *args, **kwargs: mask)
-    with pytest.raises(PacksNotSupported, match="MistralAttention uses a mask that the model builds"):
+    with pytest.raises(PackRefused, match="MistralAttention uses a mask that the model builds"):
         run_rows("packed", model, batch)
 
 
