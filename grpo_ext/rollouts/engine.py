@@ -189,10 +189,9 @@ def sample_chunk(
         RolloutError: `generate` returned a wrong number of rows.
     """
     prompts = [row.prompt_ids + row.ids for row in rows]
-    firsts = numbers = list(range(len(rows)))
-    if compact:
-        image_numbers = [None] * len(rows) if images is None else images.numbers_B
-        firsts, numbers = unique(list(zip(map(tuple, prompts), image_numbers, strict=True)))
+    images_B = [None] * len(rows) if images is None else images.numbers_B
+    different = zip(map(tuple, prompts), images_B, strict=True) if compact else range(len(rows))
+    firsts, numbers = unique(list(different))
     contexts, inputs = [len(prompts[i]) for i in firsts], _model_inputs([prompts[i] for i in firsts], settings)
     width = inputs["input_ids"].size(1)
     if images is not None:

@@ -101,7 +101,6 @@ def _check_name(name: str | None, factories: Mapping[str | None, Any]) -> None:
 
 
 def _with_observation(prompt: Messages, observation: str | list[Any] | None) -> Messages:
-    """A new prompt, with the observation at the end of its last message."""
     if observation is None:
         return prompt
     content = prompt[-1]["content"]

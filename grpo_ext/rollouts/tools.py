@@ -145,7 +145,6 @@ class Toolbox:
         return results
 
     def _give_up(self, tool: Tool, environment: Any, seconds: float | None, action: str) -> None:
-        """Warn of a call that hangs, and retire its environment."""
         if _is_method_of(environment, tool):
             self.environments.retire(environment)
         logger.warning_once(
