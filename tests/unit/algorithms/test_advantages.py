@@ -54,7 +54,11 @@ def test_an_advantage_is_the_centred_reward_over_its_scale(scale, groups):
     expected = []
     for group in groups:
         own = scored(group)
-        divisor = {"group": spread(own), "batch": spread(scored([value for group in groups for value in group])), "none": 1 - EPSILON}[scale] + EPSILON
+        divisor = {
+            "group": spread(own),
+            "batch": spread(scored([value for group in groups for value in group])),
+            "none": 1 - EPSILON,
+        }[scale] + EPSILON
         expected += [0.0 if math.isnan(value) else (value - statistics.mean(own)) / divisor for value in group]
     rewards = torch.tensor(groups, dtype=torch.float64).view(-1, 1)
     assert group_advantages(rewards, torch.ones(1), 4, scale).tolist() == pytest.approx(expected, abs=1e-9)

@@ -133,17 +133,6 @@ def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
             assert all(len(set(group)) == 1 for group in groups)
 
 
-def test_writing_to_a_row_reaches_neither_its_group_nor_a_later_step():
-    g = geometry(prompts_per_step=2, steps_per_rollout=1, iterations=2)
-    for prompts in (data(2), Stream(2)):
-        steps = loader(prompts, g, shuffle=False)
-        first, later = itertools.islice(steps, 2)
-        first[0]["answer"] = "changed"
-        assert [row["answer"] for row in first[1:3]] == [0, 0]
-        later = later or steps.dataset.rows(later.request)
-        assert [row["answer"] for row in later] == [0, 0, 0, 1, 1, 1]
-
-
 # ---- Loaders --------------------------------------------------------------------------------------------------------
 
 

@@ -44,16 +44,6 @@ def test_demo_is_built_once_and_then_read_without_a_lock(short_recipe, monkeypat
     assert load_demo().model_path == first.model_path
 
 
-def test_an_interrupted_build_leaves_nothing_behind(monkeypatch, cache):
-    def stop(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(task, "train_warm_start", stop)
-    with pytest.raises(KeyboardInterrupt):
-        load_demo()
-    assert folders(cache) == []
-
-
 def test_building_is_deterministic_and_leaves_the_callers_random_state_and_threads_alone(
     short_recipe, monkeypatch, tmp_path
 ):

@@ -222,15 +222,6 @@ def test_bitwise_mode_does_not_use_trls_kernel(monkeypatch, deterministic, head)
         assert lm_head.log_probs(hidden, weight, None, targets, LogitTransform())[0] == head
 
 
-def test_a_model_that_returns_tuples_is_scored():
-    model, ids = tiny_model("qwen2"), torch.randint(3, 50, (1, 9))
-    install(model, TEMPERATURE)
-    targets = Targets(predictor_S=torch.arange(8), tokens_S=ids[0, 1:])
-    expected = model(ids, **{TARGETS: targets})[0]
-    model.config.return_dict = False
-    assert torch.equal(model(ids, **{TARGETS: targets})[0], expected)
-
-
 def test_a_head_of_several_layers_and_an_adapter_on_it_are_refused():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = transformers.BertLMHeadModel(transformers.BertConfig(vocab_size=60, is_decoder=True, **sizes))

@@ -180,12 +180,6 @@ def test_a_call_that_hangs_or_fails_is_made_again_and_at_last_an_error_or_none(k
     assert "its 3 completions get None" in caplog.text
 
 
-def test_a_function_that_raises_is_named_with_its_error_and_the_remedy():
-    with pytest.raises(RewardError, match="'function_0' raised KeyError: 'answers'; make it return None for") as caught:
-        call(lambda **kwargs: kwargs["answers"])
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
 def test_an_interruption_is_no_reward_error():
     def interrupt(**kwargs):
         raise KeyboardInterrupt

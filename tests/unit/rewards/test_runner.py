@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.guard import Faults
 from grpo_ext.rewards.runner import RewardRows, RewardRunner
-from tests.support.rewards import functions_of, running_loop, score
+from tests.support.rewards import functions_of, running_loop
 
 INPUTS = [
     {"prompt": p, "completion": "left out", "answer": p[::-1], "level": i} for i, p in enumerate(["ab", "c", "de"])
@@ -50,31 +49,6 @@ def test_a_data_column_gives_way_to_what_trl_hands_over():
     assert scored(columns, [1, 2, 3]) == [[1.0], [2.0], [3.0]]
     with pytest.raises(TypeError, match="multiple values for keyword argument 'prompts'"):
         scored({"prompts": "x"}, [1, 2, 3])
-
-
-def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_synchronous_ones():
-    events: list[str] = []
-    threads: set[int] = set()
-    variable: ContextVar[str] = ContextVar("variable")
-    variable.set("around the training")
-
-    def graded(completions, **kwargs):
-        events.append("sync")
-        return [1.0] * len(completions)
-
-    async def meets(completions, **kwargs):
-        events.append("async")
-        threads.add(threading.get_ident())
-        assert variable.get() == "around the training"
-        while events.count("async") < 6:
-            await asyncio.sleep(0.001)
-        return [2.0] * len(completions)
-
-    rewards, _ = score([meets, graded, meets], faults=Faults(timeout=30.0))
-    assert rewards == [[2.0] * 5, [1.0] * 5, [2.0] * 5]
-    assert events == ["sync"] * 3 + ["async"] * 6
-    assert threading.get_ident() not in threads
-    assert len(threads) == 1
 
 
 def test_an_asynchronous_function_that_fails_for_good_ends_those_that_run_or_wait_for_another_try():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import re
 import signal
 import subprocess
@@ -100,28 +99,6 @@ def test_chunks_of_all_functions_run_concurrently(tmp_path):
     with working(2) as workers:
         pair = [meets("c", "d"), meets("d", "c")]
         assert score(pair, workers, Faults(timeout=PATIENCE_S), chunk=None)[0] == [[1.0] * 5] * 2
-
-
-def test_random_numbers_of_a_call_depend_on_the_run_and_its_place_alone(tmp_path):
-    """For other numbers of workers: tests/invariance/test_reward_workers.py."""
-    failed = tmp_path / "failed"
-
-    def drawn(completions, **kwargs):
-        import numpy as np  # in the worker, for the first time in its first call
-
-        if len(completions) == 1 and not failed.exists():
-            failed.touch()
-            raise ConnectionError
-        return [random.random() + np.random.random() for _ in completions]
-
-    def draw(seed: int = 0, step: int = 3) -> list[float | None]:
-        with working(1, seed) as workers:
-            return score([drawn], workers, Faults(retries=1), state=TrainerState(global_step=step))[0][0]
-
-    retried = draw()
-    assert failed.exists()
-    assert draw() == retried
-    assert len({*retried, *draw(seed=1), *draw(step=4)}) == 15  # the control
 
 
 # ---- What a worker is -----------------------------------------------------------------------------------------------

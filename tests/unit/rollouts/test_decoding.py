@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
-from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.rollouts.decoding import GrowingLayer, decodes_compactly, own_generate, remaining_rows
+from grpo_ext.rollouts.decoding import decodes_compactly, own_generate, remaining_rows
 from tests.support.architectures import HYBRID, architecture
 from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
@@ -87,27 +86,6 @@ def test_prompts_run_once_and_finished_rows_leave():
     assert rows == sorted(rows, reverse=True)
     assert rows[-1] < 18 == theirs[-1][0]
     assert sum(rows) < 0.8 * sum(n for n, _ in theirs[1:])
-
-
-def test_a_growing_layer_holds_what_a_dynamic_one_holds():
-    generator = torch.Generator().manual_seed(0)
-    ours, theirs = GrowingLayer(), DynamicLayer()
-    count = 2
-    for step, tokens in enumerate([5, *[1] * 90, 3]):
-        if step == 1:  # prompts are repeated
-            count = 5
-            for layer in (ours, theirs):
-                layer.reorder_cache(torch.tensor([0, 0, 1, 1, 1]))
-        if step == 50:  # finished rows leave
-            count = 3
-            index, places = remaining_rows([False, True, False, True, False], torch.device("cpu"))
-            assert index.tolist() == [0, 4, 2]
-            ours.keep(index, places)
-            theirs.reorder_cache(index)
-        states = torch.randn(2, count, 2, tokens, 8, generator=generator)
-        for held, expected in zip(ours.update(*states), theirs.update(*states)):
-            assert torch.equal(held, expected)
-        assert ours.get_seq_length() == theirs.get_seq_length()
 
 
 @given(st.lists(st.booleans(), max_size=20))

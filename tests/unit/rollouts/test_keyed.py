@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from contextlib import nullcontext
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
-from packaging.version import Version
 from scipy import stats
 from transformers import GenerationConfig
 
@@ -63,13 +61,8 @@ FILTERS = {
     "none": {},
     "trl's": {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02},
     "all": {
-        "temperature": 1.3,
-        "top_k": 20,
-        "top_p": 0.95,
-        "min_p": 0.01,
-        "typical_p": 0.95,
-        "epsilon_cutoff": 0.003,
-        "eta_cutoff": 0.003,
+        **{"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.01},
+        **{"typical_p": 0.95, "epsilon_cutoff": 0.003, "eta_cutoff": 0.003},
     },
     "top_h": {"top_h": 0.3},
 }
@@ -156,17 +149,6 @@ def test_the_first_token_follows_the_filtered_softmax_of_the_models_logits(model
     assert p_value(counts, expected_distribution(model, **options)) > P_VALUE
     other = {**options, "temperature": options["temperature"] * 1.1}  # the control
     assert p_value(counts, expected_distribution(model, **other)) < P_VALUE
-
-
-@pytest.mark.skipif(
-    Version(version("transformers")) < Version("5.23"), reason="transformers before 5.23 penalises a row's padding too"
-)
-def test_the_penalty_of_a_padded_row_is_that_of_the_row_alone(model):
-    config = sampling(repetition_penalty=3.0)
-    keys_B = keys(len(PROMPTS))
-    alone = [sample(model, [p], keys_B[i : i + 1], config)[0] for i, p in enumerate(PROMPTS)]
-    assert sample(model, PROMPTS, keys_B, config) == alone
-    assert alone != [sample(model, [p], keys_B[i : i + 1])[0] for i, p in enumerate(PROMPTS)]
 
 
 def test_a_filter_of_the_models_own_generation_config_is_applied_as_generate_does(model):

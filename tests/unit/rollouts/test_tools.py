@@ -80,21 +80,6 @@ def test_an_asynchronous_tool_that_hangs_is_cancelled(chat, loop, deaf):
     assert ended.wait(10)
 
 
-def test_asynchronous_calls_of_a_transcript_run_together(chat, loop):
-    gate = asyncio.Event()
-
-    async def wait(number):
-        await gate.wait()
-        return "waited"
-
-    async def open_gate(number):
-        gate.set()
-        return "opened"
-
-    toolbox = Toolbox([wait, open_gate], Environments(), loop)
-    assert answers(toolbox, chat, ["wait", "open_gate"]) == ["waited", "opened"]
-
-
 class Deaf(Shop):
     async def stall(self, number):
         while True:

@@ -85,15 +85,6 @@ def test_what_a_resume_logs_of_its_own_step_is_superseded_by_another_resume_ther
     assert values == [{"reward": 1.0}, {"eval_reward": 0.5}, {"reward": 2.0}]
 
 
-def test_a_run_that_goes_on_elsewhere_takes_the_log_along(tmp_path):
-    log = begun(tmp_path / "old")
-    for step in (1, 2):
-        write(log, step)
-    write(begun(tmp_path / "new", 1, tmp_path / "old"), 2, reward=7.0)
-    assert [e["values"]["reward"] for e in read_log(tmp_path / "new" / LOG).entries] == [1.0, 7.0]
-    assert len(lines(tmp_path / "old")) == 2
-
-
 def test_a_log_that_cannot_be_written_does_not_end_the_training(tmp_path):
     log = begun(tmp_path)
     (tmp_path / LOG).unlink()

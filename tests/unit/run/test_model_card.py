@@ -12,7 +12,6 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from grpo_ext.run.model_card import base_name
 from grpo_ext.tools.export import export
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, other
@@ -96,9 +95,3 @@ def test_the_id_of_a_model_is_the_base_of_an_object_that_was_loaded_by_it(here):
     assert 'from_pretrained("run")' in code_of(card)
     assert {"mine", "grpo"} <= set(ModelCard.load(card).data.tags)
     assert "some/data" in card.read_text()
-
-
-def test_names_hold_no_path_of_the_machine(tmp_path):
-    names = {"some/model": "some/model", "gpt2": "gpt2", str(tmp_path / "gone" / "tiny"): "tiny", "": "", None: ""}
-    names[str(Path(".").resolve())] = names["."] = Path.cwd().name
-    assert {name: base_name(name) for name in names} == names

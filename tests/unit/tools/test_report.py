@@ -108,16 +108,6 @@ def test_a_run_killed_in_a_line_is_shown_up_to_that_line(tmp_path):
     )
 
 
-def test_steps_that_were_done_again_are_shown_once(tmp_path):
-    resumed = {"step": 1, "start": entry(learning_rate=0.5)}
-    lines = [line(1), line(2, reward=9.0), resumed, line(2, reward=0.5), {"step": 2, "end": {"ended": "finished"}}]
-    page = Page(report(make_run(tmp_path / "run", lines)))
-    assert "reward 0 0.5 0 0.5" in page.text
-    assert "resumed from step 1; steps" in page.text
-    assert "start 2: settings.learning_rate 0.001 0.5" in page.text
-    assert "settings.loss_type" not in page.text, "it is the same"
-
-
 def test_a_folder_without_a_run_is_a_clear_error(tmp_path):
     for folder in (tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError, match=r"log\.jsonl is missing or empty; name the output_dir of a run"):
