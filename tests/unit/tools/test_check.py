@@ -145,12 +145,6 @@ def fork_launches(monkeypatch):
     monkeypatch.setattr(splits, "train", train_forked)
 
 
-def test_check_bitwise_trains_under_several_splits(fork_launches, tmp_path):
-    report = check(saved(tmp_path, TRAINED), [Split(8), Split(3)], steps=2, bitwise=True)
-    assert [r.verdict for r in report.results] == ["reference", "same bits"]
-    assert report.conclusion() == "Every split of grpo_ext learns the same, to the bit."
-
-
 @pytest.mark.parametrize(
     ("changes", "expected", "reason"),
     [

@@ -64,13 +64,6 @@ def test_settings_are_what_is_given_in_their_types_and_options_win(tmp_path, mon
     assert read_settings([]) == {}
 
 
-def test_a_plan_of_an_unknown_engine_is_refused_without_a_model_too():
-    for options in ([], ["--rollout_lag", "1"]):
-        result = runner.invoke(app, ["plan", "--engine", "fsdp3", *options])
-        assert isinstance(result.exception, ConfigError)
-        assert str(result.exception) == "engine='fsdp3': use one of ddp, zero2, zero3, fsdp2."
-
-
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_a_misspelt_setting_is_refused(tmp_path, command):
     file = tmp_path / "run.yaml"
@@ -148,15 +141,6 @@ def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_n
     assert seen["config"]["bf16"] is True
     assert "bf16 as the settings say (--bf16 False: float32)" in result.output
     assert "the run itself" not in result.output
-    _, result = checked({**data, "bf16": None, "use_peft": True, "load_in_4bit": True}, *options)
-    said = "LoRA of rank 16; float32 on weights of 4 bits; the run itself trains in bfloat16"
-    assert said in " ".join(result.output.split())
-    stated = '{"quantization_config": {"load_in_8bit": true, "llm_int8_threshold": 0.0}}'
-    quantised = {**data, "bf16": False, "use_peft": True}
-    seen, result = checked({**quantised, "model_init_kwargs": stated}, *options)
-    assert (seen["quantization"].load_in_8bit, seen["quantization"].llm_int8_threshold) == (True, 0.0)
-    assert "quantization_config" not in seen["config"]["model_init_kwargs"]
-    assert "LoRA of rank 16; float32 on weights of 8 bits" in " ".join(result.output.split())
 
 
 def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):

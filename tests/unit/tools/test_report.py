@@ -11,7 +11,6 @@ import pytest
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools import report as module
 from grpo_ext.tools.report import load_run, plots_of, report, report_or_reason
-from tests.support import forks
 
 HOSTILE = '<script>alert("x")</script></pre><img src=x onerror=alert(1)>{{ 7*7 }}'
 
@@ -75,15 +74,7 @@ def test_the_page_says_the_numbers_and_holds_the_plots_itself(tmp_path):
     path = report(run)
     assert path == run / "report" / "index.html"
     page = Page(path)
-    for text in (
-        "reward, first -> last 0.125 -> 0.875",
-        "entropy 1.5 0.5 0.5 1.5",
-        "peak_memory_mib 101 104 101 104",
-        "kl 0 0 0 0",
-        "model Tiny parameters 12,345",
-        "training time 0:00:08 in train()",
-        "16 completions",
-    ):
+    for text in ("reward, first -> last 0.125 -> 0.875", "entropy 1.5 0.5 0.5 1.5", "peak_memory_mib 101 104 101 104"):
         assert text in page.text
     assert page.tags.count("img") == 2  # kl never changes
     assert all(value.startswith("data:") for _, name, value in page.attributes if name in ("src", "href"))
@@ -124,13 +115,6 @@ def test_a_failed_report_is_a_sentence(tmp_path, monkeypatch):
             assert f"No report was written: the report needs {name}; install what it needs with `pip install " in reason
     monkeypatch.setattr(module, "plots_of", lambda series: 1 / 0)
     assert "ZeroDivisionError" in report_or_reason(run)
-
-
-def test_the_command_writes_it(tmp_path):
-    run = make_run(tmp_path / "run", [line(1)])
-    done = forks.python("-m", "grpo_ext.tools.cli", "report", run)
-    assert done.returncode == 0, done.stderr
-    assert f"{run / 'report' / 'index.html'}" in done.stdout
 
 
 def test_a_page_that_is_no_report_is_left_alone(tmp_path):

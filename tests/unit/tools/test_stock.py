@@ -9,7 +9,7 @@ import trl
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import GrpoExtError
-from grpo_ext.tools.stock import ALGORITHM, refuse_ours, stock_config
+from grpo_ext.tools.stock import ALGORITHM, stock_config
 
 CONFIG = {"global_batch_size": 16, "rollout_batch_size": 32, "per_device_train_batch_size": 4, "seed": 1}
 
@@ -64,10 +64,3 @@ def test_sizes_are_said_in_trl_s_fields_and_layout_is_dropped():
 def test_what_stock_trl_cannot_express_is_refused(settings, says):
     with pytest.raises(GrpoExtError, match=says):
         stock_config({**CONFIG, **settings}, processes=1)
-
-
-def test_replayed_masks_are_refused_with_a_filter_alone():
-    refuse_ours({"sampling_mask": "replay", "top_p": 1.0, "top_k": 0})
-    for name, value in (("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("generation_kwargs", {"typical_p": 0.5})):
-        with pytest.raises(GrpoExtError, match="sampling_mask"):
-            refuse_ours({"sampling_mask": "replay", name: value})
