@@ -130,6 +130,32 @@ def learned(folder: Path) -> dict[str, Any]:
 # ---- Failures -------------------------------------------------------------------------------------------------------
 
 
+class GathersTurns(GRPOTrainer):
+    """Gathers where processes have other numbers of calls."""
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.gather(torch.ones(1))
+        return super()._generate_single_turn(*args, **kwargs)
+
+
+class FieldOfOne(GRPOTrainer):
+    """Adds a field on the second process alone."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored = super()._generate_and_score_completions(inputs)
+        return scored | ({"extra": scored["advantages"]} if RANK else {})
+
+
+class WithoutSuper(GRPOTrainer):
+    """Makes the whole dictionary by itself."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        ids = torch.arange(5, 9).repeat(len(inputs), 1)
+        ones, advantages = torch.ones_like(ids), torch.arange(float(len(inputs))) % 4 - 1.5
+        scored = {"prompt_ids": ids, "prompt_mask": ones, "completion_ids": ids, "completion_mask": ones}
+        return scored | {"advantages": advantages}
+
+
 class Fails(GRPOTrainer):
     """Fails on the second process, in a method and at a time; the first is in some exchange then."""
 
@@ -200,6 +226,9 @@ FAILING: dict[str, Callable[[Path], Any]] = {
     "objects of the loss": lambda folder: failing(folder, "objects of the loss"),
     "objects": lambda folder: trainer_of(folder, cls=GathersObjects, **DYNAMIC).train(),
     "reward with a lag": gathering_reward,
+    "turns": lambda folder: trainer_of(folder, groups=3, cls=GathersTurns).train(),
+    "field of one": lambda folder: trainer_of(folder, cls=FieldOfOne).train(),
+    "without super": lambda folder: trainer_of(folder, groups=3, cls=WithoutSuper).train(),
 }
 
 

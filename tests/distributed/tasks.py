@@ -64,18 +64,19 @@ async def logging_reward(prompts, completions, log_metric, log_extra, **kwargs):
 
 
 @contextmanager
-def memory_short_on_second_process() -> Iterator[None]:
-    """Inside, its first micro-batch does not fit."""
-    inner, attempts = GRPOTrainer._compute_loss, iter([1])
+def memory_short_on_second_process() -> Iterator[list[int]]:
+    """Inside, its first micro-batch does not fit; a list of the sizes that failed."""
+    inner, failures = GRPOTrainer._compute_loss, list[int]()
 
     def fails_once(*args: Any) -> torch.Tensor:
         loss = inner(*args)
-        if RANK == 1 and next(attempts, None):
+        if RANK == 1 and not failures:
+            failures.append(len(args[-1]["advantages"]))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss
 
     with mock.patch.object(GRPOTrainer, "_compute_loss", fails_once):
-        yield
+        yield failures
 
 
 def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: bool = False) -> dict[str, Any]:
@@ -94,12 +95,12 @@ def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: boo
     trainer = trainer_of(folder, groups, chunk, model=model, beta=0.1, eval_pass_threshold=0.0, **parts)
     trainer.train()
     training_scored = list(scored)
-    with memory_short_on_second_process():
+    with memory_short_on_second_process() as failures:
         metrics = trainer.evaluate()
     return {
         "eval_loss": metrics["eval_loss"],
         "eval_kl": metrics["eval_kl"],
-        "eval_failures": trainer._step_planner.eval_limits.failures,
+        "eval_failures": len(failures),
         "processes": trainer.accelerator.num_processes,
         "wrapper": type(trainer.model_wrapped).__name__,
         "scored": training_scored,

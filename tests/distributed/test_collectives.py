@@ -89,6 +89,20 @@ def test_a_collective_on_the_thread_that_samples_ahead_is_refused(both):
 
 
 @pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("turns", "_generate_single_turn gathers, and"),
+        ("field of one", "extra came with some completions"),
+        ("without super", "does not call super(): it would sample 4 to 8 completions"),
+    ],
+)
+def test_code_of_users_that_needs_equal_shares_is_refused(both, name, why):
+    for _, failed in both:
+        assert failed[name].startswith("RolloutError: ")
+        assert why in failed[name]
+
+
+@pytest.mark.parametrize(
     ("name", "why"), [("objects", "leaves a process without prompts"), ("objects of the loss", "that do not count")]
 )
 def test_other_collectives_than_the_accelerators_are_refused_where_rows_may_not_count(both, name, why):

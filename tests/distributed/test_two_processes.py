@@ -97,7 +97,7 @@ def test_evaluation_prompts_are_dealt_whole_and_once(four_groups):
 
 
 def test_an_evaluation_for_which_one_process_has_no_memory_runs_again_on_both(four_groups, alone):
-    assert [process["eval_failures"] for process in [alone, *four_groups]] == [0, 1, 1]
+    assert [process["eval_failures"] for process in [alone, *four_groups]] == [0, 0, 1]
     for process in four_groups:
         assert process["eval_kl"] == pytest.approx(alone["eval_kl"], rel=METRIC)
         assert process["eval_loss"] == pytest.approx(alone["eval_loss"], rel=METRIC)

@@ -145,8 +145,8 @@ def noted_events(trainer: Any, *names: str) -> list[str]:
     return events
 
 
-def train_and_keep_first(trainer: Any) -> Any:
-    """Train, and return the completions of the first step."""
+def batches_of(trainer: Any) -> list[Any]:
+    """The completions of every step, which are there once it is trained."""
     prepare, batches = trainer._prepare_inputs, []
 
     def keep(rows: Any) -> Any:
@@ -154,8 +154,22 @@ def train_and_keep_first(trainer: Any) -> Any:
         return batches[-1]
 
     trainer._prepare_inputs = keep
+    return batches
+
+
+def train_and_keep_first(trainer: Any) -> Any:
+    """Train, and return the completions of the first step."""
+    batches = batches_of(trainer)
     trainer.train()
     return batches[0]
+
+
+def form_of(trainer: Any) -> str:
+    """The form in which the last step ran, by what it logs of padding and of prompts that were run again."""
+    padding, again = (log_of(trainer, f"layout/{kind}_share")[-1] for kind in ("padding", "duplicate"))
+    if again > 0:
+        return "padded"
+    return "prefix" if padding > 0 else "packed"
 
 
 def first_line(folder: Any, model: Any = "qwen2", **settings: Any) -> dict[str, Any]:

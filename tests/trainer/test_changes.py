@@ -38,7 +38,7 @@ from tests.support.tiny import (
     tool,
 )
 from tests.support.tool_runs import count, transcript_reward
-from tests.support.trainers import log_of, make, on
+from tests.support.trainers import batches_of, log_of, make, on
 
 Change = Callable[[Any], None]
 OTHER = TEMPLATE.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}?!")
@@ -493,9 +493,8 @@ def test_with_a_lag_a_change_acts_on_rollout_batches_that_begin_later(tmp_path):
         trainer.mask_truncated_completions = state.global_step > 1
 
     def note(state: Any) -> None:
-        columns = {name: list(column) for name, column in trainer._rollouts.batch.columns.items()}
-        text = tokenizer.decode(columns["prompt_ids"][0])
-        truncated = sum(int(mask.sum()) == 0 for mask in columns["completion_mask"])
+        text = tokenizer.decode(next(iter(batches[-1]["prompt_ids"])))
+        truncated = sum(int(mask.sum()) == 0 for mask in batches[-1]["completion_mask"])
         seen.append((f"{text[1]}{text.count('!')}", min(truncated, 1)))
 
     tokenizer = chat_tokenizer()
@@ -503,6 +502,7 @@ def test_with_a_lag_a_change_acts_on_rollout_batches_that_begin_later(tmp_path):
     del model.generate
     parts = {"processing_class": tokenizer, "train_dataset": conversations(), "reward": transcript_reward}
     trainer = make(tmp_path, model, **parts, rollout_lag=1, max_steps=5, rollout_chunk_size=16)
+    batches = batches_of(trainer)
     trainer.add_callback(on("on_step_begin", at_step))
     trainer.add_callback(on("on_step_end", note))
     trainer.train()

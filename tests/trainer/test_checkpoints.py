@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import signal
-import weakref
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from peft import LoraConfig
 from transformers import Trainer
 
 from grpo_ext.errors import CheckpointError
-from grpo_ext.run import checkpoint, keeper
-from grpo_ext.run.checkpoint import checkpoints, run_to_resume, why_broken, write_listing
+from grpo_ext.run import checkpoint
+from grpo_ext.run.checkpoint import checkpoints, run_to_resume, take_folder, why_broken, write_listing
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.state import RunState
@@ -149,10 +150,12 @@ def test_a_checkpoint_keeps_its_chunks(tmp_path):
 def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     trainer = make(copy, **SAVE)
 
-    def full(*args: Any, **kwargs: Any) -> None:
+    def full(folder: str, **kwargs: Any) -> None:
+        Path(folder).mkdir(parents=True)
+        Path(folder, "half").write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("grpo_ext.run.state.save_file", full)
+    monkeypatch.setattr(trainer, "save_model", full)
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written .*No space left.*untouched"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     assert read_log(copy / LOG).starts[-1]["ended"] == "failed"
@@ -352,23 +355,20 @@ def test_a_checkpoint_is_pushed_under_the_name_it_has_once_it_is_whole(tmp_path,
     assert pushed == [("checkpoint-1", None), ("checkpoint-2", None)]
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_what_a_checkpoint_has_loaded_is_freed(tmp_path, monkeypatch, held):
+def test_what_a_checkpoint_has_loaded_is_freed(tmp_path):
     """The weights that sampled ahead among it; the control holds them."""
+
+    def states() -> int:
+        gc.collect()
+        return sum(type(thing) is RunState for thing in gc.get_objects())
+
     settings = {**SAVE, "rollout_lag": 1}
     make(tmp_path, **settings).train()
-    loaded, kept, restore = [], [], RunState.restore
-
-    def recorded(state: RunState, trainer: Any) -> None:
-        restore(state, trainer)
-        loaded.extend(weakref.ref(thing) for thing in (state, *(weights for _, weights in state.waiting)))
-        kept.extend([state] if held else [])
-
-    monkeypatch.setattr(RunState, "restore", recorded)
-    make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    gc.collect()
-    assert len(loaded) == 2
-    assert [reference() is not None for reference in loaded] == [held] * 2
+    trainer = make(tmp_path, **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert states() == 0
+    held = RunState.load(tmp_path / "checkpoint-1", 4)
+    assert states() == 1, held
 
 
 @pytest.mark.parametrize(
@@ -420,19 +420,22 @@ def test_a_resume_that_was_refused_changes_no_folder(tmp_path):
     assert trainer.state.global_step == 3
 
 
-def test_latest_is_looked_for_once_the_folder_is_free(tmp_path, monkeypatch):
+def test_latest_is_looked_for_once_the_folder_is_free(tmp_path):
     folder = tmp_path / "out"
-    first = make(folder, **SAVE)
-    first.train()
-    second, take_folder = make(folder, **SAVE), checkpoint.take_folder
-
-    def take(name: str, in_place: bool) -> Any:
-        (tmp_path / "checkpoint-3").rename(folder / "checkpoint-3")  # the other run saves it, and ends
-        return take_folder(name, in_place)
-
+    make(folder, **SAVE).train()
     (folder / "checkpoint-3").rename(tmp_path / "checkpoint-3")
-    monkeypatch.setattr(keeper, "take_folder", take)
+    _, lock = take_folder(str(folder), in_place=True)
+
+    def other_run() -> None:
+        time.sleep(0.5)
+        (tmp_path / "checkpoint-3").rename(folder / "checkpoint-3")  # it saves, and ends
+        lock.release()
+
+    thread = threading.Thread(target=other_run)
+    second = make(folder, **SAVE)
+    thread.start()
     second.train(resume_from_checkpoint="latest")
+    thread.join()
     assert second.state.global_step == 3
     assert (folder / "checkpoint-3").is_dir()
     assert not list(folder.glob("*.replaced-*"))

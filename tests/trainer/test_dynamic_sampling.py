@@ -35,14 +35,7 @@ def trained(folder, reward: Any, count: int = 24, **changes: Any) -> tuple[Any, 
     settings = {"dynamic_sampling": True, "rollout_chunk_size": 32, "max_steps": 3, "logging_steps": 1, **changes}
     rows = prompts(count).add_column("number", list(range(count)))
     trainer = trainers.make(folder, reward=reward, train_dataset=rows, **settings)
-    rollouts = []
-    make = trainer._rollouts.make
-
-    def remember(rows: Any, terms: Any) -> Any:
-        rollouts.append(make(rows, terms))
-        return rollouts[-1]
-
-    trainer._rollouts.make = remember
+    rollouts = trainers.batches_of(trainer)
     trainer.train()
     return trainer, rollouts
 

@@ -20,6 +20,7 @@ from tests.parity.scripts import EOS, by_turn, call, chat_tokenizer, conversatio
 from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, sampling_model, setting
 from tests.support.tiny import letter_reward, stock_scores, tiny_model
 from tests.support.tool_runs import count, transcript_reward
+from tests.support.trainers import train_and_keep_first
 
 # ---- Overridden or assigned -----------------------------------------------------------------------------------------
 
@@ -200,8 +201,7 @@ def test_rows_keep_their_random_numbers_in_a_users_scoring_and_further_calls_dra
         mixin = None if hook is None else overriding(hook)
         settings = {"max_steps": 1, "seed": seed}
         trainer = build(tmp_path / name, GRPOTrainer, mixin, parts=lambda: {"model": tiny_model()}, **settings)
-        trainer.train()
-        return completions_of(trainer._rollouts.batch.columns)
+        return completions_of(train_and_keep_first(trainer))
 
     plain = sampled("plain")
     assert sampled("twice", _generate_and_score_completions) == plain == found["first"]
@@ -243,13 +243,11 @@ def test_a_setting_that_a_subclass_changes_acts_from_the_start(tmp_path):
 
 
 def test_a_kl_term_without_reference_log_probabilities_is_refused(tmp_path):
-    """The rollout batch of the third step has been scored by then."""
-
-    def changed(trainer: Any) -> None:
-        del trainer._rollouts.batch.columns["ref_per_token_logps"]
+    def _generate_and_score_completions(self: Any, inner: Any, inputs: Any) -> Any:
+        return {name: value for name, value in inner(inputs).items() if name != "ref_per_token_logps"}
 
     with pytest.raises(ConfigError, match=r"beta=0\.1 asks for the KL term"):
-        build(tmp_path, GRPOTrainer, changing(changed), **{**REUSED, "beta": 0.1, "num_iterations": 4}).train()
+        build(tmp_path, GRPOTrainer, overriding(_generate_and_score_completions), beta=0.1).train()
 
 
 # ---- What is refused ------------------------------------------------------------------------------------------------

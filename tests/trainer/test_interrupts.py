@@ -200,19 +200,6 @@ def test_an_evaluation_that_ends_the_run_ends_it_before_another_step(tmp_path):
     assert torch.equal(parameters(stopped), parameters(again))
 
 
-def test_a_console_that_is_gone_does_not_keep_a_run_from_stopping(tmp_path, monkeypatch):
-    trainer = make(tmp_path, max_steps=4)
-
-    def gone(sentence: str) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr(trainer._keeper.watch, "say", gone)
-    trainer.add_callback(signals(1, signal.SIGTERM))
-    with pytest.raises(TrainingInterrupted):
-        trainer.train()
-    assert [folder.name for folder in checkpoints(tmp_path)] == ["checkpoint-2"]
-
-
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     trainer = make(tmp_path, max_steps=4)
     trainer.add_callback(signals(1, signal.SIGINT, signal.SIGINT))

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError, RolloutError
 from tests.support.tiny import letter_reward, prompts, tiny_config, tiny_model, tiny_tokenizer
-from tests.support.trainers import make
+from tests.support.trainers import make, train_and_keep_first
 
 USER = {"role": "user", "content": "ab"}
 REFUSES_SYSTEM = (
@@ -186,17 +186,13 @@ def test_prompts_that_differ_in_values_json_does_not_have_are_tokenised_each(tmp
         def same(self, value: Any, other: Any) -> bool:
             return repr(value) == repr(other) if kind != "objects" else value.token == other.token
 
-    seen = []
-
     def reward(prompts, completions, completion_ids, **kwargs):
         return [float(len(ids)) for ids in completion_ids]
 
     rows = stream([{"prompt": {"value": value}} for value in (first, second)] * 2)
     trainer = make(tmp_path, cls=Own, reward=reward, train_dataset=rows, max_steps=1, shuffle_dataset=False)
-    tokenize = trainer._rollouts.worker.tokenize
-    trainer._rollouts.worker.tokenize = lambda rows, terms: (tokenize(rows, terms), seen.extend(rows))
-    trainer.train()
-    assert [row.prompt_ids for row in seen] == ([[5]] * 4 + [[9]] * 4) * 2
+    batch = train_and_keep_first(trainer)
+    assert [ids.tolist() for ids in batch["prompt_ids"]] == ([[5]] * 4 + [[9]] * 4) * 2
 
 
 def test_a_completion_without_tokens_is_named_with_its_prompt(tmp_path):

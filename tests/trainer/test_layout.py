@@ -12,8 +12,8 @@ import torch
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from tests.support.architectures import architecture
-from tests.support.tiny import sparse_reward, tiny_model
-from tests.support.trainers import error, log_of, make, update
+from tests.support.tiny import prompts, sparse_reward, tiny_model
+from tests.support.trainers import error, form_of, log_of, make, update
 from tests.tolerances import UPDATE
 
 PLAIN: dict[str, Any] = {"forward": "padded", "skip_zero_contribution": False, "compact_rollouts": False}
@@ -47,25 +47,24 @@ def test_a_switch_does_not_change_the_update(tmp_path, plain_update, kind, switc
     assert error(plain, switched) <= UPDATE
 
 
-def scored_rows(trainer: GRPOTrainer) -> list[int]:
-    """Completions in each forward that has a gradient."""
-    rows: list[int] = []
-    score = trainer._forwards.micro_batch_log_probs
+def sizes_of_forwards(trainer: GRPOTrainer, dim: int | None = None) -> list[int]:
+    """The tokens of each forward that has a gradient, or its size in a dimension (0: completions, where padded)."""
+    sizes: list[int] = []
 
-    def spy(model: Any, batch: dict[str, Any], *others: Any) -> Any:
+    def note(module: Any, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            rows.append(len(batch["completion_ids"]))
-        return score(model, batch, *others)
+            sizes.append(args[0].numel() if dim is None else args[0].size(dim))
 
-    trainer._forwards.micro_batch_log_probs = spy
-    return rows
+    trainer.model.get_input_embeddings().register_forward_hook(note)
+    return sizes
 
 
 def test_completions_without_a_contribution_are_not_run(tmp_path):
     ran = {}
     for skip in (True, False):
-        trainer = make(tmp_path / str(skip), reward=sparse_reward, skip_zero_contribution=skip)
-        rows = scored_rows(trainer)
+        settings = {"skip_zero_contribution": skip, "forward": "padded"}
+        trainer = make(tmp_path / str(skip), reward=sparse_reward, **settings)
+        rows = sizes_of_forwards(trainer, 0)
         trainer.train()
         ran[skip] = sum(rows)
     assert ran[False] == 3 * 16
@@ -74,8 +73,8 @@ def test_completions_without_a_contribution_are_not_run(tmp_path):
 
 @pytest.mark.parametrize("term", [{"beta": 0.1}, {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.5}], ids=str)
 def test_with_another_term_everything_is_run(tmp_path, term):
-    trainer = make(tmp_path, reward=sparse_reward, max_steps=1, **term)
-    rows = scored_rows(trainer)
+    trainer = make(tmp_path, reward=sparse_reward, max_steps=1, forward="padded", **term)
+    rows = sizes_of_forwards(trainer, 0)
     trainer.train()
     assert sum(rows) == 16
 
@@ -88,11 +87,7 @@ def test_a_step_without_any_contribution_changes_nothing(tmp_path):
 
 def test_the_budget_holds_in_every_forward(tmp_path):
     trainer = make(tmp_path, micro_batch_tokens=45)
-    tokens = []
-    embed = trainer.model.get_input_embeddings()
-    embed.register_forward_hook(
-        lambda m, args, out: tokens.append(args[0].numel()) if torch.is_grad_enabled() else None
-    )
+    tokens = sizes_of_forwards(trainer)
     trainer.train()
     assert max(tokens) <= 45
     assert len(tokens) > 3 * 2
@@ -103,7 +98,7 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
     for form in ("auto", "packed", "prefix", "padded"):
         trainer = make(tmp_path, forward=form, max_steps=1)
         trainer.train()
-        assert trainer._forwards.choice.form(trainer.model) == ("packed" if form == "auto" else form)
+        assert form_of(trainer) == ("packed" if form == "auto" else form)
         shares[form] = [log_of(trainer, f"layout/{kind}_share")[0] for kind in ("padding", "duplicate")]
     assert shares["auto"] == shares["packed"] == [0.0, 0.0]
     assert shares["prefix"][0] > shares["prefix"][1] == 0.0  # prompts once, completions in columns
@@ -113,7 +108,7 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
 
 
 def test_the_plan_says_which_form_runs_and_why(tmp_path, capsys):
-    make(tmp_path, architecture("lfm2"), max_steps=1)._keeper.announce()
+    make(tmp_path, architecture("lfm2"), max_steps=1).train()
     why = r"\(no packs: Lfm2ForCausalLM has layers of another kind \(conv\)\)\n"
     assert re.search(f"  forward +shared prefixes: .* {why}", capsys.readouterr().out)
 
@@ -132,7 +127,7 @@ def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog,
     trainer = make(tmp_path, tiny_model(kind, bos_token_id=1, initializer_range=0.02), **settings)
     assert trainer.args.bf16
     trainer.train()
-    assert {trainer._forwards.choice.form(model) for model in (trainer.model, trainer.ref_model)} == {"prefix"}
+    assert form_of(trainer) == "prefix"
     assert "Padded batches run" not in caplog.text
     assert all(share > 0 for share in log_of(trainer, "layout/padding_share"))
 
@@ -143,17 +138,16 @@ def test_a_loss_computed_outside_a_step_does_not_run_packs_under_checkpointing(t
     trainer.train()
     plain = make(tmp_path / "plain", gradient_checkpointing=True, forward="padded")
     plain.model.load_state_dict(trainer.model.state_dict())
-    batches = []
+    rows = [row for row in prompts(2).to_list() for _ in range(4)]
+    scored, gradients = trainer._generate_and_score_completions(rows), []
     for one in (trainer, plain):
         one.model.train()
         one.model.zero_grad()
-        rollout = trainer._rollouts.batch.select(range(8))
-        batch = rollout.collate(0)
         with torch.enable_grad():
-            loss = one.compute_loss(one.model, batch)
+            loss = one.compute_loss(one.model, dict(scored))
         loss.backward()
-        batches.append(torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None]))
-    assert error(batches[1], batches[0]) <= UPDATE
+        gradients.append(torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None]))
+    assert error(gradients[1], gradients[0]) <= UPDATE
 
 
 def test_nothing_is_scored_by_trls_head(tmp_path, monkeypatch):

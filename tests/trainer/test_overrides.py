@@ -1,27 +1,21 @@
 """What users override is called as TRL calls it, and what it does counts: beside stock TRL, on one process.
 
-And overrides that TRL's equal shares made safe: what is refused or copied where shares differ.
+What is refused where processes have other shares is in tests/distributed/test_collectives.
 """
 
 from __future__ import annotations
 
 import logging
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import trl
-from accelerate import Accelerator
 from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.batching.prompt_order import StepRows
-from grpo_ext.errors import ConfigError, RolloutError
-from grpo_ext.rollouts import batch, rollout_func
-from grpo_ext.runtime.collectives import uneven_collectives
-from grpo_ext.step.settings import step_settings_of
+from grpo_ext.errors import ConfigError
 from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build, learns_as_in_trl
 from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
@@ -153,17 +147,6 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
     learns_as_in_trl(tmp_path, override, differs=override is not TrlsLoss, **settings)
 
 
-def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
-    trainer = build(tmp_path, GRPOTrainer, OwnTerm, max_steps=1)
-    trainer.train()
-    settings = step_settings_of(trainer)
-    attempt = next(trainer._step_planner.attempts(trainer.model, trainer._rollouts.batch, settings))
-    attempt.measure(trainer.model)
-    with torch.no_grad():
-        assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,)))) != 0.0
-        assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,), weight=0.0))) == 0.0
-
-
 def test_what_is_not_called_is_said(tmp_path, caplog):
     build(tmp_path, passing_on("get_high_entropy_mask"))
     assert "Own.get_high_entropy_mask has no effect here" in caplog.text
@@ -187,36 +170,6 @@ def test_an_override_without_super_is_said_once_and_refused_in_bitwise_mode(tmp_
     assert caplog.text.count("_generate_and_score_completions does not call super(), so it may sample") == 1
     with pytest.raises(ConfigError, match="bitwise_invariant=True needs this trainer's own sampling"):
         make(tmp_path / "bitwise", cls=Alone, bitwise_invariant=True).train()
-
-
-def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
-    trainer = make(tmp_path, cls=Alone)
-    monkeypatch.setattr(rollout_func, "gather_lists", lambda items: [*items, 8])
-    with pytest.raises(RolloutError, match=r"does not call super\(\): it would sample 8 to 16 completions"):
-        trainer.train()
-
-
-def test_a_hook_that_processes_call_differently_often_may_not_gather():
-    accelerator: Any = Mock(num_processes=2)
-    with uneven_collectives(accelerator, refused_in="_generate_single_turn"):
-        for method in (accelerator.gather, accelerator.reduce, accelerator.gather_for_metrics):
-            with pytest.raises(RolloutError, match="_turn gathers, and"):
-                method(torch.ones(1))
-    alone: Any = Accelerator(cpu=True)
-    with uneven_collectives(alone, refused_in="_generate_single_turn"):
-        assert alone.gather(torch.ones(1)) == 1
-
-
-def test_a_field_of_one_process_alone_is_refused(monkeypatch):
-    ids = torch.ones(4, 2, dtype=torch.long)
-    scored = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), ids)
-    scored["advantages"] = torch.zeros(4)
-    other = {**scored, "extra": torch.zeros(4)}
-    assert len(batch.gather_scored(scored, 4, 2)) == 4
-    assert batch.gather_scored(other, 4, 2).columns.keys() - scored.keys() == {"extra"}
-    monkeypatch.setattr(batch, "gather_lists", lambda items: [*items, (4, scored)])
-    with pytest.raises(RolloutError, match="extra came with some completions"):
-        batch.gather_scored(other, 4, 2)
 
 
 def test_a_rollout_func_may_write_to_its_prompts(tmp_path):

@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
-from grpo_ext.rollouts.decoding import own_generate
 from tests.support.beside_trl import build
 from tests.support.own_generate import Sampler
 from tests.support.tiny import stock_scores, tiny_model
@@ -93,14 +92,21 @@ def test_bitwise_mode_refuses_it(tmp_path):
         trainer.train()
 
 
-def test_what_samples_as_transformers_does_is_not_mistaken(monkeypatch):
-    plain = tiny_model()
-    assert own_generate(plain) is None
-    adapted = get_peft_model(tiny_model("llama"), LoraConfig(**LORA))
-    assert own_generate(adapted) is None
+def adapted(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(**LORA))
+
+
+def test_bitwise_mode_takes_adapters_and_refuses_whatever_else_samples(tmp_path, monkeypatch):
+    def build(model: Any) -> None:
+        make(tmp_path, model=model, bitwise_invariant=True, max_steps=1)
+
+    refused = {"match": r"\(only this trainer's own sampling"}
+    for model in (tiny_model(), adapted(tiny_model("llama"))):
+        build(model)
     for kind in KINDS:
-        assert own_generate(model_with(Sampler(), kind)) is not None
-        assert own_generate(get_peft_model(model_with(Sampler(), kind), LoraConfig(**LORA))) is not None
+        with pytest.raises(ConfigError, **refused):
+            build(adapted(model_with(Sampler(), kind)))
     monkeypatch.setattr(transformers.GenerationMixin, "generate", lambda self, **kwargs: None)  # by a faster library
-    assert own_generate(plain) is not None
-    assert own_generate(adapted) is not None
+    for model in (tiny_model(), adapted(tiny_model("llama"))):
+        with pytest.raises(ConfigError, **refused):
+            build(model)

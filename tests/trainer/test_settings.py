@@ -9,11 +9,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from trl.rewards import think_format_reward
 
 from grpo_ext import GRPOTrainer, compat
-from grpo_ext.checks.settings import refuse_parallelism
 from grpo_ext.errors import ConfigError
 from tests.support.drop_in import conversations
 from tests.support.server import stand_in
@@ -143,52 +143,33 @@ def test_nothing_is_said_of_ordinary_settings(tmp_path, caplog):
 # ---- Processes ------------------------------------------------------------------------------------------------------
 
 
-def accelerator(kind: str = "NO", mesh: Any = None, **plugins: Any) -> Any:
-    return SimpleNamespace(
-        distributed_type=DistributedType(kind), parallelism_config=mesh, state=SimpleNamespace(**plugins)
-    )
+class Mesh(ParallelismConfig):
+    """A mesh of processes that were not started."""
+
+    def get_device_mesh(self, device_type: str | None = None) -> None:
+        return None
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        return None
 
 
-DIMENSIONS = [name for name in vars(ParallelismConfig()) if name.endswith("_size")]
-
-
-@pytest.mark.parametrize("name", DIMENSIONS)
-def test_every_dimension_of_a_mesh_is_refused(name):
-    refuse_parallelism(accelerator("FSDP", ParallelismConfig(), fsdp_plugin=SimpleNamespace(fsdp_version=2)), 1)
+@pytest.mark.parametrize("name", [name for name in vars(ParallelismConfig()) if name.endswith("_size")])
+def test_every_dimension_of_a_mesh_is_refused(tmp_path, monkeypatch, name):
     sizes = {name: 2} | ({"dp_shard_size": 2} if name == "dp_replicate_size" else {})
+    monkeypatch.setattr(Accelerator, "parallelism_config", Mesh(**sizes))
     with pytest.raises(ConfigError, match=f"{name}=2"):
-        refuse_parallelism(accelerator("FSDP", ParallelismConfig(**sizes)), 1)
+        make(tmp_path)
 
 
-@pytest.mark.parametrize("kind", DistributedType)
-def test_engines_that_are_not_known_to_work_are_refused(kind):
-    plugins = {"fsdp_plugin": SimpleNamespace(fsdp_version=2), "deepspeed_plugin": SimpleNamespace(zero_stage=3)}
-    if kind.value in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"):
-        refuse_parallelism(accelerator(kind, **plugins), 1)
-        return
-    with pytest.raises(ConfigError, match=f"the engine {kind.value}: "):
-        refuse_parallelism(accelerator(kind, **plugins), 1)
-
-
-def test_fsdp_1_is_refused():
-    with pytest.raises(ConfigError, match="FSDP 1: "):
-        refuse_parallelism(accelerator("FSDP", fsdp_plugin=SimpleNamespace(fsdp_version=1)), 1)
-
-
-def test_a_trainer_refuses_context_and_tensor_parallelism(tmp_path, monkeypatch):
-    class Mesh(ParallelismConfig):
-        """A mesh of processes that were not started."""
-
-        def get_device_mesh(self, device_type: str | None = None) -> None:
-            return None
-
-        def _validate_accelerator(self, accelerator: Accelerator) -> None:
-            return None
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Accelerator, "parallelism_config", Mesh(cp_size=2))
-        with pytest.raises(ConfigError, match="cp_size=2"):
-            make(tmp_path)
-    monkeypatch.setattr(GRPOTrainer, "get_tp_size", lambda self: 2)
-    with pytest.raises(ConfigError, match="tp_size=2"):
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "words"),
+    [
+        (GRPOTrainer, "get_tp_size", lambda self: 2, "tp_size=2"),
+        (Accelerator, "distributed_type", DistributedType.MEGATRON_LM, "the engine MEGATRON_LM: "),
+        (AcceleratorState, "fsdp_plugin", SimpleNamespace(fsdp_version=1, activation_checkpointing=False), "FSDP 1: "),
+    ],
+)
+def test_engines_that_are_not_known_to_work_are_refused(tmp_path, monkeypatch, owner, name, value, words):
+    monkeypatch.setattr(owner, name, value, raising=False)
+    with pytest.raises(ConfigError, match=words):
         make(tmp_path)

@@ -7,9 +7,11 @@ import logging
 import time
 
 import pytest
+import torch
+from accelerate import Accelerator
 
-from grpo_ext.checks.trainer import check_trainer
 from grpo_ext.errors import ConfigError, DataError
+from tests.support.colocated import stand_in
 from tests.support.drop_in import conversations
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import Game, count, sampled, transcript_reward
@@ -81,15 +83,12 @@ def test_what_cannot_work_is_refused_before_training(tmp_path, given, error, wor
         trainer_with(tmp_path, **given)
 
 
-@pytest.mark.parametrize(("mode", "engines"), [("server", 2), ("colocate", 2), ("colocate", 1)])
-def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, monkeypatch, mode, engines):
-    trainer = trainer_with(tmp_path, tools=[count])
-    settings = {"use_vllm": True, "vllm_mode": mode, "vllm_tensor_parallel_size": engines}
-    for name, value in settings.items():
-        monkeypatch.setattr(trainer.args, name, value)
-    check_trainer(trainer, trainer.args)
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    together = (mode, engines) == ("colocate", 2)
+@pytest.mark.parametrize("engines", [1, 2])
+def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, monkeypatch, engines):
+    stand_in(monkeypatch.setattr)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    monkeypatch.setattr(torch.distributed, "new_subgroups_by_enumeration", lambda ranks: (None, None))
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": engines, "top_k": 0}
     refused = pytest.raises(ConfigError, match="tools or an environment on 2 processes: vLLM cuts")
-    with refused if together else contextlib.nullcontext():
-        check_trainer(trainer, trainer.args)
+    with refused if engines == 2 else contextlib.nullcontext():
+        trainer_with(tmp_path, tools=[count], **settings)
