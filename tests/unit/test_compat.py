@@ -98,15 +98,6 @@ def test_trl_still_uses_old_names(warned, monkeypatch):
     assert warned() == ["configuration", "construction", "training", "evaluation"]
 
 
-def test_other_warnings_are_shown_beside_old_names():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with compat.hiding_old_names():
-            warnings.warn("`is_gradient_checkpointing` is deprecated and so on", FutureWarning, stacklevel=1)
-            warnings.warn("`gradient_clipping` is deprecated", FutureWarning, stacklevel=1)
-    assert [str(warning.message) for warning in caught] == ["`gradient_clipping` is deprecated"]
-
-
 # ---- vLLM ------------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
@@ -172,13 +171,6 @@ def test_a_transform_that_is_not_known_would_show(monkeypatch, setting):
 # ---- The forward ----------------------------------------------------------------------------------------------------
 
 
-def padded_batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 50, (3, 10), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = mask[2, 8:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def test_casting_the_head_to_float32_leaves_autocast():
     model = tiny_model("qwen2")
     install(model, TEMPERATURE, cast_to_fp32=True)
@@ -193,19 +185,6 @@ def test_casting_the_head_to_float32_leaves_autocast():
     install(model, TEMPERATURE)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert (model(ids, **{TARGETS: targets})[0] - logps).abs().max() > 1e-4
-
-
-def test_every_other_call_and_the_signature_are_the_models_own():
-    inputs = padded_batch()
-    model, plain = tiny_model("qwen2"), tiny_model("qwen2")
-    install(model, TEMPERATURE)
-    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
-    for call in ({}, {"labels": inputs["input_ids"]}, {"use_cache": True}):
-        ours, theirs = model(**inputs, **call), plain(**inputs, **call)
-        assert type(ours) is type(theirs)
-        assert torch.equal(ours.logits, theirs.logits)
-    with pytest.raises(ValueError, match="not used by the model"):
-        model.generate(**inputs, max_new_tokens=1, no_such_argument=1)
 
 
 # ---- TRL's kernel ---------------------------------------------------------------------------------------------------

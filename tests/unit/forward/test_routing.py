@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from grpo_ext.errors import ModelError
 from grpo_ext.forward.forms import in_form, run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed
+from grpo_ext.forward.routing import LIVE, Routing, install_routers
 from tests.support.architectures import architecture
 from tests.support.packs import SHAPES, apart, gradient, rows_of
 from tests.tolerances import DIFFERENT, FLOAT32_SUMS
@@ -141,22 +140,6 @@ def test_a_router_that_gives_replayed_experts_no_weight_is_refused():
     install_routers(architecture("deepseek_v2", topk_group=1, topk_method="greedy", **sizes))
     with pytest.raises(ModelError, match="DeepseekV2TopkRouter gives no weight to experts outside the groups"):
         install_routers(architecture("deepseek_v2", topk_group=1, topk_method="group_limited_greedy", **sizes))
-
-
-@pytest.mark.parametrize("part", ["gate", "mlp", "experts"])
-def test_a_part_that_peft_trains_whole_is_counted_once(part):
-    adapter = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[part], task_type="CAUSAL_LM")
-    model = get_peft_model(architecture("qwen3_moe"), adapter).get_base_model()
-    install_routers(model)
-    ids, recording = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1)), Routing()
-    with torch.no_grad(), routed(model, recording):
-        model(ids)
-    experts_NC = recording.take()
-    assert experts_NC.shape == (18, 8)  # two of each of four layers
-    replaying = Routing(others(experts_NC, 4), torch.ones(18))
-    with torch.no_grad(), routed(model, replaying):
-        model(ids)
-    assert 0 < int(replaying.changed) <= int(replaying.replayed) == 18 * 4
 
 
 def test_a_forward_that_leaves_out_its_routers_is_refused():

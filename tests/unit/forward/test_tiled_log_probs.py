@@ -226,12 +226,3 @@ def test_the_backward_pass_under_masks_is_the_derivative(kind):
         return log_probs(*inputs, TARGETS, TRANSFORMS[kind], masks=masks())
 
     assert torch.autograd.gradcheck(both, case()[:3])
-
-
-@pytest.mark.parametrize("with_entropy", [True, False])
-def test_a_token_that_was_chosen_from_itself_alone_has_probability_one_and_no_gradient(with_entropy):
-    hidden, weight, bias, _ = case(torch.float32)
-    logps, entropies = log_probs(hidden, weight, bias, TARGETS, TRANSFORMS[MASKED[0]], with_entropy, masks=masks())
-    assert logps[1].item() == 0.0
-    assert entropies is None or entropies[1].item() == 0.0
-    assert not torch.autograd.grad(logps[1], hidden)[0].any()

@@ -90,11 +90,6 @@ def test_own_rewards_load_from_a_file_and_from_a_module(tmp_path, monkeypatch):
             resolve_rewards([f"{name}third"])
 
 
-def test_a_gold_answer_is_found_row_by_row():
-    golds = {"answer": ["1", None, None], "solution": [None, 2, None]}
-    assert exact_number(completions=["1", "2", "3"], **golds) == [1.0, 1.0, None]
-
-
 @pytest.mark.parametrize(
     ("names", "budget", "message"),
     [

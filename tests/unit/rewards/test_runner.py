@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from typing import Any
 
@@ -31,24 +30,6 @@ async def later(completions, **kwargs):
 
 def sparse(completions, level, **kwargs):
     return [None if n == 1 else 1.0 / 3.0 for n in level]
-
-
-def test_a_data_column_gives_way_to_what_trl_hands_over():
-    def graded(trainer_state, log_metric, environments, **kwargs):
-        assert trainer_state == 7
-        log_metric("m", 1.0)
-        return [float(value) for value in environments]
-
-    def scored(columns: dict[str, Any], environments: Any = None) -> list[list[float]]:
-        inputs = [{**row, **columns} for row in INPUTS]
-        taken = dataclasses.replace(rows(environments=environments, state=7), inputs=inputs)
-        return RewardRunner(torch.device("cpu")).compute(functions_of([graded]), taken)[0].tolist()
-
-    columns = {"trainer_state": "x", "log_metric": "x", "environments": 5}
-    assert scored(columns) == [[5.0]] * 3
-    assert scored(columns, [1, 2, 3]) == [[1.0], [2.0], [3.0]]
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'prompts'"):
-        scored({"prompts": "x"}, [1, 2, 3])
 
 
 def test_an_asynchronous_function_that_fails_for_good_ends_those_that_run_or_wait_for_another_try():

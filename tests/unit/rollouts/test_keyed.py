@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +19,7 @@ from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, sample_chunk
-from grpo_ext.rollouts.keyed import request_keys, sampling_filters
+from grpo_ext.rollouts.keyed import request_keys
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.runtime.out_of_memory import Halving
 from tests.support.rollouts import sampled_chunk
@@ -71,18 +70,6 @@ FILTERS = {
 def transformers_filters(model, config: GenerationConfig):
     model._prepare_special_tokens(config, device=CPU)
     return model._get_logits_processor(config, input_ids_seq_length=1, device=CPU, model_kwargs={})
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_the_filters_leave_the_scores_that_generate_samples_from(model, name):
-    config = sampling(**FILTERS[name])
-    ids = torch.zeros(16, 3, dtype=torch.long)
-    scores = 2 * torch.randn(16, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    theirs = transformers_filters(model, config)(ids, scores.clone())
-    ours = scores.clone()
-    for each in sampling_filters(model, config)[0]:
-        ours = each(ids, ours)
-    assert torch.equal(ours, theirs)
 
 
 # ---- A row alone, in a batch, in any order --------------------------------------------------------------------------
@@ -149,15 +136,6 @@ def test_the_first_token_follows_the_filtered_softmax_of_the_models_logits(model
     assert p_value(counts, expected_distribution(model, **options)) > P_VALUE
     other = {**options, "temperature": options["temperature"] * 1.1}  # the control
     assert p_value(counts, expected_distribution(model, **other)) < P_VALUE
-
-
-def test_a_filter_of_the_models_own_generation_config_is_applied_as_generate_does(model):
-    own = copy.deepcopy(model)
-    own.generation_config.typical_p = 0.3
-    possible = set(np.flatnonzero(expected_distribution(model, typical_p=0.3)))
-    assert len(possible) < VOCABULARY
-    tokens = sample(own, [[5, 6, 7]] * 500, keys(500), sampling(max_new_tokens=1))
-    assert {c[0] for c in tokens} <= possible
 
 
 # ---- Keys and rows --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox, TurnLimits
 from grpo_ext.rollouts.transcript import Transcript
 from tests.support.rewards import running_loop
-from tests.support.tool_runs import Shop, count, sampled
+from tests.support.tool_runs import count, sampled
 
 SECONDS = 0.1
 LIMITS = TurnLimits(10**5, seconds=SECONDS)
@@ -78,22 +78,3 @@ def test_an_asynchronous_tool_that_hangs_is_cancelled(chat, loop, deaf):
 
     assert answers(Toolbox([hang, count], Environments(), loop), chat, ["hang", "count"]) == ["1", NO_ANSWER]
     assert ended.wait(10)
-
-
-class Deaf(Shop):
-    async def stall(self, number):
-        while True:
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                continue
-
-
-def test_an_environment_with_an_asynchronous_method_is_used_no_more_after_a_hang(chat, loop):
-    environments = Environments({None: Deaf})
-    transcript = Transcript({"prompt": [{"role": "user", "content": "a"}]}, key=0)
-    environments.begin([transcript])
-    toolbox = Toolbox([], environments, loop)
-    assert NO_ANSWER in answers(toolbox, chat, ["stall", "ask"], transcript.environment)
-    assert environments.pools == {None: []}
-    assert not environments.uses(transcript.environment)

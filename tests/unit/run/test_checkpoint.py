@@ -81,15 +81,6 @@ def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["_running.lock", "checkpoint-1"]
 
 
-def test_a_name_that_is_taken_is_kept_beside(tmp_path):
-    make(tmp_path, 4)
-    (tmp_path / "checkpoint-4" / "mine.txt").write_text("mine")
-    make(tmp_path, 4)
-    assert (tmp_path / "checkpoint-4.replaced-1" / "mine.txt").read_text() == "mine"
-    assert why_broken(tmp_path / "checkpoint-4") is None
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
-
-
 def test_rotation_deletes_the_oldest_and_no_more_than_there_are_too_many(tmp_path):
     for step in (1, 2, 3, 4):
         make(tmp_path, step)

@@ -232,21 +232,6 @@ def test_wrong_sizes_and_names_are_refused_before_anything_starts():
         check(run_of({**SIZES, "global_batch_size": 15}), [Split(8)])
 
 
-@stock_scores
-def test_check_trains_and_compares_with_a_local_reward(fork_launches, tmp_path):
-    factor = 2.0  # a closure reaches the processes too
-
-    def scaled(prompts, completions, **kwargs):
-        return [factor * r for r in letter_reward(prompts, completions)]
-
-    config = {**TRAINED, "learning_rate": 1e-3, "adam_epsilon": 1e-4}
-    report = check(saved(tmp_path, config, rewards=[scaled]), [Split(8), Split(3)], against="trl")
-    assert [r.verdict for r in report.of(OURS)] == ["reference", "same"]
-    assert [r.verdict for r in report.of(STOCK)] == ["reference", "refused"]
-    assert report.ok
-    assert 0.0 < report.of(OURS)[1].gradient_error < 2e-6
-
-
 def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches, tmp_path):
     with pytest.raises(ConfigError, match=r"no split could be trained: .*reward weights \(2\)"):
         check(saved(tmp_path, {**SIZES, "reward_weights": [1.0, 2.0]}), [Split(8)])
