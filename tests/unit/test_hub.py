@@ -11,7 +11,6 @@ from huggingface_hub.utils import _http
 
 from grpo_ext.checks.model import find_model
 from grpo_ext.errors import GrpoExtError
-from grpo_ext.tools import export
 from grpo_ext.tools.plan import load_config
 
 httpx = getattr(_http, "httpx2", None) or _http.httpx  # as huggingface_hub has it
@@ -34,7 +33,7 @@ def asked(monkeypatch):
     huggingface_hub.set_client_factory(_http.default_client_factory)
 
 
-@pytest.mark.parametrize("use", [load_config, export._load_base, lambda name: find_model(name, {"revision": "v1"})])
+@pytest.mark.parametrize("use", [load_config, lambda name: find_model(name, {"revision": "v1"})])
 def test_a_model_that_cannot_be_reached_is_asked_for_once_and_named(asked, use):
     with pytest.raises(
         GrpoExtError, match="model 'some/model' cannot be loaded; check the path or the name"

@@ -40,12 +40,8 @@ OPTIONS = {
     "entropy keep": {"keep": True},
     "sampling ratio per sequence": {"correct_sampling": True, "sampling": "sequence"},
     "everything": {
-        "delta": 1.3,
-        "beta": 0.1,
-        "off_policy_mask_threshold": 0.05,
-        "keep": True,
-        "correct_sampling": True,
-        "sampling": "token",
+        **{"delta": 1.3, "beta": 0.1, "off_policy_mask_threshold": 0.05},
+        **{"keep": True, "correct_sampling": True, "sampling": "token"},
     },
 }
 VARIANTS = list(itertools.product(LOSS_TYPES, LEVELS, OPTIONS))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_ext.precision.half import half_weights
 from tests.support.architectures import architecture
 from tests.support.tiny import tiny_model
-from tests.support.trainers import LORA, make, update
+from tests.support.trainers import LORA, update
 
 KINDS = ("qwen2", "gpt2", "moe", "lora", "dora", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")
 READ_ELSEWHERE = ("dora", "falcon_h1")  # weights that more reads than autocast's products: rounded, like the products
@@ -99,28 +99,6 @@ def test_a_layer_whose_forward_was_replaced_keeps_its_weights():
 
 
 # ---- Sampling -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("bf16", [True, False])
-def test_an_adapter_samples_in_the_precision_of_training(tmp_path, bf16, lag):
-    trainer = make(tmp_path, peft_config=LoraConfig(**LORA), bf16=bf16, rollout_lag=lag, max_steps=2)
-    start = [id(parameter) for parameter in trainer.model.parameters()]
-    kinds = set()
-    engine = trainer._rollouts.worker.engine
-    inner = type(engine)._sample
-
-    def noted(self: Any, model: Any, *args: Any) -> Any:
-        layer = model.get_base_model().model.layers[0].self_attn.q_proj
-        kinds.add((layer.base_layer.weight.dtype, layer.lora_A["default"].weight.dtype))
-        return inner(self, model, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(engine), "_sample", noted)
-        trainer.train()
-    assert kinds == {(torch.bfloat16 if bf16 else torch.float32,) * 2}
-    assert [id(parameter) for parameter in trainer.model.parameters()] == start
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
 
 def test_a_bitwise_run_with_an_adapter_keeps_its_bits_across_splits(tmp_path):

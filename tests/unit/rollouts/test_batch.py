@@ -9,8 +9,6 @@ import torch
 
 from grpo_ext.errors import RolloutError
 from grpo_ext.rollouts.batch import RolloutBatch, gather_scored
-from grpo_ext.step.metrics import StepMetrics
-from grpo_ext.step.statistics import count_step
 from tests.support.batches import batch_of_rows
 
 PAD = 0
@@ -43,15 +41,6 @@ def test_rows_are_padded_to_their_own_longest_with_what_counts_for_nothing():
         "importance_sampling_ratio": [[2.0, 2.0, 2.0], [2.0, 2.0, 1.0]],
         "advantages": [0.0, 0.5],
     }
-
-
-def test_a_step_counts_the_tokens_that_a_group_has_in_it():
-    lengths = [3, 1, 2, 5, 4, 6, 7, 8]
-    step = batch_of_rows([[1]] * 8, [[7] * n for n in lengths], torch.ones(8), 4).select(range(3, 6))
-    assert list(step.sizes().groups_B) == [0, 1, 1]
-    counts = count_step(step, StepMetrics(torch.device("cpu"))).counts
-    assert counts.group_tokens == {0: 5, 1: 10}
-    assert (counts.completions, counts.tokens) == (3, 15)
 
 
 # ---- What a user's override returns ---------------------------------------------------------------------------------

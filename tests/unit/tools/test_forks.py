@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from accelerate.utils.other import get_free_port
 
 from grpo_ext.tools.check import runs
 from tests.support.cases import Bench
-from tests.support.forks import SERVED, run_forked, serves
+from tests.support.forks import SERVED, serves
 from tests.support.launches import run_all
 
 pytestmark = pytest.mark.skipif(not serves({**os.environ, **SERVED}), reason="launches are not forked here")
@@ -22,11 +18,6 @@ pytestmark = pytest.mark.skipif(not serves({**os.environ, **SERVED}), reason="la
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("forks"))
-
-
-def script(folder, text):
-    (folder / "script.py").write_text(text)
-    return str(folder / "script.py")
 
 
 @pytest.mark.full
@@ -38,31 +29,3 @@ def test_a_forked_run_has_the_bits_of_a_launched_one(bench, processes):
         assert one.trace == other.trace
         assert one.log[0]["reward"] == other.log[0]["reward"]
         assert all(torch.equal(one.delta[name], other.delta[name]) for name in other.delta)
-
-
-SAY = """
-import json, os, sys
-known = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "ACCELERATE_", "OMP_", "HF_", "PYTHONW", "TOKENIZERS")
-said = {name: value for name, value in os.environ.items() if name.startswith(known)}
-with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
-    json.dump([said, __name__, sys.argv[1:]], file)
-"""
-
-
-def test_processes_are_told_what_the_launcher_tells_them(tmp_path):
-    seen = []
-    here = {**os.environ, **SERVED}
-    for way in ("launched", "forked"):
-        (tmp_path / way).mkdir()
-        arguments = [script(tmp_path, SAY), str(tmp_path / way)]
-        if way == "forked":
-            assert run_forked(arguments, 2, here, 60)[0] == 0
-        else:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-            torchrun += ["--master-port", str(get_free_port()), *arguments]
-            subprocess.run(torchrun, env=here, check=True, capture_output=True)
-        seen.append([json.loads((tmp_path / way / f"{rank}.json").read_text()) for rank in (0, 1)])
-    for (one, *rest), (other, *others) in zip(*seen):
-        assert one.keys() == other.keys()
-        assert {name for name in one if one[name] != other[name]} <= {"MASTER_PORT"}
-        assert (rest[0], rest[1][0]) == (others[0], others[1][0].replace("forked", "launched"))
