@@ -45,16 +45,6 @@ def test_a_parameter_more_on_a_method_that_is_overridden_is_named(monkeypatch, v
     assert "1.15 and 1.16" in text
 
 
-def turn(self, prompt_ids, images, extra, num_generations):
-    """TRL's `_generate_single_turn` with another parameter."""
-
-
-def test_the_first_parameters_have_to_fit_where_the_override_passes_on_what_follows(monkeypatch, verify_anew):
-    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", turn)
-    with pytest.raises(ContractError, match=r"_generate_single_turn takes \(prompt_ids, images, extra, "):
-        verify_anew()
-
-
 def test_a_method_that_is_gone_is_named(monkeypatch, verify_anew):
     monkeypatch.delattr(transformers.Trainer, "_finalize_training")
     with pytest.raises(ContractError, match=r"GRPOTrainer\._finalize_training is missing"):

@@ -138,11 +138,6 @@ ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "embeddings": ("qwen2", lambda: lora(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"])),
     "adalora": ("qwen2", lambda: peft.AdaLoraConfig(total_step=10, target_modules=TWO)),
 }
-LEFT_OUT: dict[str, tuple[str, Callable[[], Any], str]] = {
-    "the parameter of a linear layer": ("qwen2", lambda: lora(target_parameters=["o_proj.weight"]), "o_proj"),
-    "oft": ("qwen2", lambda: peft.OFTConfig(oft_block_size=8, target_modules=TWO), "oft_R"),
-    "loha": ("qwen2", lambda: peft.LoHaConfig(target_modules=TWO), "hada_"),
-}
 
 
 def adapted(base: Any, config: Any) -> Any:
@@ -161,15 +156,6 @@ def test_parts_of_an_adapter_add_up(name):
     if name == "experts":
         base.set_experts_implementation("eager")
     assert_parts_add_up(adapted(base, config()))
-
-
-@full
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_weights_made_of_weights_are_left_out(name):
-    kind, config, part = LEFT_OUT[name]
-    model = adapted(network(kind), config())
-    names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad and part in name)
-    assert_parts_add_up(model, names)
 
 
 # ---- Modules of users -----------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def returning(rewards: Any) -> list[float | None]:
         (1.0, "1.0, which is not"),
     ],
 )
-def test_what_is_no_list_of_one_reward_for_each_completion_is_refused(rewards, what):
+def test_a_return_value_must_be_one_reward_for_each_completion(rewards, what):
     with pytest.raises(RewardError, match=f"'function_0' returned {what}.*; return .* each of the 3 completions"):
         returning(rewards)
 
@@ -53,7 +53,7 @@ def test_what_is_no_list_of_one_reward_for_each_completion_is_refused(rewards, w
     [math.nan, "1.0", [1.0], float, 10**400, 1e39, np.array([1.0, 2.0]), torch.tensor([-math.inf]), torch.tensor([])],
     ids=lambda value: repr(value)[:20],
 )
-def test_what_is_no_finite_number_is_refused_with_function_row_value_and_text(value):
+def test_rewards_must_be_finite_numbers(value):
     """In float32, in which 1e39 is infinite."""
     with pytest.raises(RewardError) as caught:
         returning([0.0, 0.0, value])
@@ -65,11 +65,8 @@ def test_what_is_no_finite_number_is_refused_with_function_row_value_and_text(va
     ("rewards", "expected"),
     [
         ([True, None, -2.5], [1.0, None, -2.5]),
-        ([np.float32(0.5), np.int64(2), np.bool_(True)], [0.5, 2.0, 1.0]),
         ([np.array(0.5), np.float64(1.5), np.float16(2.0)], [0.5, 1.5, 2.0]),
-        (np.array([0.5, 1.0, 2.0], dtype=np.float32), [0.5, 1.0, 2.0]),
         ([torch.tensor(0.5), torch.tensor([2.0]), torch.tensor(True)], [0.5, 2.0, 1.0]),
-        (torch.tensor([0.5, 1.0, 2.0], dtype=torch.bfloat16), [0.5, 1.0, 2.0]),
         ([Fraction(1, 2), Decimal("0.5"), 1], [0.5, 0.5, 1.0]),
     ],
     ids=repr,
@@ -180,7 +177,7 @@ def test_a_call_that_hangs_or_fails_is_made_again_and_at_last_an_error_or_none(k
     assert "its 3 completions get None" in caplog.text
 
 
-def test_an_interruption_is_no_reward_error():
+def test_an_interrupt_passes_through():
     def interrupt(**kwargs):
         raise KeyboardInterrupt
 
@@ -188,7 +185,7 @@ def test_an_interruption_is_no_reward_error():
         call(interrupt)
 
 
-def test_what_is_no_reward_is_an_error_at_once_whatever_is_configured():
+def test_an_invalid_reward_is_not_retried():
     calls: list[int] = []
 
     def wrong(**kwargs: Any) -> list[float]:

@@ -79,23 +79,6 @@ def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
             assert score(kinds_of_functions(), workers, state=state) == here
 
 
-def test_chunks_of_all_functions_run_concurrently(tmp_path):
-    def meets(mine: str, other: str) -> Callable[..., Any]:
-        def graded(completions, **kwargs):
-            (tmp_path / mine).touch()
-            while not (tmp_path / other).exists():
-                time.sleep(0.01)
-            return [1.0] * len(completions)
-
-        return graded
-
-    with working(1) as workers, pytest.raises(RewardError, match=r"no answer within reward_timeout=0\.3"):
-        score([meets("a", "b"), meets("b", "a")], workers, Faults(timeout=0.3), chunk=None)
-    with working(2) as workers:
-        pair = [meets("c", "d"), meets("d", "c")]
-        assert score(pair, workers, Faults(timeout=PATIENCE_S), chunk=None)[0] == [[1.0] * 5] * 2
-
-
 # ---- What a worker is -----------------------------------------------------------------------------------------------
 
 

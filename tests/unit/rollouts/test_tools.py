@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from typing import Any
@@ -13,7 +12,6 @@ from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox, TurnLimits
 from grpo_ext.rollouts.transcript import Transcript
-from tests.support.rewards import running_loop
 from tests.support.tool_runs import count, sampled
 
 SECONDS = 0.1
@@ -26,12 +24,6 @@ def chat():
     return Chat(sampled(lambda ids: []), [count])
 
 
-@pytest.fixture(scope="module")
-def loop():
-    with running_loop() as loop:
-        yield loop
-
-
 def answered(toolbox: Toolbox, chat: Chat, calls: list[str], environment: Any = None, **arguments: Any) -> Transcript:
     """A transcript whose calls are answered."""
     asked = [
@@ -40,11 +32,6 @@ def answered(toolbox: Toolbox, chat: Chat, calls: list[str], environment: Any = 
     transcript = Transcript({}, key=0, completion=[], calls=asked, environment=environment)
     assert toolbox.answer([transcript], chat, LIMITS) == [transcript]
     return transcript
-
-
-def answers(*args: Any, **arguments: Any) -> list[str]:
-    """What the model is told, one answer for each call in the order in which they come."""
-    return [message["content"] for message in answered(*args, **arguments).completion]
 
 
 def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(chat, caplog):
@@ -61,20 +48,3 @@ def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(chat
     assert [message["content"] for message in transcript.completion] == [NO_ANSWER, "1", NO_ANSWER]
     assert (transcript.tool_calls, transcript.tool_failures) == (3, 2)
     assert caplog.text.count("its thread is left behind") == 1
-
-
-@pytest.mark.parametrize("deaf", [False, True], ids=["cancelled", "deaf"])
-def test_an_asynchronous_tool_that_hangs_is_cancelled(chat, loop, deaf):
-    ended = threading.Event()
-
-    async def hang(number):
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            ended.set()
-            if deaf:
-                await asyncio.sleep(60)
-            raise
-
-    assert answers(Toolbox([hang, count], Environments(), loop), chat, ["hang", "count"]) == ["1", NO_ANSWER]
-    assert ended.wait(10)
