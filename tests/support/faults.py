@@ -103,8 +103,8 @@ FAULTS = [
     ),
     Fault(
         "forward/shared_prefix.py",
-        "(max(start, stop - window + 1), stop)",
-        "(max(start, stop - window), stop)",
+        '"window_size_left": part.window - 1',
+        '"window_size_left": part.window',
         f"{VARLEN} {PACKED}",
     ),
     Fault("forward/routing.py", "known_NK = recorded_NK != LIVE", "known_NK = recorded_NK > LIVE + 1", ROUTING),

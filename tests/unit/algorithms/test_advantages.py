@@ -159,14 +159,6 @@ def test_rewards_that_cancel_have_no_variance_in_their_sum_but_apart():
 # ---- Dynamic sampling -----------------------------------------------------------------------------------------------
 
 
-def test_places_are_filled_in_order():
-    places, free = fill_places([[True, False, False, True], [False, True], [True]])
-    assert places == [(0, 0), (1, 1), (2, 0), (0, 3)]
-    assert free == 0
-    assert fill_places([[False, True, False], [True, False]]) == ([(1, 0), (0, 1), (0, 2)], 1)
-    assert fill_places([[True, True]]) == ([(0, 0), (0, 1)], 0)
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.lists(st.lists(st.booleans(), max_size=12), max_size=5))
 def test_nothing_that_teaches_is_lost_and_nothing_comes_twice(first, later):
     rounds, free = [first], first.count(False)

@@ -187,9 +187,6 @@ def test_casting_the_head_to_float32_leaves_autocast():
         assert (model(ids, **{TARGETS: targets})[0] - logps).abs().max() > 1e-4
 
 
-# ---- TRL's kernel ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("deterministic", "head"), [(False, "Triton"), (True, "tiled")])
 def test_bitwise_mode_does_not_use_trls_kernel(monkeypatch, deterministic, head):
     """On tensors that say they are on a CUDA device; both heads are stand-ins."""
@@ -199,6 +196,9 @@ def test_bitwise_mode_does_not_use_trls_kernel(monkeypatch, deterministic, head)
         hidden, weight = torch.empty(3, 4, device="cuda"), torch.empty(9, 4, device="cuda")
         targets = torch.empty(3, device="cuda", dtype=torch.long)
         assert lm_head.log_probs(hidden, weight, None, targets, LogitTransform())[0] == head
+
+
+# ---- TRL's kernel ---------------------------------------------------------------------------------------------------
 
 
 def test_a_head_of_several_layers_and_an_adapter_on_it_are_refused():

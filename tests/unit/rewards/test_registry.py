@@ -125,9 +125,3 @@ def test_a_plugin_adds_a_short_name(plugin):
     assert reward(completions=["a", "b"]) == [0.5, 0.5]
     with pytest.raises(ConfigError, match=r"no reward 'half'; use one of accuracy, .*half_marks"):
         resolve_rewards(["half"])
-
-
-def test_a_plugin_with_a_built_in_name_is_refused_where_it_is_asked_for(plugin):
-    with pytest.raises(ConfigError, match="'exact_number' is offered by plug:half and grpo_ext"):
-        resolve_rewards(["exact_number"])
-    assert resolve_rewards(["length_penalty"], 10)

@@ -232,11 +232,6 @@ def test_wrong_sizes_and_names_are_refused_before_anything_starts():
         check(run_of({**SIZES, "global_batch_size": 15}), [Split(8)])
 
 
-def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches, tmp_path):
-    with pytest.raises(ConfigError, match=r"no split could be trained: .*reward weights \(2\)"):
-        check(saved(tmp_path, {**SIZES, "reward_weights": [1.0, 2.0]}), [Split(8)])
-
-
 def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
     # the negative control of the comparison: noise drawn per micro-batch
     config = {**TRAINED, "learning_rate": 1e-3, "allow_split_dependent": True}

@@ -21,17 +21,10 @@ def names(kind: type) -> set[str]:
 # settings that do not change what is learned
 LAYOUT = {
     *("global_batch_size", "rollout_batch_size", "rollout_chunk_size", "micro_batch_tokens", "forward"),
-    *(
-        "skip_zero_contribution",
-        "float32_weight_gradients",
-        "compact_rollouts",
-        "bitwise_invariant",
-        "canonical_unit_size",
-        "bitwise_threads",
-    ),
-    *("allow_changed_on_resume", "reward_workers", "reward_timeout", "reward_retries", "reward_on_failure"),
-    *("tool_timeout", "allow_split_dependent", "eval_pass_threshold", "eval_pass_reward"),
-    *("vllm_check", "vllm_lora", "vllm_seeds"),
+    *("skip_zero_contribution", "float32_weight_gradients", "compact_rollouts", "bitwise_invariant"),
+    *("canonical_unit_size", "bitwise_threads", "allow_changed_on_resume", "allow_split_dependent", "tool_timeout"),
+    *("reward_workers", "reward_timeout", "reward_retries", "reward_on_failure", "eval_pass_threshold"),
+    *("eval_pass_reward", "vllm_check", "vllm_lora", "vllm_seeds"),
     "dynamic_sampling_max_rounds",  # without effect alone
 }
 
