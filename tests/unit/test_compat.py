@@ -23,9 +23,6 @@ def verify_anew():
     compat.verify_overrides.cache_clear()
 
 
-# ---- Overrides ------------------------------------------------------------------------------------------------------
-
-
 def test_every_override_is_verified():
     ours = {name for name, value in vars(GRPOTrainer).items() if inspect.isfunction(value)}
     assert {name for name in ours if hasattr(trl.GRPOTrainer, name)} == set(compat.OVERRIDES)
@@ -49,9 +46,6 @@ def test_a_method_that_is_gone_is_named(monkeypatch, verify_anew):
     monkeypatch.delattr(transformers.Trainer, "_finalize_training")
     with pytest.raises(ContractError, match=r"GRPOTrainer\._finalize_training is missing"):
         verify_anew()
-
-
-# ---- Warnings -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -86,9 +80,6 @@ def test_trl_still_uses_old_names(warned, monkeypatch):
     """A place that no longer warns needs no `hiding_old_names`."""
     monkeypatch.setattr(compat, "hiding_old_names", contextlib.nullcontext)
     assert warned() == ["configuration", "construction", "training", "evaluation"]
-
-
-# ---- vLLM ------------------------------------------------------------------------------------------------------------
 
 
 def test_trl_starts_its_engine_with_further_options_for_as_long_as_it_takes_none_itself(monkeypatch):

@@ -41,9 +41,6 @@ def test_the_constructor_reads_beta_for_the_reference_model_alone():
     assert len(read) == 4, "GRPOTrainer.__init__ reads beta elsewhere"
 
 
-# ---- Collectives ----------------------------------------------------------------------------------------------------
-
-
 TURN = ("_generate_single_turn", "_tokenize_prompts")  # still TRL's, where continuous batching or a user calls them
 COLLECTIVE = re.compile(r"(?<!asyncio\.)\b(?:gather|reduce|broadcast|pad_across|all_)\w*\(")
 

@@ -88,9 +88,6 @@ def test_adapters_and_widths():
     assert apart(wide, run_rows("padded", wrapped, batch).logps_S) <= FLOAT32_SUMS
 
 
-# ---- Which models run it --------------------------------------------------------------------------------------------
-
-
 def refusal(model: Any, checkpointing: Any = None) -> str | None:
     """Why a model does not run the prefix form: by its class, or because its modules disagree with padding."""
     if (reason := why_no_prefix(model, reentrant=bool(checkpointing and checkpointing["use_reentrant"]))) is not None:

@@ -100,26 +100,11 @@ def test_the_router_learns_though_its_choice_is_replayed():
     assert all(p.grad.norm() > 0 for name, p in model.named_parameters() if name.endswith("gate.weight"))
 
 
-class Functional(nn.Module):
-    """A router that chooses without `topk`."""
-
-    top_k, num_experts = 2, 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 32))
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        scores, experts = (hidden @ self.weight.T).sort(descending=True)
-        return scores, scores[:, :2], experts[:, :2]
-
-
-@pytest.mark.parametrize(("router", "name"), [(Functional, "Functional"), (nn.Identity, "top_k and num_experts")])
-def test_a_router_that_is_not_known_is_refused_by_name(router, name):
+def test_a_router_that_is_not_known_is_refused_by_name():
     model = architecture("mixtral")
     for layer in model.model.layers:
-        layer.mlp.gate = router()
-    with pytest.raises(ModelError, match=f"routing_replay=True does not know.*{name}"):
+        layer.mlp.gate = nn.Identity()
+    with pytest.raises(ModelError, match=r"routing_replay=True does not know.*top_k and num_experts"):
         install_routers(model)
 
 

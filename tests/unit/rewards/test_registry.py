@@ -106,9 +106,6 @@ def test_missing_math_verify_is_said_before_training(monkeypatch):
         resolve_rewards(["accuracy"])
 
 
-# ---- Plugins --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
     """An installed distribution that offers two reward functions, one by a name that is taken."""

@@ -116,23 +116,10 @@ def test_a_function_that_cannot_be_loaded_ends_the_run_at_once(monkeypatch, capl
 # ---- What fails there -----------------------------------------------------------------------------------------------
 
 
-def unscorable(completions, **kwargs):
-    class Unscorable(ValueError):
-        def __init__(self, first: int, second: int) -> None:  # so that pickle cannot make it again
-            super().__init__(f"{first} and {second}")
+def test_an_error_reads_as_in_the_training_process_and_shows_where_it_was_raised():
+    def raises(completions, **kwargs):
+        return {}["answer"]
 
-    raise Unscorable(1, 2)
-
-
-@pytest.mark.parametrize(
-    "raises",
-    [
-        lambda completions, **kwargs: {}["answer"],
-        pytest.param(lambda completions: [0.0], marks=pytest.mark.full),
-        pytest.param(functools.partial(unscorable), marks=pytest.mark.full),
-    ],
-)
-def test_an_error_reads_as_in_the_training_process_and_shows_where_it_was_raised(raises):
     with pytest.raises(RewardError) as here:
         score([raises])
     with working() as workers, pytest.raises(RewardError) as there:

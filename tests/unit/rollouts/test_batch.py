@@ -43,9 +43,6 @@ def test_rows_are_padded_to_their_own_longest_with_what_counts_for_nothing():
     }
 
 
-# ---- What a user's override returns ---------------------------------------------------------------------------------
-
-
 def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():
     parts = []
     for width in (2, 3):

@@ -53,9 +53,6 @@ def test_shards_of_fsdp2_are_merged_and_saved_whole(tmp_path):
     assert torch.equal(loaded(input_ids=ids).logits, adapted("lora")(input_ids=ids).logits)
 
 
-# ---- Adapters by themselves -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

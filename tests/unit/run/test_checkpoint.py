@@ -88,9 +88,6 @@ def test_rotation_deletes_the_oldest_and_no_more_than_there_are_too_many(tmp_pat
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
 
 
-# ---- The folder of a run --------------------------------------------------------------------------------------------
-
-
 def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
     together = threading.Barrier(4)
 

@@ -86,9 +86,6 @@ def test_a_model_with_images_and_a_merged_adapter_is_the_trained_one_and_has_its
     assert type(shown["processor"]) is type(processor)
 
 
-# ---- Refusals -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def copy(full, tmp_path) -> Path:
     return Path(shutil.copytree(full[0], tmp_path / "checkpoint-3"))
