@@ -102,6 +102,12 @@ FAULTS = [
         "forward/tiled_log_probs.py", "constant = up + entropy_up * entropy", "constant = up", f"{HEAD} -k derivative"
     ),
     Fault(
+        "forward/lm_head.py",
+        'config.model_type == "hyperclovax" else 1 / divisor',
+        'config.model_type == "hyperclovax" else divisor',
+        "tests/unit/forward/test_lm_head.py",
+    ),
+    Fault(
         "forward/shared_prefix.py",
         '"window_size_left": part.window - 1',
         '"window_size_left": part.window',

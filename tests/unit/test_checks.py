@@ -67,7 +67,7 @@ def test_random_parts_are_found_with_their_rates_and_disabled(make, part):
 # ---- What depends on the split --------------------------------------------------------------------------------------
 
 
-def test_everything_that_depends_on_the_split_is_told_at_once():
+def test_all_split_dependent_parts_are_reported_together():
     model = nn.Module()
     model.inner, model.drop = nn.Sequential(nn.LayerNorm(4), nn.SyncBatchNorm(4)), nn.Dropout(0.25)
     with pytest.raises(SplitDependentError) as caught:

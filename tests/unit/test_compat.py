@@ -82,7 +82,7 @@ def test_trl_still_uses_old_names(warned, monkeypatch):
     assert warned() == ["configuration", "construction", "training", "evaluation"]
 
 
-def test_trl_starts_its_engine_with_further_options_for_as_long_as_it_takes_none_itself(monkeypatch):
+def test_trls_engine_starts_with_further_options(monkeypatch):
     monkeypatch.setattr(compat.vllm_generation, "LLM", dict, raising=False)
     with compat.engine_options({"enable_lora": True}):
         assert compat.vllm_generation.LLM(model="name") == {"model": "name", "enable_lora": True}

@@ -45,7 +45,7 @@ TURN = ("_generate_single_turn", "_tokenize_prompts")  # still TRL's, where cont
 COLLECTIVE = re.compile(r"(?<!asyncio\.)\b(?:gather|reduce|broadcast|pad_across|all_)\w*\(")
 
 
-def test_what_is_still_called_of_trls_turn_exchanges_nothing():
+def test_trls_turn_calls_no_collectives():
     used = [COLLECTIVE.findall(code_of(getattr(trl.GRPOTrainer, name))) for name in TURN]
     assert used == [[], []], f"TRL's turn uses collectives, of which processes run different numbers: {used}"
     assert COLLECTIVE.findall(code_of(trl.GRPOTrainer._calculate_rewards))  # it finds those that there are

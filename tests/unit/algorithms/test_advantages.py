@@ -132,7 +132,7 @@ def test_an_estimator_that_returns_something_else_is_named(estimators, returning
         estimated("broken", 0, 1, 2, 3, 0, 1, 2, 3)
 
 
-def test_an_estimator_may_write_to_its_rewards_without_scoring_what_was_not(estimators):
+def test_an_estimator_that_writes_to_its_rewards_scores_no_unscored_completion(estimators):
     def filling(rewards):
         rewards[torch.isnan(rewards)] = 0
         return rewards - rewards.mean(1, keepdim=True)

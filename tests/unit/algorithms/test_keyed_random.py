@@ -129,7 +129,7 @@ def test_a_filtered_token_is_never_chosen_even_at_the_edges(u, dtype, rule):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rule", RULES)
-def test_no_token_is_chosen_where_scores_are_no_distribution(value, rule):
+def test_no_token_is_chosen_from_scores_that_are_not_finite(value, rule):
     scores = torch.zeros(2, 300)
     scores[1, :] = value
     assert rule(scores, torch.tensor([0.501, 0.5], dtype=torch.float64))[0].tolist() == [150, 300]

@@ -61,7 +61,7 @@ SIX = {"micro_batch_size": 6, "accumulation_steps": 3}
     ],
     ids=str,
 )
-def test_sizes_that_cut_what_has_to_be_whole_are_refused_with_sizes_that_work(settings, wrong, name, sizes):
+def test_sizes_that_cut_groups_are_refused_with_sizes_that_work(settings, wrong, name, sizes):
     message = refusal(**settings, **wrong)
     assert all(f"={value}" in message for value in wrong.values())
     remedy = re.search(r"(?:use|global_batch_size to) (\d+)(?: or (\d+))?", message)

@@ -100,7 +100,7 @@ def test_the_router_learns_though_its_choice_is_replayed():
     assert all(p.grad.norm() > 0 for name, p in model.named_parameters() if name.endswith("gate.weight"))
 
 
-def test_a_router_that_is_not_known_is_refused_by_name():
+def test_an_unknown_router_is_refused_by_name():
     model = architecture("mixtral")
     for layer in model.model.layers:
         layer.mlp.gate = nn.Identity()

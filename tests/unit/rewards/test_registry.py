@@ -95,7 +95,7 @@ def test_own_rewards_load_from_a_file_and_from_a_module(tmp_path, monkeypatch):
         (["soft_overlong"], 0, r"max_completion_length=0"),
     ],
 )
-def test_refusals_name_what_was_asked_and_what_exists(names, budget, message):
+def test_errors_name_the_reward_and_the_known_ones(names, budget, message):
     with pytest.raises(ConfigError, match=message):
         resolve_rewards(names, budget)
 

@@ -82,7 +82,7 @@ def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
 # ---- What a worker is -----------------------------------------------------------------------------------------------
 
 
-def test_a_worker_is_a_fresh_interpreter_of_one_thread_without_an_accelerator_and_no_part_of_a_launch(monkeypatch):
+def test_a_worker_is_a_fresh_single_threaded_interpreter_outside_the_launch(monkeypatch):
     def looks(completions, trainer_state, log_extra, **kwargs):
         names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_USE_CPU", "OTHER")
         modules = [name in sys.modules for name in ("torch", "transformers", __name__)]
@@ -128,7 +128,7 @@ def test_an_error_reads_as_in_the_training_process_and_shows_where_it_was_raised
     assert 'worker.py", line' in str(there.value.__cause__.__cause__)
 
 
-def test_a_call_that_hangs_is_killed_with_what_it_started_and_the_others_go_on(tmp_path, caplog):
+def test_a_hanging_call_is_killed_with_its_child_processes(tmp_path, caplog):
     def hangs(completions, **kwargs):  # with the interpreter's lock, and a process that it has started
         if "ccc" in completions:
             other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])

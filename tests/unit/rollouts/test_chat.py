@@ -51,7 +51,7 @@ def test_calls_of_kinds_that_end_trls_run_are_answered():
     assert (transcript.tool_calls, transcript.tool_failures) == (3, 3)
 
 
-def test_an_engine_that_stops_telling_log_probabilities_tells_none_of_a_turn():
+def test_a_turn_without_log_probabilities_has_none():
     chat, limits = chat_with(count), TurnLimits(5)
     transcript = Transcript({}, key=0, ids=[3, 4], mask=[1, 0], logps=[-1.0, 0.0], completion=[])
     continue_with(transcript, Sampled([5, 6, 7, 8]), chat, limits)

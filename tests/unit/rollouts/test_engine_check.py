@@ -30,7 +30,7 @@ TOKENS, VOCABULARY = 400, 64
         ({}, "raw_logits", None),
     ],
 )
-def test_what_filters_and_modes_add(changes, mode, surplus):
+def test_filters_and_modes_bound_the_surplus(changes, mode, surplus):
     assert surplus_of(generation_settings(**changes), mode) == (None if surplus is None else pytest.approx(surplus))
 
 

@@ -107,7 +107,7 @@ def test_a_row_is_the_same_at_two_widths_of_padding(model, name, compact):
         assert rows != sample(model, PROMPTS, sampling(), compact)  # the setting is in force
 
 
-def test_a_row_beside_one_that_almost_fills_the_model_has_as_many_tokens_where_no_setting_says_how_many(model):
+def test_a_long_neighbour_does_not_shorten_a_row_without_max_new_tokens(model):
     config = sampling(max_new_tokens=None)
     long = [2 + place % 10 for place in range(model.config.max_position_embeddings - 4)]
     rows = sample(model, PROMPTS, config, compact=False)

@@ -19,7 +19,7 @@ def call(output: Any, needs: str | None = None) -> Any:
     return checked_rollout(output, 2, needs)
 
 
-def test_what_is_right_goes_through_as_it_is():
+def test_a_valid_rollout_passes_unchanged():
     assert call(GOOD) == GOOD
     more = {**GOOD, "logprobs": [[-1.0, -2.0], [-1.0, None]], "env_mask": [[1, 0], [1, 1]], "score": [0.5, 1.0], "k": 3}
     assert call(more) == more
@@ -48,7 +48,7 @@ def test_tensors_and_arrays_become_plain_numbers(kind):
         ({**GOOD, "env_mask": [[1, 1], [1]]}, "1 env_mask for the 2 tokens of completion 1"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_rule(output, says):
+def test_an_invalid_rollout_is_refused_with_the_rule(output, says):
     with pytest.raises(RolloutError, match=rf"returned {says}.*one list of token ids for each prompt"):
         call(output)
 

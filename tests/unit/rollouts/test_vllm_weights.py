@@ -68,6 +68,6 @@ def test_shards_of_fsdp2_are_merged_and_saved_whole(tmp_path):
         (LoHaConfig(r=4, target_modules=["q_proj"]), "not one LoRA"),
     ],
 )
-def test_what_vllm_cannot_serve_is_merged(config, reason):
+def test_adapters_that_vllm_cannot_serve_are_merged(config, reason):
     why = why_not_alone(tiny_model() if config is None else get_peft_model(tiny_model(), config), max_rank=8)
     assert why is None if reason is None else reason in why

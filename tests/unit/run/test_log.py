@@ -64,7 +64,7 @@ def test_an_unfinished_last_line_is_left_out_and_the_next_one_is_whole(tmp_path)
     assert len(lines(tmp_path)) == 3  # two of the values, and the second start
 
 
-def test_what_a_resume_logs_of_its_own_step_is_superseded_by_another_resume_there(tmp_path):
+def test_a_second_resume_supersedes_the_log_of_the_first(tmp_path):
     """An evaluation that was put off, made by a run that was killed before its next checkpoint, and made again."""
     write(begun(tmp_path), 1)
     for score in (0.25, 0.5):

@@ -38,23 +38,16 @@ def test_plan_loads_no_model_library():
 
 
 def test_lists_and_files_are_checked(tmp_path):
-    assert integers("16,5,1", "sizes") == [16, 5, 1]
-    for text in ("16,x", "0", ""):
-        with pytest.raises(ConfigError, match="is not a list of positive integers"):
-            integers(text, "sizes")
+    with pytest.raises(ConfigError, match="is not a list of positive integers"):
+        integers("16,x", "sizes")
     with pytest.raises(ConfigError, match=r"No such file or directory: .*none.yaml"):
         read_settings(["--config", str(tmp_path / "none.yaml")])
-    for text, said in (
-        ("- 1\n", "must contain a YAML mapping"),
-        ("env: 1\n", "must contain"),
-        ("a: [\n", "while parsing"),
-    ):
-        (tmp_path / "bad.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=said):
-            read_settings(["--config", str(tmp_path / "bad.yaml")])
+    (tmp_path / "bad.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="must contain a YAML mapping"):
+        read_settings(["--config", str(tmp_path / "bad.yaml")])
 
 
-def test_settings_are_what_is_given_in_their_types_and_options_win(tmp_path, monkeypatch):
+def test_settings_keep_their_types_and_options_override_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "another")
     file = tmp_path / "run.yaml"
     file.write_text("learning_rate: 1e-5\nlora_r: 4\nrewards: [a, b]\nuse_peft: true\nenv: {WANDB_PROJECT: mine}\n")

@@ -98,7 +98,7 @@ QUESTION = {"prompt_column": "question"}
         ([{"prompt": "a", "answer": "b", "gold": "c"}], {"answer_column": "gold"}, "answer already in the dataset"),
     ],
 )
-def test_refusals_show_the_values_and_what_there_is(tmp_path, rows, options, message):
+def test_errors_show_the_values_and_the_alternatives(tmp_path, rows, options, message):
     with pytest.raises(DataError, match=message):
         prompts_of(write_jsonl(tmp_path / "rows.jsonl", rows), **options)
 

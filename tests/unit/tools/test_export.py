@@ -112,7 +112,7 @@ def without_a_weight(folder: Path) -> None:
         ),
     ],
 )
-def test_a_checkpoint_that_is_not_whole_is_refused_with_checksums_or_without(copy, tmp_path, damage, by_checksum, says):
+def test_an_incomplete_checkpoint_is_refused_with_or_without_checksums(copy, tmp_path, damage, by_checksum, says):
     damage(copy)
     with pytest.raises(CheckpointError, match=by_checksum):
         export(copy, tmp_path / "out")
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_with_checksums_or_without(cop
         ({"base": "x"}, "holds a whole model"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_and_what_is_there_stays(copy, tmp_path, options, says):
+def test_invalid_options_are_refused_and_change_nothing(copy, tmp_path, options, says):
     before = names(copy)
     with pytest.raises(ConfigError, match=says):
         export(copy, tmp_path / options.pop("out", "out"), **options)

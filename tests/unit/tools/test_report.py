@@ -68,7 +68,7 @@ def test_every_plot_holds_exactly_what_was_logged(tmp_path):
         assert plots[title][1] == expected
 
 
-def test_the_page_says_the_numbers_and_holds_the_plots_itself(tmp_path):
+def test_the_page_shows_the_numbers_and_embeds_the_plots(tmp_path):
     lines = [line(1, reward=0.125, entropy=1.5, kl=0.0), line(4, reward=0.875, entropy=0.5, kl=0.0)]
     run = make_run(tmp_path / "run", lines)
     path = report(run)
@@ -117,7 +117,7 @@ def test_a_failed_report_is_a_sentence(tmp_path, monkeypatch):
     assert "ZeroDivisionError" in report_or_reason(run)
 
 
-def test_a_page_that_is_no_report_is_left_alone(tmp_path):
+def test_a_page_of_another_kind_is_not_overwritten(tmp_path):
     run = make_run(tmp_path / "run", [line(1)])
     page = report(run)
     assert report(run) == page  # its own page is replaced

@@ -54,6 +54,6 @@ def test_sizes_are_said_in_trl_s_fields_and_layout_is_dropped():
         ({"loss_aggregation": "prompt_mean"}, "loss_aggregation='prompt_mean'"),
     ],
 )
-def test_what_stock_trl_cannot_express_is_refused(settings, says):
+def test_settings_that_stock_trl_lacks_are_refused(settings, says):
     with pytest.raises(GrpoExtError, match=says):
         stock_config({**CONFIG, **settings}, processes=1)
