@@ -97,9 +97,6 @@ def test_it_is_deepspeeds(seed, monkeypatch):
         assert ours.patience == theirs.cur_hysteresis
 
 
-# ---- Other precisions -----------------------------------------------------------------------------------------------
-
-
 def test_trained_weights_in_bfloat16_are_refused():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ModelError, match=r"is bfloat16.*load the model with dtype='float32'"):
