@@ -92,6 +92,13 @@ def lasting(request, tmp_path_factory):
     return tmp_path_factory.mktemp if cache is None else cache.mkdir
 
 
+@pytest.fixture(autouse=True, scope="session")
+def stock_results(lasting):
+    from tests.support import kept  # imports torch, which takes seconds where nothing else needs it
+
+    kept.folder = lasting("stock")
+
+
 @pytest.fixture(autouse=True)
 def as_loud_as_before():
     """A command that ran in this process keeps the other libraries quiet: later tests read what they log."""

@@ -23,6 +23,7 @@ from trl.trainer import grpo_trainer
 
 import grpo_ext
 from tests.parity.scripts import Journal
+from tests.support.kept import of_stock
 from tests.support.tiny import config_kwargs
 from tests.support.trainers import error, parameters
 from tests.tolerances import ADAM_EPSILON, METRIC, UPDATE
@@ -187,7 +188,11 @@ def run_one(package: Any, folder: Path, parts: Parts, scoring: bool = False, act
 def three_runs(folder: Path, parts: Parts, act: Act = train, **settings: Any) -> list[Run]:
     """The runs of a case: stock TRL, grpo_ext with an override of the scoring as in `recording`, and without it."""
     kinds = (("stock", trl, True), ("scored", grpo_ext, True), ("ours", grpo_ext, False))
-    return [run_one(package, folder / name, parts, scoring, act, **settings) for name, package, scoring in kinds]
+
+    def run(name: str, package: Any, scoring: bool) -> Run:
+        return run_one(package, folder / name, parts, scoring, act, **settings)
+
+    return [of_stock(lambda: run(*kinds[0])), *(run(*kind) for kind in kinds[1:])]
 
 
 def differences(stock: Run, scored: Run, ours: Run, known: Sequence[Known] = ()) -> list[str]:

@@ -264,8 +264,8 @@ def test_completions_that_nobody_scored_teach_nothing_and_are_warned_of(tmp_path
         )
     assert not stock.outputs[0][1]["advantages"][list(rows)].any()
     assert caplog.text.count("No completion of this rollout was scored") == (2 if len(rows) == ROWS else 0)
-    # by stock TRL, and by both runs of grpo_ext
-    assert caplog.text.count("All reward functions returned None for the following kwargs") == 3
+    # by both runs of grpo_ext, and by stock TRL where that runs
+    assert caplog.text.count("All reward functions returned None for the following kwargs") in (2, 3)
 
 
 def test_metrics_and_columns_of_reward_functions(tmp_path):

@@ -39,7 +39,7 @@ STEPS = 2
 
 
 class Steps(transformers.TrainerCallback):
-    """What was recorded of each step, from its completions to the optimizer's; decode.py counts sampling."""
+    """What was recorded of each step, from its completions to the optimizer's."""
 
     def __init__(self) -> None:
         self.recorded: list[dict[str, Any]] = []

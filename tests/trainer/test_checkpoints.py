@@ -288,14 +288,6 @@ def test_a_changed_rollout_is_sampled_anew(tmp_path, caplog, changes, dropped):
     assert ("changed, so the rollout batch of the checkpoint is not used" in caplog.text) is dropped
 
 
-def test_the_mean_loss_of_a_resumed_run_is_that_of_all_its_steps(tmp_path):
-    losses = []
-    for resume in (None, str(tmp_path / "checkpoint-1")):
-        trainer = other(tmp_path, max_steps=2)
-        losses.append(trainer.train(resume).training_loss)
-    assert losses[0] == losses[1] != 0
-
-
 def test_deepspeeds_shards_want_as_many_processes(copy):
     write_listing(copy / "checkpoint-2", {"processes": 3})
     trainer = make(copy, **SAVE)
@@ -317,15 +309,6 @@ def test_the_best_checkpoint_is_known_by_its_final_name(tmp_path):
         assert Path(state["best_model_checkpoint"]).parent == tmp_path
         assert state["best_global_step"] in (1, 2, 3)
         assert why_broken(folder) is None
-
-
-def test_a_reference_that_moves_is_restored(tmp_path):
-    moving = {"beta": 0.2, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
-    whole = other(tmp_path, **moving)
-    whole.train()
-    again = other(tmp_path, **moving)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert torch.equal(parameters(whole), parameters(again))
 
 
 def test_the_log_tells_what_was_run(copy, run):

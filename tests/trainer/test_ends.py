@@ -119,16 +119,6 @@ def test_an_empty_stop_string_is_refused(tmp_path):
         make(tmp_path, generation_kwargs={"stop_strings": [""]})
 
 
-def test_a_model_with_its_own_generate_and_no_limit_ends_rows(tmp_path):
-    model = tiny_model()
-    model.generate = functools.partial(
-        model.generate, stopping_criteria=StoppingCriteriaList([OnLetters()]), max_new_tokens=LIMIT
-    )
-    _, rows, log = run(tmp_path, model=model, max_completion_length=None)
-    ended = [row[-1] == 1 or len(row) < 20 for row in rows]
-    assert log["completions/clipped_ratio"] == 1 - sum(ended) / len(rows)
-
-
 def test_a_model_with_a_loop_of_its_own_runs_it(tmp_path, caplog):
     calls: list[int] = []
 

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from tests.support.beside_trl import build
+from tests.support.kept import of_stock
 from tests.support.own_generate import Sampler
 from tests.support.tiny import stock_scores, tiny_model
 from tests.support.trainers import LORA, change, error, make
@@ -67,7 +68,7 @@ def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, caplo
 @stock_scores
 @pytest.mark.parametrize("shape", ["long", "left"])
 def test_answers_of_every_shape_are_taken_as_trl_takes_them(tmp_path, shape):
-    stock = trained(tmp_path, trl.GRPOTrainer, model_with(Sampler(shape), "instance"), 16)
+    stock = of_stock(lambda: trained(tmp_path, trl.GRPOTrainer, model_with(Sampler(shape), "instance"), 16))
     same = trained(tmp_path, GRPOTrainer, model_with(Sampler(shape), "instance"))
     assert error(stock, same) < UPDATE
 
