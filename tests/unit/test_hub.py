@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import huggingface_hub
@@ -54,12 +53,3 @@ def test_a_model_in_the_cache_is_found_without_a_network(asked, tmp_path):
     find_model("some/model", {"cache_dir": str(tmp_path)})
     with pytest.raises(GrpoExtError, match="'some/other' cannot be loaded"):
         find_model("some/other", {"cache_dir": str(tmp_path)})
-
-
-def test_a_folder_is_not_asked_for(asked, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = Path("some/mine")  # looks like an id
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    find_model("some/mine", {})
-    assert not asked

@@ -97,12 +97,6 @@ def test_numbers_are_uniform_and_neighbours_not_correlated():
         assert 2 * stats.norm.sf(abs(z)) > P_VALUE / 6, f"lag {lag}: correlation {correlation:.2e}"
 
 
-def test_the_correlation_of_a_weak_mixer_would_be_seen():
-    weak = np.modf(np.arange(NUMBERS) * 0.6180339887498949)[0] - 0.5
-    z = (weak[:-1] * weak[1:]).mean() * 12 * math.sqrt(NUMBERS - 1)
-    assert 2 * stats.norm.sf(abs(z)) < P_VALUE / 6
-
-
 # ---- Choosing a token -----------------------------------------------------------------------------------------------
 
 
@@ -162,19 +156,6 @@ def test_blocks_choose_what_the_distribution_function_chooses(vocabulary):
     # float32 moves a boundary by 1e-7 at most
     assert (choose_by_blocks(scores, u)[0] != choose(scores, u)[0]).sum() <= 1
     assert (choose_by_blocks(scores, 1 - u)[0] != choose(scores, u)[0]).sum() > 1000
-
-
-def test_no_tensor_of_the_vocabulary_is_float64_on_cuda():
-    scores, uniforms = torch.randn(8, 4096), torch.rand(8, dtype=torch.float64)
-
-    def largest(rule) -> int:
-        with torch.profiler.profile(profile_memory=True) as profile:
-            rule(scores, uniforms)
-        return max(event.self_cpu_memory_usage for event in profile.key_averages())
-
-    # the sum over calls of one operator: the probabilities, and no second tensor of their size
-    assert largest(choose_by_blocks) < 1.5 * scores.nbytes
-    assert largest(choose) >= 2 * scores.nbytes
 
 
 def test_rare_tokens_of_a_block_are_as_frequent_as_they_are_probable():

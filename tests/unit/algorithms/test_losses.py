@@ -1,18 +1,16 @@
-"""Losses: any partition of a step adds up to the step; every formula is TRL's (its own lines are the oracle)."""
+"""Losses: any partition of a step adds up to the step. tests/parity compares every loss with stock TRL."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from trl import GRPOTrainer
 
 from grpo_ext.algorithms.losses import (
     LOSS_TYPES,
@@ -28,7 +26,6 @@ from grpo_ext.algorithms.losses import (
     token_weights,
 )
 from grpo_ext.errors import ConfigError
-from tests.support.trl_lines import compiled_lines
 
 EXACT = 1e-12  # float64 sums of order one in another order
 WIDTH = 5
@@ -41,7 +38,6 @@ OPTIONS = {
     "beta, bias correction": {"beta": 0.1, "use_bias_correction_kl": True},
     "off-policy mask": {"off_policy_mask_threshold": 0.05},
     "entropy keep": {"keep": True},
-    "sampling ratio per token": {"correct_sampling": True, "sampling": "token"},
     "sampling ratio per sequence": {"correct_sampling": True, "sampling": "sequence"},
     "everything": {
         "delta": 1.3,
@@ -155,78 +151,6 @@ def test_averaging_parts_that_count_for_themselves_does_not_add_up(loss_type):
     parts = [part_of(batch, rows) for rows in ([0, 1, 2, 3, 4, 5], [6])]
     own = sum(loss_sum(cfg, part, counts_of(part.mask_BT)) for part in parts) / len(parts)
     assert abs(own - whole) > 1e-3
-
-
-# ---- TRL's numbers --------------------------------------------------------------------------------------------------
-
-
-TRL_LINES = compiled_lines(
-    "_compute_loss", 'advantages = inputs["advantages"]', "# Entropy bonus: add entropy regularization"
-)
-
-
-def trl_loss(cfg: LossConfig, batch: TokenBatch) -> dict:
-    """Names after TRL's lines ran on the batch as one micro-batch in evaluation (no accumulation)."""
-    inputs = {
-        "advantages": batch.advantages_B,
-        "old_per_token_logps": batch.old_logps_BT,
-        "ref_per_token_logps": batch.ref_logps_BT,
-        "sampling_per_token_logps": batch.sampling_logps_BT,
-        "importance_sampling_ratio": batch.sampling_ratio,
-        "num_items_in_batch": batch.mask_BT.sum(),
-    }
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(**dataclasses.asdict(cfg)),
-        model=SimpleNamespace(training=False),
-        accelerator=SimpleNamespace(num_processes=1),
-        use_vllm=cfg.correct_sampling,
-        vllm_importance_sampling_correction=cfg.correct_sampling,
-        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
-        get_gamma_weights=GRPOTrainer.get_gamma_weights,
-        **dataclasses.asdict(cfg),
-    )
-    names = {
-        "torch": torch,
-        "self": trainer,
-        "inputs": {name: value for name, value in inputs.items() if value is not None},
-        "per_token_logps": batch.logps_BT,
-        "mask": batch.mask_BT,
-        "entropy_mask": None if batch.entropy_keep_BT is None else batch.entropy_keep_BT.bool(),
-    }
-    exec(TRL_LINES, names)
-    return names
-
-
-@EVERY_VARIANT
-def test_the_loss_of_a_step_is_trls(loss_type, level, option):
-    cfg, batch = make(loss_type, level, option)
-    theirs, counts = trl_loss(cfg, batch), counts_of(batch.mask_BT)
-    ours = token_loss(cfg, batch)
-    torch.testing.assert_close(ours.loss_BT, theirs["per_token_loss"], rtol=EXACT, atol=EXACT)
-    assert ours.loss_BT.shape == theirs["per_token_loss"].shape
-    # the weights are float32 numbers
-    torch.testing.assert_close(loss_sum(cfg, batch, counts), theirs["loss"], rtol=1e-6, atol=1e-7)
-    gradients = [
-        torch.autograd.grad(loss, batch.logps_BT)[0] for loss in (loss_sum(cfg, batch, counts), theirs["loss"])
-    ]
-    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(ours.ratio, theirs["coef_1"].detach(), rtol=EXACT, atol=EXACT)
-    if cfg.beta:
-        torch.testing.assert_close(ours.kl_BT, theirs["per_token_kl"].detach(), rtol=EXACT, atol=EXACT)
-    if loss_type == "vespo":
-        torch.testing.assert_close(ours.vespo_phi_B1, theirs["phi_seq"], rtol=EXACT, atol=EXACT)
-
-
-def test_the_case_reaches_both_sides_of_every_switch():
-    cfg, batch = make("grpo", "token", "off-policy mask")
-    ratio = torch.exp(batch.logps_BT - batch.old_logps_BT)[batch.mask_BT.bool()]
-    assert (ratio < 1 - cfg.epsilon_low).any()
-    assert (ratio > 1 + cfg.epsilon_high).any()
-    assert ((ratio > 1 - cfg.epsilon_low) & (ratio < 1 + cfg.epsilon_high)).any()
-    advantages_B1, threshold = batch.advantages_B[:, None], cfg.off_policy_mask_threshold
-    keep = off_policy_keep(advantages_B1, batch.logps_BT, batch.sampling_logps_BT, batch.mask_BT, threshold)
-    assert set(keep[batch.advantages_B < 0].flatten().tolist()) == {0.0, 1.0}
-    assert (keep[batch.advantages_B >= 0] == 1).all()
 
 
 def test_a_token_the_engine_could_not_score_is_no_evidence_against_its_sequence():

@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from grpo_ext.algorithms.pass_at_k import are_pass_or_fail, logged_k, pass_at_k, pass_metrics
+from grpo_ext.algorithms.pass_at_k import are_pass_or_fail, pass_at_k, pass_metrics
 
 NAN = math.nan
 
@@ -18,11 +18,6 @@ def test_the_estimator_is_the_share_of_draws_with_a_passed_completion(scored):
         outcomes = [i < passed for i in range(scored)]
         draws = [any(draw) for draw in combinations(outcomes, k)]
         assert pass_at_k(scored, passed, k) == sum(draws) / len(draws), (scored, passed, k)
-
-
-def test_all_small_k_are_logged_and_then_powers_of_two_and_the_last():
-    assert logged_k(12) == [1, 2, 3, 4, 5, 6, 7, 8, 12]
-    assert logged_k(64) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64]
 
 
 def test_completions_that_nobody_scored_do_not_count():

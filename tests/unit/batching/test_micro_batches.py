@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.batching import micro_batches
 from grpo_ext.batching.micro_batches import (
     Form,
     MicroBatchLayout,
@@ -72,10 +71,6 @@ def test_loads_are_even_where_counts_are_not(seed, processes):
     by_cost = assign_rows(sizes, rows, MicroBatchLayout(1, cost=COST, processes=processes))
     assert imbalance(sizes, by_cost) <= 1.1
     assert imbalance(sizes, by_cost) <= imbalance(sizes, by_count)
-
-
-def test_the_longest_items_are_assigned_first():
-    assert micro_batches._longest_first([1.0, 1.0, 1.0, 3.0], 2) == [[3], [0, 1, 2]]
 
 
 def test_one_group_is_cut_for_two_processes_when_that_pays():

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import skip_first_batches
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.batching.prompt_order import ProcessSlices, StepRows, make_eval_loader, make_loader, prompt_order
+from grpo_ext.batching.prompt_order import ProcessSlices, make_eval_loader, make_loader, prompt_order
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 
 GENERATIONS = 3
@@ -163,21 +162,6 @@ def test_a_stream_and_a_map_style_set_agree_without_shuffling(split):
         assert described(streamed, len(expected)) == expected
 
 
-def test_a_shuffled_stream_has_the_same_order_for_every_process_and_another_each_pass():
-    g = geometry(prompts_per_step=4, steps_per_rollout=1)
-
-    def two_passes(processes, rank):
-        steps = loader(data(12).to_iterable_dataset(), g, processes, rank)
-        return [names(step) for step in itertools.islice(steps, 6)]
-
-    whole, parts = two_passes(1, 0), [two_passes(2, rank) for rank in range(2)]
-    assert [a + b for a, b in zip(*parts)] == whole
-    assert whole == two_passes(1, 0)
-    assert whole[:3] != whole[3:]
-    for one_pass in (whole[:3], whole[3:]):
-        assert sorted(n for step in one_pass for n in step) == sorted(f"p{i}" for i in range(12) for _ in range(3))
-
-
 def test_a_stream_is_read_one_rollout_at_a_time():
     stream = Stream(100)
     steps = iter(loader(stream, geometry(prompts_per_step=2, steps_per_rollout=2), shuffle=False))
@@ -185,43 +169,6 @@ def test_a_stream_is_read_one_rollout_at_a_time():
         next(steps)
     assert stream.read == 4
     assert list(loader(Stream(0), geometry(), shuffle=False)) == []
-
-
-# ---- Workers, pickling, resuming ------------------------------------------------------------------------------------
-
-
-def test_workers_give_what_no_worker_gives():
-    g = geometry(iterations=2)
-    plain, parallel = loader(data(9), g), loader(data(9), g, num_workers=2, persistent_workers=True)
-    for epoch in (0, 1):
-        plain.set_epoch(epoch)
-        parallel.set_epoch(epoch)
-        items = list(parallel)
-        assert all(type(item) is StepRows for item in items)
-        assert described(items) == described(plain)
-
-
-def resumed(steps, skipped: int, epoch: int):
-    """Skips and sets the epoch the way the Trainer does when it resumes in the middle of an epoch."""
-    rest = skip_first_batches(steps, skipped)
-    if hasattr(rest, "set_epoch"):
-        rest.set_epoch(epoch)
-    inner = getattr(getattr(rest, "batch_sampler", None), "batch_sampler", None)
-    if hasattr(inner, "set_epoch"):
-        inner.set_epoch(epoch)
-    return list(rest)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("skipped", [1, 5])
-def test_skipping_steps_on_resume_keeps_the_epoch(skipped, workers):
-    g = geometry(iterations=2)
-    options = {"num_workers": workers} if workers else {}
-    uninterrupted = loader(data(5), g)
-    uninterrupted.set_epoch(3)
-    expected = described(uninterrupted)
-    assert len(expected) == 6
-    assert described(resumed(loader(data(5), g, **options), skipped, 3)) == expected[skipped:]
 
 
 # ---- Evaluation -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import trl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.batching.plan_text import describe_plan
 from grpo_ext.batching.sizes import (
     CHUNK,
     CHUNKS,
@@ -249,47 +248,6 @@ def test_drop_last_drops_the_smaller_last_step_and_nothing_else(layout):
 
 
 # ---- The plan for people --------------------------------------------------------------------------------------------
-
-
-def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
-    layout = {"num_processes": 2, "micro_batch_size": 5, "rollout_chunk_size": 8}
-    g = resolve(global_batch_size=12, rollout_batch_size=24, num_iterations=2, **layout)
-    text = describe_plan(g, num_prompts=10, drop_last=True, epochs=2.0, longest=100)
-    for part in (
-        "12 completions = 3 prompts x 4",
-        "24 completions, 3 chunk(s) of up to 8",
-        "2 call(s) of up to 8, up to 200 decode steps, 25% idle",
-        "6 optimizer steps, 1 prompt(s) dropped",
-    ):
-        assert part in text, f"{part!r} is not in\n{text}"
-    alone = describe_plan(resolve(global_batch_size=512), 1000, False, None, longest=1024)
-    assert "1 call(s) of up to 512, up to 1024 decode steps\n" in alone
-    for part in ("cut groups", "only", "not known"):
-        assert part not in text
-    odd = resolve(global_batch_size=18, rollout_batch_size=36, rollout_chunk_size=36, num_processes=2)
-    text = describe_plan(odd, num_prompts=5, drop_last=True, epochs=None, longest=8)
-    for part in ("18 completions = 4.5 prompts x 4", "cut groups", "2 completion(s) dropped", "only 1 of 2 processes"):
-        assert part in text, f"{part!r} is not in\n{text}"
-    assert "rollout_chunk_size=" in text
-    assert "sampl" not in describe_plan(odd, None, False, None)  # vLLM does
-    several = resolve(global_batch_size=512)
-    masks = describe_plan(several, None, False, None, longest=1024, most_kept=512)
-    assert "up to 512 ids per token, 1,024 MiB per rollout batch" in masks
-    says = "half precision  "
-    for processes, chunk in ((1, ""), (3, "=172"), (8, "=64")):
-        split = resolve(global_batch_size=512, num_processes=processes)
-        text = describe_plan(split, None, False, None, longest=8, half=True)
-        assert says in text
-        assert f"sample other tokens; rollout_chunk_size{chunk} prevents that" in text
-        assert ("cut groups" in text) == (split.micro_batch_size % 4 > 0)
-    cut = resolve(global_batch_size=512, micro_batch_size=6)
-    assert "micro-batches of 6 cut groups and round; multiples of 4 do not" in describe_plan(
-        cut, None, False, None, longest=8, half=True
-    )
-    assert says not in describe_plan(several, None, False, None, longest=8)
-    for same in (resolve(global_batch_size=512, rollout_chunk_size=64), resolve(global_batch_size=4)):
-        assert says not in describe_plan(same, None, False, None, longest=8, half=True)
-    assert "not known, for want of data" in describe_plan(odd, None, False, None)
 
 
 @pytest.mark.parametrize(

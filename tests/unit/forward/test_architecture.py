@@ -14,13 +14,11 @@ from grpo_ext.forward.architecture import (
     attention_sizes,
     cached_numbers,
     experts_of,
-    has_own_hooks,
     token_cost,
     weight_sizes,
 )
 from grpo_ext.tools.plan import measure
 from tests.support.architectures import architecture
-from tests.support.tiny import tiny_model
 
 GEMMA4 = ["gemma4_text", "gemma4_unified_text"]
 
@@ -126,29 +124,3 @@ def test_lookup_tables_and_the_head_are_not_part_of_the_body():
         assert weight_sizes(model) == (layers, model.lm_head.weight.numel())
     model = on_meta(AutoConfig.for_model("gpt2", n_embd=32, n_head=4, n_layer=2, vocab_size=64))
     assert weight_sizes(model)[0] == sum(p.numel() for p in model.transformer.h.parameters()) + 64
-
-
-def test_latent_attention_takes_a_product_with_keys_and_one_with_values():
-    config = config_of("deepseek_v3")
-    sizes = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    assert attention_sizes(config)[0] == 2 * config.num_attention_heads * sizes // 2
-
-
-def test_layers_without_attention_have_none():
-    one, both = (
-        config_of("qwen3_next", layer_types=[kind, "full_attention"]) for kind in ("linear_attention", "full_attention")
-    )
-    assert 2 * attention_sizes(one)[0] == attention_sizes(both)[0] > 0
-
-
-@pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
-)
-def test_hooks_of_a_user_are_told_from_those_of_libraries(register):
-    model = tiny_model()
-    model.gradient_checkpointing_enable()
-    model.enable_input_require_grads()  # transformers' hook
-    assert model.get_input_embeddings()._forward_hooks
-    assert not has_own_hooks(model)
-    getattr(model.model.layers[1].mlp, register)(lambda *args: None)
-    assert has_own_hooks(model)

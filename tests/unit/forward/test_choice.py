@@ -10,13 +10,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from grpo_ext.errors import MemoryShortageError
 from grpo_ext.forward import attention, forms
-from grpo_ext.forward import choice as module
-from grpo_ext.forward.choice import ForwardChoice
-from grpo_ext.forward.form_check import Trial, discriminating_rows, try_form
+from grpo_ext.forward.form_check import Trial, try_form
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.rows import TokenRows
 from tests.support.architectures import architecture
 from tests.support.packs import rows_of
 
@@ -149,77 +145,3 @@ def test_the_check_leaves_the_model_and_the_random_numbers_alone():
         trial = try_form("packed", wrapped, rows_of(*LONG))
     assert (trial.refused, trial.tokens > 0) == (None, True)
     assert state() == before
-
-
-def test_rows_that_can_show_a_fault():
-    assert discriminating_rows([1, 1, 1, 1], [True] * 3) is None  # the first token is predicted from the prompt
-    assert discriminating_rows([7, 1, 0, 1], [True] * 3) is None  # no neighbour
-    assert discriminating_rows([7, 1, 0, 2], [True] * 3) == slice(0, 4)
-    assert discriminating_rows([1] * 8 + [3] * 4, [True] * 11) == slice(8, 12)
-
-
-SHORT, SOME = ([4], [[1, 1, 1]]), ([4], [[3, 2, 5]])
-
-
-def checking(monkeypatch: Any, others: list[Trial], elsewhere: bool = False) -> tuple[ForwardChoice, list[Any]]:
-    """`ForwardChoice` beside another process that found `others`; the lengths of the completions compared here."""
-    compared: list[Any] = []
-    monkeypatch.setattr(module, "any_process", lambda value: value or elsewhere)
-    monkeypatch.setattr(module, "gather_lists", lambda trials: [*trials, *others])
-
-    def watched(form: Any, model: Any, rows: TokenRows, device: Any, checkpointing: Any) -> Trial:
-        compared.append([sum(lengths) for lengths in zip(rows.prompts_B, rows.completions_B)])
-        return try_form(form, model, rows, device, checkpointing)
-
-    monkeypatch.setattr(module, "try_form", watched)
-    return ForwardChoice(("packed",), torch.device("cpu")), compared
-
-
-def test_a_refusal_on_one_process_pads_on_all(monkeypatch, caplog):
-    chosen, compared = checking(monkeypatch, [Trial(refused="it will not")])
-    model, reference = model_of("qwen2"), model_of("qwen2")
-    for one in (model, reference, model):
-        chosen.check(one, rows_of(*LONG))
-        assert chosen.form(one) == "padded"
-    assert caplog.text.count("Padded batches run") == caplog.text.count("(no packs: it will not)") == 1
-    assert len(compared) == 2
-
-
-def test_short_completions_do_not_settle_it(monkeypatch):
-    chosen, compared = checking(monkeypatch, [])
-    model = model_of("qwen2")
-    for batch in (SHORT, SOME, SHORT, LONG, LONG):
-        chosen.check(model, rows_of(*batch))
-    assert compared == [[7, 6, 9], [50, 22, 37, 29]]
-
-
-def test_a_process_without_completions_that_can_show_a_fault_runs_along_and_settles_nothing(monkeypatch):
-    chosen, compared = checking(monkeypatch, [Trial(tokens=3)], elsewhere=True)
-    model = model_of("qwen2")
-    one_long = ([4], [[40, 1]])  # alone it has no neighbour
-    for _ in range(3):
-        chosen.check(model, rows_of(*one_long))
-    assert len(compared) == 3
-    assert not chosen.settled(model)
-
-
-def test_the_same_completions_on_every_process_count_once(monkeypatch):
-    chosen, compared = checking(monkeypatch, [Trial(tokens=10)] * 9)
-    model = model_of("qwen2")
-    chosen.check(model, rows_of(*SOME))
-    assert not chosen.settled(model)
-    chosen.check(model, rows_of(*LONG))
-    assert chosen.settled(model)
-    assert len(compared) == 2
-
-
-def test_memory_that_does_not_suffice_on_one_process_ends_all(monkeypatch):
-    chosen, _ = checking(monkeypatch, [])
-    model = model_of("qwen2")
-
-    def out_of_memory(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(module, "try_form", out_of_memory)
-    with pytest.raises(MemoryShortageError, match="forward='padded'"):
-        chosen.check(model, rows_of(*LONG))

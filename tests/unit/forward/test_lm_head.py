@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from torch._subclasses import FakeTensorMode
 from transformers.models.auto import modeling_auto
 
-from grpo_ext import compat
 from grpo_ext.errors import ModelError
 from grpo_ext.forward import lm_head
 from grpo_ext.forward.lm_head import TARGETS, Targets, install, refuse_unknown_head
@@ -210,30 +208,7 @@ def test_every_other_call_and_the_signature_are_the_models_own():
         model.generate(**inputs, max_new_tokens=1, no_such_argument=1)
 
 
-def test_nothing_to_score_still_reaches_every_parameter():
-    model, nothing = tiny_model("qwen2"), torch.empty(0, dtype=torch.long)
-    install(model, TEMPERATURE)
-    logps, entropies, _ = model(**padded_batch(), **{TARGETS: Targets(predictor_S=nothing, tokens_S=nothing)})
-    assert logps.shape == entropies.shape == (0,)
-    (logps.sum() + entropies.sum()).backward()
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
 # ---- TRL's kernel ---------------------------------------------------------------------------------------------------
-
-
-def test_trls_kernel_is_used_only_with_triton_and_the_signature_that_is_known(monkeypatch):
-    """Its arithmetic needs an accelerator, so only the choice is tested here."""
-    kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="this TRL needs Triton for its kernels")
-    choose = compat.triton_head.__wrapped__
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert choose() is None
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert choose() == kernels.ChunkedLogProbFunction.apply
-    monkeypatch.setattr(kernels.ChunkedLogProbFunction, "forward", staticmethod(lambda ctx, hidden, other: None))
-    assert choose() is None
-    monkeypatch.setitem(sys.modules, "trl.kernels.chunked_logprob", None)
-    assert choose() is None
 
 
 @pytest.mark.parametrize(("deterministic", "head"), [(False, "Triton"), (True, "tiled")])
@@ -245,17 +220,6 @@ def test_bitwise_mode_does_not_use_trls_kernel(monkeypatch, deterministic, head)
         hidden, weight = torch.empty(3, 4, device="cuda"), torch.empty(9, 4, device="cuda")
         targets = torch.empty(3, device="cuda", dtype=torch.long)
         assert lm_head.log_probs(hidden, weight, None, targets, LogitTransform())[0] == head
-
-
-def test_a_copy_of_a_model_runs_its_own_weights():
-    model = tiny_model("qwen2")
-    install(model, 1.0)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(0.5)
-    ids = torch.tensor([[5, 6, 7]])
-    assert not torch.allclose(twin(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 def test_a_model_that_returns_tuples_is_scored():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 from transformers.models.mistral import modeling_mistral
 
-from grpo_ext.batching.packing import PackedGroup, PackLayout
-from grpo_ext.forward import attention, shared_prefix
-from grpo_ext.forward.attention import PACKED, TakesNoPacks, packed_attention
+from grpo_ext.batching.packing import PackLayout
+from grpo_ext.forward import attention
+from grpo_ext.forward.attention import TakesNoPacks, packed_attention
 from grpo_ext.forward.forms import run_rows, why_not_packed
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows, in_columns
 from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, record_results, rows_of
+from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of
 from tests.support.tiny import tiny_model
 from tests.support.varlen import layout_of, states_of
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
@@ -71,14 +70,6 @@ def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, sp
     assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= tolerance
 
 
-def test_the_layout_reaches_the_layers_as_the_object_it_is():
-    """FSDP casts the arguments of a forward and takes dataclasses apart on the way."""
-    from torch.distributed.utils import _apply_to_tensors
-
-    layout = PackLayout((PackedGroup((0, 2), ()),), 2)
-    assert _apply_to_tensors(lambda x: x, {"layout": layout})["layout"] is layout
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
     model, batch = model_of("llama"), rows_of(*SHAPES["groups"])
@@ -87,48 +78,6 @@ def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("kind", "windows"), [("mistral", 1), ("gemma2", 2), ("window_in_the_mask", 2)])
-@pytest.mark.parametrize("split", [True, False], ids=["segments", "dense"])
-def test_a_mask_is_made_once_for_all_layers_and_freed(monkeypatch, split, kind, windows, checkpointing):
-    """One mask serves every segment of a pack; else every group has one."""
-    monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
-    computed, masks = (record_results(monkeypatch, attention, name) for name in ("visible_mask", "_mask_of"))
-    model, batch = model_of(kind), rows_of(*SHAPES["groups"])
-    if checkpointing:
-        model.train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    gradient("packed", model, batch)
-    without_window = kind == "window_in_the_mask" and split  # runs without a mask
-    assert len(computed) == (windows - without_window) * (1 if split else len(SHAPES["groups"][0]))
-    gc.collect()
-    assert len(masks) > len(computed)
-    assert all(mask() is None for mask in masks)
-
-
-@pytest.mark.parametrize(("kind", "call_cost"), [("mistral", 0), ("mistral", 10**9), ("qwen2", 0)])
-def test_keys_and_values_of_grouped_heads_are_not_repeated(monkeypatch, kind, call_cost):
-    """Not in what the kernels get, and so not in what they save for the backward pass."""
-    monkeypatch.setattr(attention, "_CALL_COST", call_cost)
-    shapes, strides = set(), set()
-
-    def recorded(kernel: Any) -> Any:
-        def run(query: Any, *states: Any, **options: Any) -> Any:
-            shapes.update(x.shape[:2] for x in (query, *states[:2]))
-            strides.update(x.stride(1) for x in states[:2])
-            return kernel(query, *states, **options)
-
-        return run
-
-    functional = torch.nn.functional
-    monkeypatch.setattr(shared_prefix, "_flash", recorded(shared_prefix._flash))
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", recorded(functional.scaled_dot_product_attention))
-    model = model_of(kind)
-    gradient("packed", model, rows_of([20], [[9, 8]]))
-    heads = model.config.num_key_value_heads
-    assert (shapes, strides) == ({(heads, model.config.num_attention_heads // heads)}, {0})
 
 
 def test_the_router_counts_what_the_padded_batch_counts():
@@ -158,17 +107,6 @@ def test_models_that_take_no_packs_say_why():
     flash = model_of("qwen2")
     flash.config._attn_implementation = "flash_attention_2"
     assert "flash_attention_2" in str(why_not_packed(flash))
-
-
-def test_a_model_is_left_as_it_was():
-    model, batch = model_of("qwen2"), rows_of(*SHAPES["groups"])
-    settings = dict(vars(model.config))
-    with packed_attention(model):
-        assert model.config._attn_implementation == PACKED
-        run_rows("packed", model, batch)
-        assert model.config._attn_implementation == PACKED
-    assert model.config._attn_implementation == "sdpa"
-    assert dict(vars(model.config)) == settings
 
 
 def test_a_group_is_attended_to_alike_whatever_runs_beside_it(monkeypatch):

@@ -75,13 +75,6 @@ def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
             assert apart(gradient("prefix", model, batch), expected) <= FLOAT64_SUMS
 
 
-def test_float64_throughout_is_still_needed():
-    """Where `model.double()` alone comes as close, transformers has no float32 left to patch, and the patch may go."""
-    batch, model = rows_of(*SHAPES["groups"]), model_of("llama").double()
-    difference = apart(gradient("packed", model, batch), gradient("padded", model, batch))
-    assert FLOAT64_SUMS < difference <= FLOAT32_SUMS
-
-
 def test_a_prompt_whose_cache_carries_no_gradient_would_show(monkeypatch):
     """The negative control: transformers' own caches copy states in place, or a detached cache loses the prompt."""
     model, batch = model_of("lfm2"), rows_of(*SHAPES["groups"])

@@ -13,7 +13,7 @@ from torch import nn
 from grpo_ext.errors import ModelError
 from grpo_ext.forward.forms import in_form, run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed, routers_of
+from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed
 from tests.support.architectures import architecture
 from tests.support.packs import SHAPES, apart, gradient, rows_of
 from tests.tolerances import DIFFERENT, FLOAT32_SUMS
@@ -42,18 +42,6 @@ def forms_of(model: Any) -> list[Any]:
     forms = ["padded"]
     forms += ["prefix"] if why_no_prefix(model) is None else []
     return forms + (["packed"] if why_not_packed(model) is None else [])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_routers_know_their_layers_and_columns(kind):
-    model = model_of(kind)
-    routers, layers = routers_of(model), enumerate(model.model.layers)
-    assert [r.layer for r in routers] == [
-        i for i, layer in layers if any(hasattr(m, "experts") for m in layer.modules())
-    ]
-    assert [r.columns.start for r in routers[1:]] + [r.choices for r in routers[:1]] == [
-        r.columns.stop for r in routers
-    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,14 +99,6 @@ def test_the_router_learns_though_its_choice_is_replayed():
     assert torch.equal(live, replayed)  # where no choice changes
     gradient("packed", model, replace(rows, experts_NC=others(recorded, 4)))
     assert all(p.grad.norm() > 0 for name, p in model.named_parameters() if name.endswith("gate.weight"))
-
-
-def test_tokens_without_a_recorded_expert_are_routed_as_they_come():
-    model, rows = model_of("mixtral"), rows_of(*SHAPES["groups"])
-    recorded = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
-    nothing = run_rows("packed", model, replace(rows, experts_NC=torch.full_like(recorded, LIVE)))
-    assert torch.equal(nothing.logps_S, run_rows("packed", model, rows).logps_S)
-    assert int(nothing.routing.replayed) == 0
 
 
 class Functional(nn.Module):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, GenerationConfig
 
-from grpo_ext.precision.half import as_in_training, half_weights
-from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.decoding import RolloutCache
+from grpo_ext.precision.half import half_weights
 from tests.support.architectures import architecture
-from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, make, update
 
@@ -95,14 +90,6 @@ def test_the_weights_are_put_back(fails):
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
 
 
-def test_weights_that_two_layers_share_are_cast_once():
-    shared = torch.nn.Linear(4, 4)
-    model = torch.nn.Sequential(shared, torch.nn.Linear(4, 4))
-    model[1].weight = shared.weight
-    with half_weights(model, torch.bfloat16):
-        assert model[0].weight is model[1].weight
-
-
 def test_a_layer_whose_forward_was_replaced_keeps_its_weights():
     model = tiny_model()  # as cast_lm_head_to_fp32 replaces that of the head
     model.lm_head.forward = model.lm_head.forward
@@ -111,71 +98,7 @@ def test_a_layer_whose_forward_was_replaced_keeps_its_weights():
         assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("changes", "half"),
-    [
-        ({}, True),
-        ({"mixed_precision": "no"}, False),
-        ({"native_amp": False}, False),
-        ({"distributed_type": "FSDP"}, False),
-        ({"distributed_type": "DEEPSPEED"}, False),
-        ({"is_quantized": True}, False),
-    ],
-    ids=str,
-)
-def test_what_samples_in_half_precision(changes, half):
-    model = model_of("lora")
-    if changes.pop("is_quantized", False):
-        model.get_base_model().is_quantized = True
-    accelerator = SimpleNamespace(
-        **{"mixed_precision": "bf16", "native_amp": True, "distributed_type": "NO", **changes},
-        device=torch.device("cpu"),
-        autocast=lambda handler: torch.autocast("cpu", torch.bfloat16, **handler.to_kwargs()),
-    )
-    with as_in_training(model, accelerator):
-        assert torch.is_autocast_enabled("cpu") == half
-        dtypes = {parameter.dtype for parameter in model.get_base_model().model.layers.parameters()}
-        assert dtypes == ({torch.float32, torch.bfloat16} if half else {torch.float32})  # norms stay
-    assert not torch.is_autocast_enabled("cpu")
-
-
 # ---- Sampling -------------------------------------------------------------------------------------------------------
-
-
-def sample(model: Any, monkeypatch: Any) -> tuple[list[list[int]], list[torch.dtype]]:
-    """Completions, and the types of the cache at the end."""
-    caches: list[Any] = []
-
-    class Recorded(RolloutCache):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            caches.append(self)
-
-    monkeypatch.setattr(engine, "RolloutCache", Recorded)
-    prompts = [[5, 6, 7]] * 4 + [[9, 10, 11, 12]] * 4
-    settings = {"do_sample": True, "pad_token_id": 0, "eos_token_id": [1, 2, 3], "max_new_tokens": 70, "top_k": 0}
-    keys_B = torch.arange(8) * 7919
-    config = GenerationConfig(**settings)
-    completions = sampled_chunk(model, prompts, keys_B, config, [1, 2, 3], compact=True)
-    (cache,) = caches
-    return completions, [t.dtype for layer in cache.layers for t in (layer.keys, layer.values)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["qwen2", "lora", "gemma2"])
-def test_tokens_are_those_of_autocast_and_the_cache_is_half(kind, monkeypatch):
-    model = model_of(kind)
-    with autocast(), half_weights(model, torch.bfloat16):
-        completions, dtypes = sample(model, monkeypatch)
-        assert set(dtypes) == {torch.bfloat16}
-    with monkeypatch.context() as patch, autocast():  # a cache that holds what the layers hand to it
-        patch.setattr(RolloutCache, "update", DynamicCache.update)
-        expected, dtypes = sample(model, patch)
-        assert torch.float32 in dtypes
-    assert completions == expected
-    in_float32, dtypes = sample(model, monkeypatch)
-    assert set(dtypes) == {torch.float32}
-    assert completions != in_float32 or kind == "gemma2"  # whose few layers are near uniform
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +11,7 @@ import torch
 
 from grpo_ext.checks.model import check_half_weights
 from grpo_ext.errors import ModelError, PrecisionError
-from grpo_ext.precision.loss_scaler import LossScaler, reduce_in_float32
+from grpo_ext.precision.loss_scaler import LossScaler
 
 
 def scaler_of(value: float, anyone: Any = bool, hysteresis: int = 1, **settings: Any) -> LossScaler:
@@ -101,12 +100,3 @@ def test_trained_weights_in_bfloat16_are_refused():
     for parameter in model.half().parameters():
         parameter.requires_grad = False
     check_half_weights(model, fp16=True)
-
-
-def test_fsdp2_adds_gradients_up_in_float32():
-    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    plugin = SimpleNamespace(fsdp_version=2, mixed_precision_policy=policy)
-    reduce_in_float32(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
-    assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
-    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
-    reduce_in_float32(SimpleNamespace(state=SimpleNamespace()))  # no FSDP: nothing to do

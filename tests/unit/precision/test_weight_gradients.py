@@ -6,11 +6,8 @@ float32's rounding, a gradient was rounded to half precision on its way to the p
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib.util import find_spec
 from typing import Any
 
 import peft
@@ -18,9 +15,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_ext.forward.architecture import base_model_of
 from grpo_ext.forward.forms import in_form, run_rows, why_not_packed
@@ -42,7 +37,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def gradients(model: Any, cuts: list[tuple[int, int]], on: bool, dtype: Any = torch.bfloat16) -> Any:
-    """Log-probabilities, and the gradients summed over these micro-batches, by name."""
+    """Return log-probabilities, and the gradients summed over these micro-batches, by name."""
     base = base_model_of(model)
     packed = why_not_packed(base) is None
     form, rows = ("packed", PACKS) if packed else ("padded", OF_ONE_WIDTH)
@@ -65,7 +60,7 @@ def apart(one: Gradients, other: Gradients) -> dict[str, float]:
 
 
 def assert_parts_add_up(model: Any, left_out: tuple[str, ...] = (), dtype: Any = torch.bfloat16) -> None:
-    """With `float32_weight_gradients`, apart from parameters `left_out`; not without it."""
+    """With `float32_weight_gradients` parts add up, apart from parameters `left_out`; without it they do not."""
     differences, results = {}, {}
     for on in (True, False):
         logps, whole = results[on] = gradients(model, [(0, 12)], on, dtype)
@@ -138,23 +133,15 @@ def lora(**options: Any) -> Any:
 
 ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "dora": ("qwen2", lambda: lora(use_dora=True)),
-    "bias": ("qwen2", lambda: lora(bias="all", lora_bias=True)),
     "Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
     "experts": ("qwen3_moe", lambda: lora(target_parameters=EXPERTS)),
     "embeddings": ("qwen2", lambda: lora(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"])),
-    "tokens": ("qwen2", lambda: lora(trainable_token_indices=[5, 6, 7, 9], use_rslora=True)),
     "adalora": ("qwen2", lambda: peft.AdaLoraConfig(total_step=10, target_modules=TWO)),
-    "lokr": ("qwen2", lambda: peft.LoKrConfig(target_modules=TWO)),
-    "miss": ("qwen2", lambda: peft.MissConfig(r=4, target_modules=TWO)),
-    "randlora": ("qwen2", lambda: peft.RandLoraConfig(r=4, target_modules=TWO)),
 }
 LEFT_OUT: dict[str, tuple[str, Callable[[], Any], str]] = {
     "the parameter of a linear layer": ("qwen2", lambda: lora(target_parameters=["o_proj.weight"]), "o_proj"),
     "oft": ("qwen2", lambda: peft.OFTConfig(oft_block_size=8, target_modules=TWO), "oft_R"),
-    "boft": ("qwen2", lambda: peft.BOFTConfig(boft_block_size=8, target_modules=TWO), "boft_R"),
     "loha": ("qwen2", lambda: peft.LoHaConfig(target_modules=TWO), "hada_"),
-    "fourierft": ("qwen2", lambda: peft.FourierFTConfig(n_frequency=50, target_modules=TWO), "fourierft"),
-    "hra": ("qwen2", lambda: peft.HRAConfig(r=4, target_modules=TWO), "hra_u"),
 }
 
 
@@ -185,15 +172,6 @@ def test_weights_made_of_weights_are_left_out(name):
     assert_parts_add_up(model, names)
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install '.[quantized]'")
-def test_parts_of_an_adapter_of_quantised_weights_add_up(tmp_path):
-    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
-    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised, dtype=torch.float32).train()
-    install(base, 0.9)
-    assert_parts_add_up(adapted(base, lora(use_dora=True)))
-
-
 # ---- Modules of users -----------------------------------------------------------------------------------------------
 
 
@@ -210,8 +188,7 @@ class Owner(nn.Module):
         self.product = product
         self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
         self.each, self.vector = nn.Parameter(torch.randn(4, 8, 8)), nn.Parameter(torch.randn(8))
-        self.convolution, self.norm = nn.Conv1d(8, 8, 3, padding=1, groups=2), nn.LayerNorm(8)
-        self.same, self.valid = (nn.Conv1d(8, 8, 3, padding=padding) for padding in ("same", "valid"))
+        self.convolution, self.same = nn.Conv1d(8, 8, 3, padding=1, groups=2), nn.Conv1d(8, 8, 3, padding="same")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.product(self, input)
@@ -219,23 +196,15 @@ class Owner(nn.Module):
 
 COVERED: dict[str, Callable[..., torch.Tensor]] = {
     "@": lambda m, x: x @ m.weight,
-    "keywords": lambda m, x: torch.matmul(input=x, other=m.weight) + functional.linear(input=x, weight=m.weight),
     "a left factor": lambda m, x: m.weight.matmul(x.mT),
-    "two matrices": lambda m, x: m.weight @ x[0].mT,
-    "mm": lambda m, x: torch.mm(x[0], m.weight.t()),
-    "addmm": lambda m, x: torch.addmm(m.bias, x[0], m.weight),
     "addmm by keyword": lambda m, x: torch.addmm(input=m.bias, mat1=x[0], mat2=m.weight),
     "one expert": lambda m, x: functional.linear(x, m.each[1], m.bias),
     "bmm": lambda m, x: torch.bmm(x, m.each),
     "convolution": lambda m, x: m.convolution(x.mT),
-    "no padding, by name": lambda m, x: m.valid(x.mT),
-    "the weight of a convolution": lambda m, x: functional.conv1d(x.mT, m.convolution.weight, groups=2, padding=1),
 }
 UNCOVERED: dict[str, Callable[..., torch.Tensor]] = {
     "a vector": lambda m, x: x @ m.vector + functional.linear(x, m.vector),
-    "each to the left": lambda m, x: m.each @ x.mT,
     "padding by name": lambda m, x: m.same(x.mT),
-    "a norm of half-precision states": lambda m, x: m.norm(x.to(torch.get_autocast_dtype("cpu"))),
     "without a batch": lambda m, x: m.convolution(x[0].mT),
     "einsum": lambda m, x: torch.einsum("bti,io->bto", x, m.weight),
 }
@@ -244,17 +213,6 @@ UNCOVERED: dict[str, Callable[..., torch.Tensor]] = {
 def replaced(module: nn.Linear) -> nn.Linear:
     module.forward = lambda input: functional.linear(input, module.weight) * 2  # type: ignore[method-assign]
     return module
-
-
-def frozen(module: nn.Linear) -> nn.Linear:
-    module.weight.requires_grad_(False)
-    return module
-
-
-class InFloat32(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return super().forward(input.float())
 
 
 class Twice(nn.Module):
@@ -271,26 +229,20 @@ class Twice(nn.Module):
         return self.other(self.one(self.one(input))) + constant
 
 
-class Hooked(nn.Linear):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seen: list[str] = []
-        self.register_forward_hook(lambda *_: self.seen.append("forward"))
-        self.register_full_backward_hook(lambda *_: self.seen.append("backward"))
+def hooked(module: nn.Linear) -> nn.Linear:
+    module.register_forward_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    return module
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(8, 8),
-    "bias alone": lambda: frozen(nn.Linear(8, 8)),
     "subclass": lambda: Doubled(8, 8),
     "hooks of device_map": lambda: add_hook_to_module(nn.Linear(8, 8), AlignDevicesHook("cpu", io_same_device=True)),
     "a replaced forward": lambda: replaced(nn.Linear(8, 8, bias=False)),
-    "hooks": lambda: Hooked(8, 8),
-    "float32 inside": lambda: InFloat32(8, 8),
+    "hooks": lambda: hooked(nn.Linear(8, 8)),
     "twice": Twice,
-    "attention of torch": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
 }
-SIMPLE = ("linear", "bias alone", "subclass", "hooks of device_map", "a replaced forward", "hooks")
 INPUT = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -317,7 +269,7 @@ def test_no_gradient_goes_missing(name):
     assert torch.equal(ours["input"], theirs["input"])
     assert ours.keys() == theirs.keys() >= {n for n, p in model.named_parameters() if p.requires_grad}
     assert max(apart(ours, theirs).values()) < 0.02
-    if name in SIMPLE:
+    if name != "twice":  # whose gradients are sums of rounded ones
         assert [n for n, g in ours.items() if n != "input" and torch.equal(g.bfloat16().float(), g)] == []
         assert all(torch.equal(g.bfloat16().float(), g) for n, g in theirs.items() if n != "input")
     assert [vars(module).keys() for module in model.modules()] == [attributes.keys() for attributes in before]
@@ -332,8 +284,7 @@ def test_products_in_a_module_of_its_own(name, dtype):
     (plain, theirs), (output, ours) = (of_module(model, on, dtype) for on in (False, True))
     assert torch.equal(output, plain)
     assert ours.keys() == theirs.keys()
-    if name != "keywords":  # two products, whose parts of this gradient may be added in another order
-        assert torch.equal(ours["input"], theirs["input"])
+    assert torch.equal(ours["input"], theirs["input"])
     assert max(apart(ours, theirs).values()) < 0.02
     for gradients_of, rounded in ((theirs, True), (ours, name in UNCOVERED)):
         weights = [gradient for name, gradient in gradients_of.items() if name != "input"]
@@ -343,11 +294,6 @@ def test_products_in_a_module_of_its_own(name, dtype):
 def of_users() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(8, 8), nn.Conv1d(5, 5, 3, padding=1), Doubled(8, 8), nn.Linear(8, 8))
-
-
-def changed_in_place(model: nn.Module) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        model(INPUT).mul_(2).float().square().sum().backward()
 
 
 def twice_differentiated(model: nn.Module) -> None:
@@ -367,8 +313,8 @@ def transformed(model: nn.Module) -> None:
         model.get_parameter(name).grad = gradient
 
 
-@pytest.mark.parametrize("use", [changed_in_place, twice_differentiated, transformed])
-def test_what_users_do_with_a_model_works_as_without(use):
+@pytest.mark.parametrize("use", [twice_differentiated, transformed])
+def test_higher_derivatives_and_function_transforms_work_as_without(use):
     model, found = of_users(), []
     for on in (False, True):
         model.zero_grad()
@@ -377,20 +323,6 @@ def test_what_users_do_with_a_model_works_as_without(use):
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
     assert max(apart(*found).values()) < 0.02
-
-
-def test_a_model_that_is_saved_or_copied_inside_runs():
-    model, file = of_users(), io.BytesIO()
-    with float32_weight_gradients(model):
-        torch.save(model, file)
-        others = copy.deepcopy(model), torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    expected = of_module(model, on=True)
-    for other in others:
-        with torch.no_grad():
-            model[0].weight.add_(1.0)  # which the other does not have
-        output, found = of_module(other, on=True)
-        assert torch.equal(output, expected[0])
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected[1].items())
 
 
 @pytest.mark.parametrize("case", ["no autocast", "bfloat16 weights", "float64 weights"])
@@ -416,25 +348,3 @@ def test_forwards_are_put_back_after_an_error():
     with pytest.raises(RuntimeError, match="shape"), float32_weight_gradients(model):
         model(torch.randn(3, 9))
     assert forwards() == before
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=full)])
-@pytest.mark.parametrize("name", ["linear", "one expert", "convolution"])
-def test_a_compiled_model_is_compiled_once(name, backend):
-    torch._dynamo.reset()
-    counters.clear()
-    model = nn.Sequential(nn.Linear(8, 8), Owner(COVERED[name]) if name in COVERED else nn.Linear(8, 8))
-    compiled: Any = torch.compile(model, backend=backend)
-    for _ in range(3):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            compiled(INPUT)
-        model.zero_grad()
-        with float32_weight_gradients(model):
-            with torch.autocast("cpu", torch.bfloat16):
-                output = compiled(INPUT)
-            output.float().square().sum().backward()
-    assert dict(counters["frames"]) == {"total": 2, "ok": 2}  # without gradients, and with them
-    assert not counters["graph_break"]
-    gradients_of = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(gradients_of) >= 4
-    assert not any(torch.equal(gradient.bfloat16().float(), gradient) for gradient in gradients_of)

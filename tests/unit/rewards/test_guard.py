@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from grpo_ext.algorithms.exact import exact_mean
-from grpo_ext.errors import ProcessError, RewardError, shortened
+from grpo_ext.errors import RewardError, shortened
 from grpo_ext.rewards.guard import Faults, columns_of, metrics_of
 from grpo_ext.rewards.worker import RewardCall
-from grpo_ext.runtime import collectives
 from tests.support.rewards import STRICT, score
 
 
@@ -195,13 +194,6 @@ def test_an_interruption_is_no_reward_error():
         call(interrupt)
 
 
-def test_without_a_timeout_a_function_runs_where_it_always_did():
-    calls: list[int] = []
-    call(unreliable(0, "sync", calls), Faults())
-    call(unreliable(0, "sync", calls), Faults(timeout=5.0))
-    assert calls[0] == threading.get_ident() != calls[1]
-
-
 def test_what_is_no_reward_is_an_error_at_once_whatever_is_configured():
     calls: list[int] = []
 
@@ -211,29 +203,4 @@ def test_what_is_no_reward_is_an_error_at_once_whatever_is_configured():
 
     with pytest.raises(RewardError, match="nan in row 0"):
         call(wrong, Faults(timeout=5.0, retries=3, on_failure="none"))
-    assert len(calls) == 1
-
-
-@KINDS
-@pytest.mark.parametrize(
-    "faults", [STRICT, Faults(retries=2), Faults(timeout=5.0, retries=2, on_failure="none")], ids=str
-)
-def test_an_error_that_all_processes_raise_is_raised_as_it_is_and_at_once(kind, faults):
-    """Another call would wait in its exchanges for processes that have ended."""
-    calls: list[int] = []
-    failure = collectives._known(ProcessError("process 1 failed: KeyError: 'x'"))
-
-    def begin(**kwargs: Any) -> list[float]:
-        calls.append(1)
-        raise failure
-
-    async def later(**kwargs: Any) -> list[float]:
-        return begin()
-
-    def yielding(**kwargs: Any) -> Iterator[float]:
-        yield from begin()
-
-    with pytest.raises(ProcessError) as caught:
-        call({"sync": begin, "async": later, "generator": yielding}[kind], faults)
-    assert caught.value is failure
     assert len(calls) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pickle
 from decimal import Decimal
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ext.errors import ConfigError, DataError
-from grpo_ext.rewards.registry import exact_number, final_number, numbers_in, resolve_rewards, reward_names
+from grpo_ext.rewards.registry import exact_number, final_number, numbers_in, resolve_rewards
 
 GOLD = "She sold 48/2 = <<48/2=24>>24 clips.\n#### 1,234"
 
@@ -38,10 +37,6 @@ def test_right_number_scores_one_in_every_spelling(completion):
 )
 def test_wrong_number_scores_zero(completion):
     assert exact_number([completion], answer=[GOLD]) == [0.0]
-
-
-def test_gold_is_taken_from_solution_too_and_left_out_without_a_number():
-    assert exact_number(["7", "8", "7"], solution=[7, 7.5, "seven"]) == [1.0, 0.0, None]
 
 
 def test_missing_gold_column_is_refused_with_the_remedy():
@@ -79,12 +74,6 @@ def test_rewards_of_length_know_the_budget():
     assert overlong(completions=[""] * 3, completion_ids=[[1] * 8, [1] * 9, [1] * 10]) == [0.0, -0.5, -1.0]
 
 
-def test_every_short_name_resolves_to_a_named_function():
-    pytest.importorskip("math_verify")
-    functions = resolve_rewards(reward_names(), max_completion_length=100)
-    assert len({f.__name__ for f in functions}) == len(reward_names())
-
-
 def test_math_reward_takes_plain_completions_and_the_gold_from_answer():
     pytest.importorskip("math_verify")
     (accuracy,) = resolve_rewards(["accuracy"])
@@ -99,30 +88,6 @@ def test_own_rewards_load_from_a_file_and_from_a_module(tmp_path, monkeypatch):
         assert reward(completions=["a", "b"]) == [0.5, 0.5]
         with pytest.raises(ConfigError, match=r"third.*it defines half"):
             resolve_rewards([f"{name}third"])
-
-
-def test_functions_of_a_file_share_its_globals_and_files_of_one_name_are_two_modules(tmp_path, monkeypatch):
-    source = "calls = []\ndef count(completions, **_):\n    calls.append({0})\n    return calls\n"
-    source += "def again(completions, **_):\n    calls.append({0})\n    return calls\n"
-    files = [tmp_path / folder / "mine.py" for folder in ("a", "b")]
-    for number, file in enumerate(files):
-        file.parent.mkdir()
-        file.write_text(source.format(number))
-    monkeypatch.chdir(tmp_path)
-    names = ["a/mine.py:count", "./a/mine.py:again", "b/mine.py:count"]
-    count, again, other = resolve_rewards(names)
-    count(completions=[])
-    assert again(completions=[]) == [0, 0]
-    assert other(completions=[]) == [1]
-    assert pickle.loads(pickle.dumps(count)) is count  # by the name of its module
-    (same,) = resolve_rewards([str(files[0]) + ":again"])
-    assert same is again
-    files[0].write_text(source.format("'changed'"))  # as in a notebook
-    assert resolve_rewards(names[:1])[0](completions=[]) == ["changed"]
-    files[1].write_text("half = 1\nraise RuntimeError('no')\n")
-    for _ in range(2):  # half of a module is not taken for one
-        with pytest.raises(RuntimeError, match="no"):
-            resolve_rewards(names[2:])
 
 
 def test_a_gold_answer_is_found_row_by_row():

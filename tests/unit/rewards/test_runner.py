@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from grpo_ext.errors import RewardError
 from grpo_ext.rewards.guard import Faults
-from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
+from grpo_ext.rewards.runner import RewardRows, RewardRunner
 from tests.support.rewards import functions_of, running_loop, score
-from tests.support.tiny import tiny_config, tiny_tokenizer
 
 INPUTS = [
     {"prompt": p, "completion": "left out", "answer": p[::-1], "level": i} for i, p in enumerate(["ab", "c", "de"])
@@ -52,63 +50,6 @@ def test_a_data_column_gives_way_to_what_trl_hands_over():
     assert scored(columns, [1, 2, 3]) == [[1.0], [2.0], [3.0]]
     with pytest.raises(TypeError, match="multiple values for keyword argument 'prompts'"):
         scored({"prompts": "x"}, [1, 2, 3])
-
-
-def test_an_environment_that_is_retired_has_no_reward_and_reward_functions_see_it():
-    class Slotted:
-        __slots__ = ()
-
-        def get_reward(self) -> float:
-            return 1.0
-
-    def of_slotted(environments, _env_type=Slotted, **kwargs):
-        return [e.get_reward() if type(e) is _env_type else None for e in environments]
-
-    def others(environments, **kwargs):
-        return [float(isinstance(e, Slotted)) for e in environments]
-
-    some = [Slotted() for _ in range(3)]
-    sources = RewardFunctions([of_slotted, others], ["a", "b"], [None, None])
-    scored = rows(environments=some, retired={id(some[1])})
-    rewards_BF, _ = RewardRunner(torch.device("cpu")).compute(sources, scored)
-    assert rewards_BF.nan_to_num(-1.0).tolist() == [[1.0, 1.0], [-1.0, 1.0], [1.0, 1.0]]
-
-
-def test_a_reward_model_scores_all_rows_in_one_forward_and_keeps_company_by_itself():
-    model = AutoModelForSequenceClassification.from_config(tiny_config("llama", num_labels=1))
-    shapes, called = [], []
-
-    def graded(completions, **kwargs):
-        called.append(len(completions))
-        return [0.0] * len(completions)
-
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: shapes.append(kwargs["input_ids"].shape[0]), with_kwargs=True
-    )
-    sources = RewardFunctions([graded, model], ["graded", "scorer"], [None, tiny_tokenizer()])
-    runner = RewardRunner(torch.device("cpu"))
-    runner.compute(sources, rows(chunk=1))
-    assert (called, shapes) == ([1, 1, 1], [3])
-    runner.join_remaining_forwards(sources, rows())
-    assert (called, shapes) == ([1, 1, 1], [3, 3])
-
-
-def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_each_completion():
-    received = []
-
-    def graded(completions, **kwargs):
-        received.append({"completions": completions, **kwargs})
-        return [len(c) for c in completions]
-
-    rewards, calls = score([graded, graded], environments=list("vwxyz"), state=[0, 1, 2, 3, 4])
-    assert rewards == [[1, 2, 3, 4, 5]] * 2
-    for chunks in (received[:3], received[3:]):
-        assert [chunk["completions"] for chunk in chunks] == [["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
-        assert [chunk["level"] for chunk in chunks] == [[1, 2], [3, 4], [5]]
-        assert [chunk["environments"] for chunk in chunks] == [["v", "w"], ["x", "y"], ["z"]]
-        assert all(chunk["trainer_state"] == [0, 1, 2, 3, 4] for chunk in chunks)
-    places = [(call.first, call.rows, call.number) for call in calls]
-    assert places == [(20, 2, 0), (20, 2, 1), (22, 2, 0), (22, 2, 1), (24, 1, 0), (24, 1, 1)]
 
 
 def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_synchronous_ones():
@@ -172,10 +113,3 @@ def test_an_asynchronous_function_that_fails_for_good_ends_those_that_run_or_wai
 def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():
     with pytest.raises(RewardError, match=r"'function_1' is asynchronous, .* when the trainer is built"):
         RewardRunner(torch.device("cpu")).compute(functions_of([sparse, later]), rows())
-
-
-def test_a_process_without_completions_calls_nothing():
-    empty = RewardRows([], [], [], [])
-    rewards_BF, calls = RewardRunner(torch.device("cpu")).compute(functions_of([sparse, later]), empty)
-    assert rewards_BF.shape == (0, 2)
-    assert calls == []

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import multiprocessing
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import types
 from collections.abc import Callable
@@ -105,16 +102,6 @@ def test_chunks_of_all_functions_run_concurrently(tmp_path):
         assert score(pair, workers, Faults(timeout=PATIENCE_S), chunk=None)[0] == [[1.0] * 5] * 2
 
 
-def test_asynchronous_functions_stay_in_the_training_process():
-    async def later(completions, **kwargs):
-        return process_id(completions)
-
-    with working() as workers:
-        rewards, _ = score([later, process_id], workers)
-    assert rewards[0] == [os.getpid()] * 5
-    assert rewards[1] != [os.getpid()] * 5
-
-
 def test_random_numbers_of_a_call_depend_on_the_run_and_its_place_alone(tmp_path):
     """For other numbers of workers: tests/invariance/test_reward_workers.py."""
     failed = tmp_path / "failed"
@@ -161,19 +148,6 @@ def test_a_worker_is_a_fresh_interpreter_of_one_thread_without_an_accelerator_an
     assert vars(state) == vars(TrainerState())
 
 
-def test_a_timed_call_runs_in_the_main_thread_and_what_it_forks_can_be_terminated():
-    def alarmed(completions, **kwargs):
-        signal.signal(signal.SIGALRM, lambda *_: None)  # in the main thread alone
-        other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
-        other.start()
-        other.terminate()
-        other.join()
-        return [other.exitcode] * len(completions)
-
-    with working() as workers:
-        assert score([alarmed], workers, Faults(timeout=PATIENCE_S))[0][0] == [-signal.SIGTERM] * 5
-
-
 def test_a_function_that_cannot_be_loaded_ends_the_run_at_once(monkeypatch, caplog):
     module = types.ModuleType("made_up_here")
     exec("def graded(completions, **kwargs): return []", vars(module))
@@ -182,34 +156,6 @@ def test_a_function_that_cannot_be_loaded_ends_the_run_at_once(monkeypatch, capl
     with working() as workers, pytest.raises(ConfigError, match=says):
         score([module.graded], workers, Faults(retries=2, on_failure="none"))
     assert "follows" not in caplog.text
-
-
-def test_the_time_of_a_call_begins_once_its_function_is_loaded(monkeypatch, tmp_path):
-    text = """
-        import sys, time
-        if "torch" not in sys.modules:  # in the worker
-            time.sleep(3)
-        def graded(completions, **kwargs): return [1.0] * len(completions)
-    """
-    (tmp_path / "slow_to_import.py").write_text(textwrap.dedent(text))
-    monkeypatch.syspath_prepend(tmp_path)
-    graded = importlib.import_module("slow_to_import").graded
-    with working() as workers:
-        assert score([graded], workers, Faults(timeout=2.0))[0] == [[1.0] * 5]
-
-
-def test_a_worker_keeps_what_its_function_loads_at_its_first_call():
-    loaded: list[bytes] = []
-
-    def loads(completions, log_extra, **kwargs):
-        if not loaded:
-            loaded.append(b"1" * 400_000_000)
-            time.sleep(1.2)  # loky looks at the memory of a process once a second
-        return [float(os.getpid()) for _ in completions]
-
-    with working() as workers:
-        rewards, _ = score([loads], workers, chunk=1, recorders={"log_extra": lambda *_: None})
-    assert len(set(rewards[0])) == 1
 
 
 # ---- What fails there -----------------------------------------------------------------------------------------------
@@ -293,66 +239,3 @@ def test_a_worker_that_a_cluster_terminates_is_replaced_and_its_call_made_again_
         with pytest.raises(RewardError, match=r"SIGTERM\(-15\); .*reward_on_failure='none' goes on without"):
             score([graded], workers)
         assert score([graded], workers)[0] == [[1.0] * 5]
-
-
-# ---- The end --------------------------------------------------------------------------------------------------------
-
-
-def test_a_kill_is_final_for_the_calls_of_that_time(tmp_path, caplog):
-    def slow(completions, **kwargs):
-        with (tmp_path / "starts").open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        time.sleep(60)
-
-    def bad(completions, **kwargs):
-        while not (tmp_path / "starts").exists():
-            time.sleep(0.01)
-        raise ValueError("scored")
-
-    with working(2) as workers:
-        with pytest.raises(RewardError, match="'function_0' raised ValueError: scored;"):
-            score([bad, slow], workers, Faults(retries=1), chunk=None)
-        assert score([process_id], workers)[0] != [[]]  # goes on afterwards
-    (pid,) = (tmp_path / "starts").read_text().split()
-    assert gone(int(pid))
-    assert "'function_1' failed" not in caplog.text
-
-
-SCRIPT = """
-    import os, re, signal, sys, threading, time
-    import accelerate
-    from grpo_ext.rewards.workers import RewardWorkers
-    from tests.support.rewards import score
-
-    print("imported", flush=True)
-    accelerate.PartialState()
-    LENGTHS = {"a": 1.5}
-    pids = sys.argv[1]
-
-    def graded(completions, **kwargs):
-        return [LENGTHS[c] for c in completions]
-
-    def hangs(completions, **kwargs):
-        open(pids, "w").write(f"{os.getpid()} ")
-        re.match(r"(a+)+$", "a" * 60 + "b")
-
-    workers = RewardWorkers(1, 0)
-    print(score([graded], workers, completions=["a"] * 5)[0], flush=True)
-    threading.Thread(target=score, args=([hangs], workers), daemon=True).start()
-    while not os.path.exists(pids) or " " not in open(pids).read():
-        time.sleep(0.02)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.full
-def test_functions_of_a_script_without_a_guard_run_and_no_worker_outlives_it(tmp_path):
-    script, pids = tmp_path / "script.py", tmp_path / "pids"
-    script.write_text(textwrap.dedent(SCRIPT))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, script, pids], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.stdout.splitlines() == ["imported", "[[1.5, 1.5, 1.5, 1.5, 1.5]]"], done.stderr  # it was run once
-    assert done.returncode == -signal.SIGKILL
-    assert all(gone(int(pid)) for pid in pids.read_text().split())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -57,21 +55,6 @@ def test_a_step_counts_the_tokens_that_a_group_has_in_it():
 
 
 # ---- What a user's override returns ---------------------------------------------------------------------------------
-
-
-def overridden(changes: dict[str, Any], rows: Sequence[int] = range(4)) -> dict[str, Any]:
-    """The dictionary of some rows of the batch, as an override returned it, in columns of its own width."""
-    batch = gather_scored(scored_batch() | changes, 4, 2)
-    return batch.select(rows).collate(PAD)
-
-
-def test_what_an_override_adds_arrives_as_it_was_returned():
-    """Fields of further shapes: tests/trainer/test_overridden_rollouts.py."""
-    ratio = torch.arange(1.0, 5.0)[:, None]
-    arrays = {"numbers": np.arange(4.0), "words": np.array(["a", "b", "c", "d"])}
-    some = overridden({"importance_sampling_ratio": ratio, "nothing": None, **arrays}, [2, 0])
-    assert torch.equal(some["importance_sampling_ratio"], ratio[[2, 0]])
-    assert (some["nothing"], some["numbers"].tolist(), some["words"]) == (None, [2.0, 0.0], ["c", "a"])
 
 
 def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ from grpo_ext.errors import DataError
 from grpo_ext.forward.images import images_in
 from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
-from grpo_ext.rollouts.tools import Toolbox, TurnLimits, context_length, continue_with
+from grpo_ext.rollouts.tools import Toolbox, TurnLimits, continue_with
 from grpo_ext.rollouts.transcript import Sampled, Transcript
-from tests.support.images import image, image_model, image_processor
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.images import image, image_processor
+from tests.support.tiny import tiny_tokenizer
 from tests.support.tool_runs import count, sampled
 
 
@@ -43,14 +42,6 @@ def test_an_answer_after_a_stop_string_begins_with_the_end_of_the_message():
     assert after_string.mask[:4] == [1, 1, 0, 0]
 
 
-def test_calls_are_none_in_a_run_without_tools():
-    chat = chat_with()
-    transcripts = [Transcript({}, key=0, prompt=[{"role": "user", "content": "a"}], ids=[n]) for n in range(3, 30)]
-    chat.decode(transcripts)
-    assert any("tool_calls" in t.completion[0] for t in transcripts)
-    assert not any(t.calls for t in transcripts)
-
-
 def test_calls_of_kinds_that_end_trls_run_are_answered():
     calls: list[Any] = [{"name": "count"}, {"type": "function"}, {"type": "function", "function": "count"}]
     toolbox = Toolbox([count], Environments())
@@ -68,16 +59,6 @@ def test_an_engine_that_stops_telling_log_probabilities_tells_none_of_a_turn():
     continue_with(transcript, Sampled([5, 6, 7, 8]), chat, limits)
     assert (transcript.ids, transcript.mask) == ([3, 4, 5, 6, 7], [1, 0, 1, 1, 1])
     assert transcript.logps == [-1.0, 0.0, None, None, None]
-
-
-def test_the_context_is_the_engines_in_this_process_and_the_models_otherwise():
-    text = tiny_model(max_position_embeddings=77).config
-    assert context_length(text, False) == 77
-    pictures = image_model("llava").config
-    assert context_length(pictures, True) == pictures.text_config.max_position_embeddings
-    engine = SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=55)))
-    assert context_length(text, False, SimpleNamespace(mode="colocate", llm=engine)) == 55
-    assert context_length(text, False, SimpleNamespace(mode="server")) == 77
 
 
 def test_images_of_a_row_stand_in_its_prompt_or_are_refused():

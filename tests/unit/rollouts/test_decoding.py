@@ -13,8 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
-from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, choose_by_blocks, completion_keys
-from grpo_ext.rollouts import decoding, keyed
+from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.rollouts.decoding import GrowingLayer, decodes_compactly, own_generate, remaining_rows
 from tests.support.architectures import HYBRID, architecture
 from tests.support.rollouts import sampled_chunk
@@ -88,20 +87,6 @@ def test_prompts_run_once_and_finished_rows_leave():
     assert rows == sorted(rows, reverse=True)
     assert rows[-1] < 18 == theirs[-1][0]
     assert sum(rows) < 0.8 * sum(n for n, _ in theirs[1:])
-
-
-def test_the_way_of_cuda_gives_the_same_completions(monkeypatch):
-    """Tokens by blocks of the vocabulary, and a look at the rows that ended once in several tokens."""
-    model = model_of("qwen2")
-    expected, often = sample(model, compact=True), forwards(model, compact=True)
-    monkeypatch.setattr(keyed, "choose", choose_by_blocks)
-    monkeypatch.setattr(decoding, "_LOOK_EVERY", {"cpu": 7})
-    assert sample(model, compact=True) == expected
-    rows = [n for n, _ in forwards(model, compact=True)[1:]]
-    assert {len(set(rows[start : start + 7])) for start in range(6, len(rows), 7)} == {1}
-    assert rows[-1] < rows[0]
-    assert sum(rows) > sum(n for n, _ in often[1:])
-    assert sample(model, compact=True, max_new_tokens=10) == [row[:10] for row in expected]
 
 
 def test_a_growing_layer_holds_what_a_dynamic_one_holds():

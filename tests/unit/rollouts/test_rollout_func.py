@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import UserDict
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.rollouts import rollout_func as module
-from grpo_ext.rollouts.rollout_func import checked_rollout, why_equal
+from grpo_ext.rollouts.rollout_func import checked_rollout
 
 GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs": None}
 
@@ -58,24 +56,6 @@ def test_what_is_wrong_is_said_with_the_rule(output, says):
 def test_log_probabilities_may_be_needed():
     with pytest.raises(RolloutError, match="returned logprobs=None, and the correction wants them"):
         call(GOOD, needs="the correction wants them")
-
-
-def test_where_generation_is_a_collective_processes_need_as_many_prompts():
-    args = SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=2)
-    assert why_equal(args, sharded=False) is None  # every process sends its own
-    assert str(why_equal(args, sharded=False, rollout_func=True)).startswith("vLLM cuts")
-    args.vllm_mode = "colocate"
-    assert str(why_equal(args, sharded=False)).startswith("vLLM cuts")
-    args.use_vllm = False
-    assert why_equal(args, sharded=False) is None
-    assert why_equal(args, sharded=True) is not None
-
-
-def test_processes_with_different_numbers_of_prompts_are_refused_with_the_reason(monkeypatch):
-    monkeypatch.setattr(module, "gather_lists", lambda own: [*own, 1])
-    with pytest.raises(RolloutError, match=r"rollout_func would sample 1 to 2 completions .*, and it is a test"):
-        module.refuse_unequal_shares("rollout_func", 2, "it is a test")
-    module.refuse_unequal_shares("rollout_func", 1, "it is a test")
 
 
 @pytest.mark.parametrize(

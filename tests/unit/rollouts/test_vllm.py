@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,8 @@ from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.errors import RolloutError
 from grpo_ext.forward.routing import LIVE, Router
 from grpo_ext.rollouts.transcript import Sampled, Transcript
-from grpo_ext.rollouts.vllm import VllmEngine, VllmServer, seeds_of
+from grpo_ext.rollouts.vllm import VllmServer, seeds_of
 from grpo_ext.rollouts.vllm_replay import experts_of
-from grpo_ext.rollouts.vllm_weights import ColocatedEngine
 from tests.support.server import generation_settings
 
 
@@ -40,61 +38,6 @@ def test_seeds_follow_from_the_key_alone_and_fit_a_server():
     assert found[4:8] == [found[4] + i for i in range(4)]  # vLLM counts up within a request
     later = seeds_of([Transcript({}, key, ids=[0] * 7) for key in keys(range(500)).tolist()], 4)  # a second turn
     assert not set(found) & set(later)
-
-
-class Params:
-    def __init__(self, temperature: float, seed: int | None = None) -> None:
-        self.temperature, self.seed = temperature, seed
-
-    def clone(self) -> Params:
-        return Params(self.temperature, self.seed)
-
-
-@pytest.mark.parametrize("with_seeds", [True, False])
-def test_a_colocated_engine_gets_one_parameter_set_for_each_row_or_draws_them_together(with_seeds):
-    asked, shared = [], Params(0.7)
-
-    def sample(prompts: Any, sampling_params: Any, lora_request: Any, use_tqdm: bool) -> list[Any]:
-        asked.append((sampling_params, lora_request))
-        return []
-
-    def generate(prompts: Any, **options: Any) -> tuple[Any, ...]:
-        generation.llm.generate(prompts, sampling_params=shared, use_tqdm=False)
-        return None, [[1] for _ in prompts], None, None
-
-    llm = ColocatedEngine(SimpleNamespace(generate=sample, device="cuda"))
-    generation = generation_settings(tensor_parallel_size=1, llm=llm, generate=generate)
-    llm.adapter = "v1"
-    VllmEngine(generation, with_seeds, contextlib.nullcontext).generate(transcripts(), None, 2)
-    ((params, adapter),) = asked
-    assert (adapter, llm.device, llm.seeds) == ("v1", "cuda", None)  # TRL reads the engine's attributes too
-    assert shared.seed is None
-    if with_seeds:
-        assert [(p.temperature, p.seed) for p in params] == [(0.7, seed) for seed in seeds(range(3), 2)]
-    else:
-        assert params is shared
-
-
-def test_a_process_of_a_tensor_parallel_engine_takes_masks_and_experts_of_its_own_rows():
-    rows = range(12)  # of two processes
-    routed, routers = [np.array([[[row, 50]]], np.uint8) for row in rows], [Router(slice(0, 2), 2, 51, 0)]
-    masks = [SimpleNamespace(token_ids=[[row, 50]]) for row in rows]
-    outputs = [[SimpleNamespace(sampling_mask=m, routed_experts=r)] for m, r in zip(masks, routed)]
-    llm = ColocatedEngine(SimpleNamespace(generate=lambda *_, **__: [SimpleNamespace(outputs=o) for o in outputs]))
-    for rank in range(2):
-
-        def generate(prompts: Any, own: Any = rows[6 * rank : 6 * rank + 6], **options: Any) -> tuple[Any, ...]:
-            llm.generate(prompts, sampling_params=None)
-            return None, [[row] for row in own], [[[-0.5]] for _ in own], None
-
-        engine = {"tensor_parallel_size": 2, "llm": llm, "generate": generate, "mask_bound": 512}
-        generation = generation_settings(accelerator=SimpleNamespace(process_index=2 + rank), **engine)
-        later = [dataclasses.replace(row, turns=1) for row in transcripts()]  # the first turn compares processes
-        sampled = VllmEngine(generation, False, contextlib.nullcontext, routers).generate(later, None, 2)
-        assert [row.experts_NC.tolist() for row in sampled] == [[[6 * rank + i, 50], [LIVE, LIVE]] for i in range(6)]
-        assert [row.record.ids_K.tolist() for row in sampled] == [[6 * rank + i, 50] for i in range(6)]
-        assert [float(row.record.logps_T) for row in sampled] == [-0.5] * 6
-    assert llm.completions == []  # with masks and experts, which are large
 
 
 def test_experts_of_the_layers_with_a_router_are_taken_in_the_dtype_of_recorded_ones():
@@ -142,15 +85,6 @@ def test_a_server_that_returns_other_rows_is_refused():
     engine.client.generate = lambda n, **request: answer(n=n + 1, **request)
     with pytest.raises(RolloutError, match="returned 3 completions of a prompt; 2 were wanted"):
         engine.generate(transcripts(), None, 2)
-
-
-def test_a_server_with_stop_strings_ends_what_is_shorter_than_the_limit():
-    engine, _ = server()
-    assert {row.ended for row in engine.generate(transcripts(), None, 2)} == {None}  # only the last token can tell
-    engine.generation.generation_kwargs = {"stop": ["a"]}
-    assert {row.ended for row in engine.generate(transcripts(), None, 2)} == {True}
-    engine.generation.max_completion_length = 1
-    assert {row.ended for row in engine.generate(transcripts(), None, 2)} == {None}
 
 
 def test_rows_that_no_longer_share_their_tokens_are_asked_for_one_by_one():

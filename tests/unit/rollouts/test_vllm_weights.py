@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
-from grpo_ext.rollouts.vllm_weights import AdapterVersions, Generation, why_not_alone
+from grpo_ext.rollouts.vllm_weights import Generation, why_not_alone
 from tests.support.launch import two_processes
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA
@@ -79,22 +77,3 @@ def test_shards_of_fsdp2_are_merged_and_saved_whole(tmp_path):
 def test_what_vllm_cannot_serve_is_merged(config, reason):
     why = why_not_alone(tiny_model() if config is None else get_peft_model(tiny_model(), config), max_rank=8)
     assert why is None if reason is None else reason in why
-
-
-def test_every_version_is_the_adapter_of_its_moment_and_replaces_the_one_before(tmp_path, monkeypatch):
-    requests: list[Any] = []
-    monkeypatch.setattr("grpo_ext.compat.lora_request", lambda *request: requests.append(request) or request)
-    model, ids = adapted("lora"), torch.tensor([[3, 4, 5]])
-    sender = generation(model)
-    sender.llm = SimpleNamespace(adapter=None)
-    sender.versions = AdapterVersions(tmp_path, "token")
-    for number in (1, 2):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.mul_(1.5)
-        sender.sync_weights()
-        assert sender.llm.adapter == (f"grpo-ext-token-v{number}", number, tmp_path / f"grpo-ext-token-v{number}")
-        loaded = PeftModel.from_pretrained(tiny_model("qwen2"), sender.llm.adapter[2])
-        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
-    assert [path.name for path in Path(tmp_path).iterdir()] == ["grpo-ext-token-v2"]

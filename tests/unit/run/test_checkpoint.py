@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from filelock import FileLock
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import (
     LISTING,
-    RECORD,
     checkpoints,
     find_checkpoint,
     publish,
@@ -146,45 +142,6 @@ def test_a_resume_finds_the_folders_that_an_output_dir_was_given(tmp_path):
     assert runs_of(folder) == [second, third, first]
     taken(second, in_place=True)  # named by its own folder, it still belongs to `out`
     assert run_to_resume("latest", str(folder)) == second
-
-
-def test_a_record_that_cannot_be_read_is_as_none(tmp_path):
-    first, second = (taken(tmp_path / "out", steps=(1,)) for _ in range(2))
-    for content in ("{", "[1]", "3", '{"started": "x"}', '{"output_dir": "out", "folder": "out-2"}'):
-        (second / RECORD).write_text(content)
-        assert run_to_resume("latest", str(tmp_path / "out")) == first
-    (second / RECORD).write_text('{"output_dir": "out", "folder": "out-2", "started": [3]}')
-    assert run_to_resume("latest", str(tmp_path / "out")) == second
-
-
-def test_a_copy_of_a_run_is_not_the_run(tmp_path):
-    first, second = (taken(tmp_path / "out", steps=(1,)) for _ in range(2))
-    shutil.copytree(first, tmp_path / "out-20261126")
-    shutil.copytree(second, tmp_path / "out-3")
-    assert runs_of(tmp_path / "out") == [first, second]
-    record_start(tmp_path / "out-3", tmp_path / "out-3")  # it goes on by its own name
-    assert runs_of(tmp_path / "out") == [first, second]
-
-
-def test_the_working_directory_may_be_a_runs_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folders = [taken(Path("."), steps=(1,)) for _ in range(2)]
-    assert runs_of(".") == folders == [Path("."), Path(".-2")]
-    assert run_to_resume(".-2/checkpoint-1", ".") == Path(".-2")
-
-
-def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_path, monkeypatch):
-    folder, acquire = tmp_path / "out", checkpoint._acquire
-
-    def late(name: str) -> Any:
-        if name == str(folder):
-            (folder / "checkpoint-1").mkdir(parents=True)
-        return acquire(name)
-
-    monkeypatch.setattr(checkpoint, "_acquire", late)
-    assert take_folder(str(folder), in_place=False)[0] == f"{folder}-2"
-    monkeypatch.undo()
-    assert take_folder(str(folder), in_place=True)[0] == str(folder)  # its lock was released
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_sentence():

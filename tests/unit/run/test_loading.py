@@ -46,15 +46,6 @@ def test_of_every_architecture(tmp_path, kind, shard):
     assert same(saved, loaded)
 
 
-def test_loading_by_name_would_leave_experts_out(tmp_path):
-    saved, loaded = model("qwen3_next", 0), model("qwen3_next", 1)
-    saved.save_pretrained(tmp_path)
-    loaded.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
-    left = [name for name, value in saved.state_dict().items() if not torch.equal(value, loaded.state_dict()[name])]
-    assert left
-    assert all("experts" in name for name in left)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_no_digit_is_lost(tmp_path, dtype):
     saved, loaded = (model("qwen3_next", seed).to(dtype) for seed in (0, 1))

@@ -44,6 +44,12 @@ def test_lines_are_strict_json_with_step_time_and_memory(tmp_path):
     assert line["peak_memory_mib"] > 50
 
 
+def test_objects_that_json_does_not_know_are_text(tmp_path):
+    write(begun(tmp_path), 1, table={(1, 2): 3}, huge=Fraction(10**400), rows={4})
+    (line,) = lines(tmp_path)
+    assert line["values"] == {"table": "{(1, 2): 3}", "huge": str(10**400), "rows": "{4}"}
+
+
 def test_an_unfinished_last_line_is_left_out_and_the_next_one_is_whole(tmp_path):
     log = begun(tmp_path)
     for step in (1, 2):
@@ -77,34 +83,6 @@ def test_what_a_resume_logs_of_its_own_step_is_superseded_by_another_resume_ther
         write(log, 2)
     values = [entry["values"] for entry in read_log(tmp_path / LOG).entries]
     assert values == [{"reward": 1.0}, {"eval_reward": 0.5}, {"reward": 2.0}]
-
-
-def test_objects_that_json_does_not_know_are_text(tmp_path):
-    write(begun(tmp_path), 1, table={(1, 2): 3}, huge=Fraction(10**400), rows={4})
-    (line,) = lines(tmp_path)
-    assert line["values"] == {"table": "{(1, 2): 3}", "huge": str(10**400), "rows": "{4}"}
-
-
-def test_a_start_with_settings_that_are_not_finite_is_strict_json(tmp_path):
-    RunLog().begin(tmp_path, None, 0, {"settings": {"epsilon_high": math.inf, "best": [math.nan], "path": tmp_path}})
-    assert lines(tmp_path) == []  # of the values; the start is parsed too
-    (start,) = read_log(tmp_path / LOG).starts
-    assert start["settings"] == {"epsilon_high": None, "best": [None], "path": str(tmp_path)}
-
-
-def test_seconds_of_all_starts_are_added_up(tmp_path):
-    rows = [{"step": 1, "time": 5.0}, {"step": 2, "time": 9.0}, {"step": 1, "start": {}}, {"step": 2, "time": 3.0}]
-    text = "".join(json.dumps({"values": {}} | row if "time" in row else row) + "\n" for row in rows)
-    (tmp_path / LOG).write_text(text)
-    assert read_log(tmp_path / LOG).seconds == 12.0
-
-
-def test_a_new_run_supersedes_the_log_of_an_earlier_one(tmp_path):
-    write(begun(tmp_path), 1)
-    write(begun(tmp_path), 5)
-    run = read_log(tmp_path / LOG)
-    assert [entry["step"] for entry in run.entries] == [5]
-    assert len(run.starts) == 1
 
 
 def test_a_run_that_goes_on_elsewhere_takes_the_log_along(tmp_path):

@@ -12,8 +12,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from grpo_ext import GRPOTrainer
-from grpo_ext.run.model_card import base_name, complete_card
+from grpo_ext.run.model_card import base_name
 from grpo_ext.tools.export import export
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, other
@@ -103,20 +102,3 @@ def test_names_hold_no_path_of_the_machine(tmp_path):
     names = {"some/model": "some/model", "gpt2": "gpt2", str(tmp_path / "gone" / "tiny"): "tiny", "": "", None: ""}
     names[str(Path(".").resolve())] = names["."] = Path.cwd().name
     assert {name: base_name(name) for name in names} == names
-
-
-def test_any_name_of_a_folder_makes_code_that_runs(here, capsys):
-    other(here / "run", max_steps=1).train()
-    export(here / "run" / "checkpoint-1", here / 'a "b" \\n {{ c }} ü')
-    run_shown(here / 'a "b" \\n {{ c }} ü' / "README.md", capsys)
-
-
-def test_a_card_that_cannot_be_completed_does_not_end_training(here, caplog):
-    class NoCard(GRPOTrainer):
-        def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-            super().create_model_card(*args, **kwargs)
-            complete_card(here / "gone", "run", self.model, self.processing_class)
-
-    other(here / "run", cls=NoCard, max_steps=1).train()
-    assert (here / "run" / "checkpoint-1").is_dir()
-    assert "gone is TRL's, without code that runs" in caplog.text

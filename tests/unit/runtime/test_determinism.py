@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from grpo_ext import GRPOConfig
-from grpo_ext.runtime import determinism
-from grpo_ext.runtime.determinism import align_memory, environment, pinned, unfit_kernels
+from grpo_ext.runtime.determinism import align_memory, environment, pinned
 from tests.support.tiny import tiny_model
 
 
@@ -63,18 +61,3 @@ def test_the_configuration_chooses_the_workspace_of_cublas(monkeypatch, tmp_path
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == set_before, "outside bitwise mode nothing is set"
     GRPOConfig(output_dir=str(tmp_path), report_to="none", bf16=False, bitwise_invariant=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
-
-
-def test_kernels_of_other_libraries_and_gpus_of_two_kinds_are_refused(monkeypatch):
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    names = SimpleNamespace(get_device_name=lambda device: "H100")
-    monkeypatch.setattr(determinism.torch, "cuda", names)
-    monkeypatch.setattr(determinism, "is_flash_linear_attention_available", lambda: True)
-    assert not any(unfit_kernels(cpu, True).values())
-    assert not any(unfit_kernels(gpu, False).values())
-    assert [name[:22] for name, unfit in unfit_kernels(gpu, True).items() if unfit] == ["flash-linear-attention"]
-    monkeypatch.setattr(determinism, "current_flash_attention_impl", lambda: "FA4")
-    assert ["'FA4'" in name for name, unfit in unfit_kernels(cpu, False).items() if unfit] == [True]
-    monkeypatch.setattr(determinism, "current_flash_attention_impl", lambda: None)
-    monkeypatch.setattr(determinism, "gather_lists", lambda names: [*names, "A100"])
-    assert ["A100, H100" in name for name, unfit in unfit_kernels(gpu, False).items() if unfit] == [True]

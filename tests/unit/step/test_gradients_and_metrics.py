@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,30 +76,6 @@ def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
 
     with pytest.raises(PrecisionError, match="gradient of weight is not finite"):
         run_micro_batches(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
-
-
-@pytest.mark.parametrize(
-    ("kind", "engine", "expected"),
-    [
-        ("native", DistributedType.NO, [False] * 4),
-        ("sharded", DistributedType.NO, [False, False, False, True]),  # as under DeepSpeed
-        ("sharded", DistributedType.FSDP, [True] * 4),  # gradients that wait are whole on every process
-    ],
-)
-def test_only_a_sharded_engine_synchronises(accelerator, monkeypatch, kind, engine, expected):
-    monkeypatch.setattr(Accelerator, "distributed_type", engine)
-    synced, model = [], torch.nn.Linear(4, 1)
-
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        synced.append(accelerator.sync_gradients)
-        return model(X[list(part.rows)].float()).sum()
-
-    for started in (0, 2):
-        accelerator.step = started  # 2: as after a step that failed
-        run_micro_batches(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
-        assert accelerator.gradient_accumulation_steps == 1
-        assert accelerator.sync_gradients  # the optimizer may step
-    assert synced == expected * 2
 
 
 # ---- What is logged -------------------------------------------------------------------------------------------------
@@ -170,13 +146,6 @@ def test_sums_are_float64_so_that_the_order_does_not_show():
             metrics.add("mean", torch.tensor(number), 1.0)
         results.add(tuple(metrics.reduce().values()))
     assert results == {(6.0, 0.5)}
-
-
-def test_a_mean_over_nothing_is_nan_and_a_total_over_nothing_is_zero():
-    for parts in ([([2], 1.0)], [([0], 0.0)]):  # the row without tokens, and a part of weight zero
-        result = metered(parts)
-        assert result["loss"] == 0.0
-        assert all(math.isnan(result[name]) for name in ("entropy", "low_min", "high_max"))
 
 
 @pytest.mark.parametrize("lowest", [False, True])

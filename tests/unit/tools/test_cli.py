@@ -8,15 +8,13 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import yaml
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from typer.testing import CliRunner
 
-from grpo_ext.errors import ConfigError, ModelError
-from grpo_ext.tools import cli
+from grpo_ext.errors import ConfigError
 from grpo_ext.tools.cli import app, integers
 from grpo_ext.tools.options import read_settings
 from tests.support import forks
@@ -73,17 +71,6 @@ def test_a_plan_of_an_unknown_engine_is_refused_without_a_model_too():
         assert str(result.exception) == "engine='fsdp3': use one of ddp, zero2, zero3, fsdp2."
 
 
-def test_a_plan_in_half_precision_names_micro_batches_that_cut_groups():
-    def rounds(*flags: str) -> bool:
-        sizes = ["--global_batch_size", "64", "--per_device_train_batch_size", "5"]
-        return "cut groups and round" in runner.invoke(app, ["plan", *sizes, *flags]).output
-
-    assert rounds()
-    assert rounds("--bf16", "False", "--fp16", "True")
-    assert not rounds("--bf16", "False")
-    assert not rounds("--bitwise_invariant", "True")  # units follow from the data alone
-
-
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_a_misspelt_setting_is_refused(tmp_path, command):
     file = tmp_path / "run.yaml"
@@ -100,13 +87,6 @@ def test_a_misspelt_setting_is_refused(tmp_path, command):
     own = {"plan": "num_prompts", "check": "micro_batch_sizes"}[command]
     result = runner.invoke(app, [command, f"--{own}s", "4"])
     assert f"did you mean --{own}?" in str(result.exception)
-
-
-def test_square_brackets_reach_the_reader(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "app", lambda: (_ for _ in ()).throw(ConfigError("pip install 'grpo-ext[plot]'")))
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "pip install 'grpo-ext[plot]'" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -179,15 +159,6 @@ def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_n
     assert "LoRA of rank 16; float32 on weights of 8 bits" in " ".join(result.output.split())
 
 
-def test_a_check_keeps_the_step_of_trl_s_names_on_one_process(checked, tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
-    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
-    seen, _ = checked({"model_name_or_path": "m", "dataset_name": str(tmp_path / "data.jsonl"), **sizes})
-    kept = {name: seen["config"].get(name) for name in (*sizes, "global_batch_size", "rollout_batch_size")}
-    assert kept == {**dict.fromkeys(sizes), **kept, "global_batch_size": 16, "rollout_batch_size": 32}
-    assert kept["steps_per_generation"] is kept["gradient_accumulation_steps"] is None
-
-
 def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     _, result = checked({"model_name_or_path": "some/model", "rewards": ["exact_number"]})
     assert "Only --model_name_or_path is set" in str(result.exception)
@@ -219,12 +190,3 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
     assert lora == planned({"beta": 0.0}, "--use_peft", "True", "--lora_r", "4") != full
     assert planned({"bf16": False}) == planned({"beta": 0.0}, "--bf16", "False") != full
     assert planned({"gradient_checkpointing": False}) != full
-
-
-def test_a_model_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(cli, "load_libraries", lambda: None)  # it would last beyond this test
-    (tmp_path / "data.jsonl").write_text('{"prompt": "ab>", "answer": "ab"}\n')
-    options = ["--model_name_or_path", "runs/nope", "--dataset_name", str(tmp_path / "data.jsonl")]
-    with pytest.raises(ModelError, match="model 'runs/nope' cannot be loaded"):
-        runner.invoke(app, ["check", *options], catch_exceptions=False)

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_callback import CallbackHandler
 
 from grpo_ext.tools.console import Console
 from tests.support.tiny import prompts
@@ -116,22 +114,6 @@ def test_a_narrow_terminal_gets_a_cropped_line_above_a_bar_that_begins_where_the
     assert re.fullmatch(r"  9%\|.+\| 13/150 \[.+step/s, reward 0\.62\]", bar)
 
 
-def test_what_is_not_logged_is_not_shown(capsys):
-    _, _, event = watched()
-    event("log", logs={"reward": None, "entropy": 0.5, "grad_norm": float("nan")})
-    event("log", logs={"train_runtime": 3.0})
-    assert capsys.readouterr().out == "step   12/150  entropy 0.50  grad nan\n"
-
-
-def test_an_evaluation_says_pass_at_1_and_at_the_last_k_of_every_set(capsys):
-    _, _, event = watched()
-    event("log", logs={"eval_reward": 0.5, "eval_pass@1": 0.5, "eval_pass@4": 0.75, "eval_pass@8": 0.875})
-    event("log", logs={"eval_math_pass@1": 0.25, "eval_math_pass@2": 0.5, "eval_math_mean@2": 0.25})
-    assert capsys.readouterr().out == (
-        "eval   12/150  pass@1 0.50  pass@8 0.88  reward  0.50\neval   12/150  math_pass@1 0.25  math_pass@2 0.50\n"
-    )
-
-
 def test_measured_steps_are_logged_and_they_and_the_last_one_have_a_line(capsys):
     console, state, event = watched(measure=lambda model: {"held out": model}, every=6)
     event("train_begin")
@@ -146,26 +128,6 @@ def test_measured_steps_are_logged_and_they_and_the_last_one_have_a_line(capsys)
         "step  151/151  reward  0.75\n"
     )
     assert console.measured == {12: {"held out": 0.875}, 150: {"held out": 0.5}}
-
-
-def test_only_the_main_process_speaks_and_measures(monkeypatch):
-    terminal, measured = Terminal(monkeypatch), []
-    _, _, event = watched(main=False, measure=measured.append, every=1)
-    for name in ("train_begin", "step_begin", "step_end", "prediction_step", "train_end"):
-        event(name)
-    event("log", logs=LOGS)
-    assert terminal.getvalue() == ""
-    assert measured == []
-
-
-def test_install_takes_the_place_of_the_other_progress_callbacks():
-    handler = CallbackHandler([ProgressCallback(), PrinterCallback(), TrainerCallback()], None, None, None, None)
-    trainer = SimpleNamespace(callback_handler=handler)
-    trainer.add_callback, trainer.remove_callback = handler.add_callback, handler.remove_callback
-    console = Console()
-    assert console.install(trainer) is trainer
-    assert console.install(trainer) is trainer
-    assert [type(callback) for callback in handler.callbacks] == [TrainerCallback, Console]
 
 
 @pytest.mark.parametrize("makes_room", [True, False])

@@ -10,7 +10,6 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from grpo_ext.errors import DataError
-from grpo_ext.tools import data
 from grpo_ext.tools.data import DataArguments, load_prompts
 
 
@@ -82,19 +81,6 @@ def test_held_out_rows_are_a_partition_chosen_by_the_seed(jsonl):
     assert prompts_of(jsonl, **options, seed=1)[1].to_list() == held_out.to_list()
     others = {tuple(prompts_of(jsonl, **options, seed=seed)[1]["level"]) for seed in range(5)}
     assert len(others) > 1
-
-
-def test_hub_set_is_asked_for_by_configuration_and_split(monkeypatch):
-    asked = []
-
-    def load(*args, **kwargs):
-        asked.append((args, kwargs))
-        return Dataset.from_list(ROWS)
-
-    monkeypatch.setattr(data, "load_dataset", load)
-    train, _ = prompts_of("someone/some_set", dataset_config="main", dataset_split="test", prompt_column="question")
-    assert asked == [(("someone/some_set", "main"), {"split": "test"})]
-    assert len(train) == 10
 
 
 QUESTION = {"prompt_column": "question"}

@@ -12,13 +12,10 @@ import pytest
 import torch
 from accelerate.utils.other import get_free_port
 
-from grpo_ext.errors import LaunchError
 from grpo_ext.tools.check import runs
-from grpo_ext.tools.check.runs import launched
 from tests.support.cases import Bench
-from tests.support.forks import SERVED, forked, run_forked, serves
+from tests.support.forks import SERVED, run_forked, serves
 from tests.support.launches import run_all
-from tests.support.tiny import letter_reward
 
 pytestmark = pytest.mark.skipif(not serves({**os.environ, **SERVED}), reason="launches are not forked here")
 
@@ -91,22 +88,3 @@ def test_a_process_that_dies_ends_the_others(tmp_path):
     assert status == 1
     assert "process 1 ended with status -9" in output
     assert all(ended(int(pid)) for pid in output.split()[:2])
-
-
-def test_a_launch_out_of_time_leaves_no_process(tmp_path):
-    text = "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\ntime.sleep(100)"
-    status, output = run_forked([script(tmp_path, text)], 2, {**os.environ, **SERVED}, 2)
-    assert status is None
-    assert len(output.split()) == 2
-    assert all(ended(int(pid)) for pid in output.split())
-
-
-@pytest.mark.parametrize("start", [forked, pytest.param(launched, marks=pytest.mark.full)])
-def test_an_error_on_one_process_is_the_error_of_the_launch(bench, start):
-    def broken(prompts, completions, **kwargs):
-        if os.environ["RANK"] == "1":
-            raise KeyError("missing")
-        return letter_reward(prompts, completions)
-
-    with pytest.raises(LaunchError, match=r"ended with an error\. .*'broken' raised KeyError"):
-        list(runs.train([bench.run("grpo", 5, rewards=(broken,))], 2, start=start))

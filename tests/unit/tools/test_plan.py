@@ -23,8 +23,6 @@ from grpo_ext.tools.cli import ENGINES
 from grpo_ext.tools.plan import (
     MemoryLayout,
     ModelSizes,
-    expected_memory,
-    in_units,
     largest_micro_batch,
     load_config,
     measure,
@@ -35,7 +33,7 @@ from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
 from tests.support.rollouts import give_completions
 from tests.support.selection import few_of
-from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, tiny_tokenizer
 
 SMALL: dict[str, Any] = {
     **{"model_type": "qwen2", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 2048},
@@ -233,19 +231,6 @@ def test_what_costs_memory_costs_memory():
     assert training("ddp", 1, weights_ahead=2) - training("ddp", 1) == ahead
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "moe"])
-def test_architectures_are_measured(kind):
-    model = tiny_model(kind)
-    sizes = measure(model.config, compute="float32")
-    assert sizes.parameters == sum(p.numel() for p in model.parameters())
-    assert sizes.layers == 2
-    assert sizes.token_bytes > 8 * 4 * sizes.hidden  # a layer keeps more than its input
-    half = measure(model.config, compute="bfloat16")
-    assert half.token_bytes < sizes.token_bytes
-    adapters = measure(model.config, compute="float32", lora_rank=2)
-    assert 0 <= adapters.trained < sizes.trained
-
-
 @pytest.mark.skipif(not QUANTISED, reason="needs bitsandbytes: pip install '.[quantized]'")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_weights_are_counted_as_they_are_held(tmp_path, bits):
@@ -287,33 +272,6 @@ def test_the_command_shows_it(tmp_path):
         load_config(str(tmp_path))
 
 
-def test_vllms_sampling_is_not_counted(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    rows = []
-    for settings in ({}, {"use_vllm": True}):
-        _, table = expected_memory(str(tmp_path / "config.json"), geometry_of(settings, 1), settings)
-        rows.append([str(cell) for cell in table.columns[0].cells])
-    assert set(rows[0]) - set(rows[1]) == {"key-value cache", "[bold]rollout[/bold]"}
-
-
-def test_the_longest_prompt_decides_the_memory(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    settings = {"num_generations": 8, "max_completion_length": 16}
-    for longest, tokens in ((64, 192), (None, 640)):
-        text, _ = expected_memory(str(tmp_path / "config.json"), geometry_of(settings, 1), settings, prompt=longest)
-        assert f"Largest micro-batch: {tokens} tokens" in text
-
-
-def test_without_a_network_a_plan_says_how_to_name_a_configuration(monkeypatch):
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise OSError("We couldn't connect")
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", refused)
-    remedy = "Without a network, download https://huggingface.co/some/model/raw/main/config.json"
-    with pytest.raises(ConfigError, match=remedy):
-        load_config("some/model")
-
-
 def plan(*args: str) -> subprocess.CompletedProcess:
     return forks.python("-m", "grpo_ext.tools.cli", "plan", *args)
 
@@ -322,8 +280,3 @@ def test_memory_is_counted_for_models_of_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
     with pytest.raises(ConfigError, match="is a LlavaConfig, and memory is counted for models of text alone"):
         load_config(str(tmp_path / "config.json"))
-
-
-def test_memory_has_a_unit_that_fits():
-    texts = {0: "0 B", 1023: "1,023 B", 3.2 * 2**20: "3.2 MiB", 2**30: "1.0 GiB", 2**41: "2,048.0 GiB"}
-    assert {size: in_units(size) for size in texts} == texts

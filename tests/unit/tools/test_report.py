@@ -108,14 +108,6 @@ def test_a_run_killed_in_a_line_is_shown_up_to_that_line(tmp_path):
     )
 
 
-def test_a_log_without_starts_has_curves_and_one_that_began_again_is_not_finished(tmp_path):
-    run = make_run(tmp_path / "run", lines := [line(1), line(1, train_runtime=2.0)])
-    (run / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    assert "steps 1 state finished reward, first" in Page(report(run)).text
-    again = [*lines, {"step": 1, "start": entry()}, line(2)]
-    assert "state not finished" in Page(report(make_run(tmp_path / "again", again))).text
-
-
 def test_steps_that_were_done_again_are_shown_once(tmp_path):
     resumed = {"step": 1, "start": entry(learning_rate=0.5)}
     lines = [line(1), line(2, reward=9.0), resumed, line(2, reward=0.5), {"step": 2, "end": {"ended": "finished"}}]
@@ -124,57 +116,6 @@ def test_steps_that_were_done_again_are_shown_once(tmp_path):
     assert "resumed from step 1; steps" in page.text
     assert "start 2: settings.learning_rate 0.001 0.5" in page.text
     assert "settings.loss_type" not in page.text, "it is the same"
-
-
-def test_the_held_out_scores_of_a_demo_are_a_curve(tmp_path):
-    run = make_run(tmp_path / "run", [line(6), line(12)])
-    (run / "metrics.json").write_text(json.dumps({"exact_match_by_step": {"6": 0.5, "12": 0.75}}))
-    assert plots_of(load_run(run)[1])["Evaluation"][1] == {"held_out_exact_match": ([6, 12], [0.5, 0.75])}
-
-
-def axis_of(run, title):
-    """The ticks and the number of marked points of a plot."""
-    from matplotlib.figure import Figure
-
-    drawn = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
-        module._picture(*plots_of(load_run(run)[1])[title])
-    (axis,) = drawn[0].axes
-    low, high = axis.get_xlim()
-    ticks = [tick for tick in axis.get_xticks() if low <= tick <= high]
-    return ticks, [line.get_marker() for line in axis.get_lines()], (low, high)
-
-
-@pytest.mark.parametrize("step", [1, 12, 4000])
-def test_one_evaluation_is_marked_on_an_axis_of_whole_steps(tmp_path, step):
-    scores = {"eval_pass@1": 0.25, "eval_pass@2": 0.5}
-    ticks, markers, (low, high) = axis_of(make_run(tmp_path / "run", [line(step, **scores)]), "Evaluation")
-    assert ticks == [step - 1, step, step + 1]
-    assert (low, high) == (step - 1, step + 1)
-    assert markers == [".", "."]
-
-
-def test_two_evaluations_span_the_axis(tmp_path):
-    lines = [line(step, **{"eval_pass@1": step / 100}) for step in (10, 20)]
-    ticks, _, (low, high) = axis_of(make_run(tmp_path / "run", lines), "Evaluation")
-    assert low < 10 < 20 < high
-    assert high - low < 12
-    assert all(tick == int(tick) for tick in ticks)
-
-
-def test_pass_at_k_is_drawn_for_doublings_and_the_largest_k_of_every_set(tmp_path):
-    names = [f"eval_{part}pass@{k}" for part in ("", "math_") for k in range(1, 9)] + ["eval_math_pass@12"]
-    run = make_run(tmp_path / "run", [line(1, **{name: n / 100 for n, name in enumerate(names)})])
-    curves = plots_of(load_run(run)[1])["Evaluation"][1]
-    assert [*curves] == [f"eval_{part}pass@{k}" for part in ("", "math_") for k in (1, 2, 4, 8)] + ["eval_math_pass@12"]
-    assert "eval_pass@7" in Page(report(run)).text, "the table has all"
-
-
-def test_the_time_of_several_starts_is_named_as_their_sum(tmp_path):
-    lines = [line(1), line(2), {"step": 1, "start": entry()}, line(2), {"step": 2, "start": entry()}, line(3)]
-    page = Page(report(make_run(tmp_path / "run", lines)))
-    assert "training time 0:00:14 in train(), the sum over 3 starts, with steps that were done again" in page.text
 
 
 def test_a_folder_without_a_run_is_a_clear_error(tmp_path):

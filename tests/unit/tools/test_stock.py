@@ -10,7 +10,6 @@ import trl
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import GrpoExtError
 from grpo_ext.tools.stock import ALGORITHM, refuse_ours, stock_config
-from tests.support.toy_recipe import load_recipe
 
 CONFIG = {"global_batch_size": 16, "rollout_batch_size": 32, "per_device_train_batch_size": 4, "seed": 1}
 
@@ -65,14 +64,6 @@ def test_sizes_are_said_in_trl_s_fields_and_layout_is_dropped():
 def test_what_stock_trl_cannot_express_is_refused(settings, says):
     with pytest.raises(GrpoExtError, match=says):
         stock_config({**CONFIG, **settings}, processes=1)
-
-
-def test_the_rollout_batch_of_trl_s_names_reaches_stock_trl(tmp_path):
-    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
-    ours = GRPOConfig(str(tmp_path), bf16=False, num_generations=4, **sizes)
-    stock = load_recipe().stock_arguments(ours)
-    assert {name: getattr(stock, name) for name in sizes} == sizes
-    assert stock.generation_batch_size == 16
 
 
 def test_replayed_masks_are_refused_with_a_filter_alone():
