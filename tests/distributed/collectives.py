@@ -127,9 +127,6 @@ def learned(folder: Path) -> dict[str, Any]:
     return results
 
 
-# ---- Failures -------------------------------------------------------------------------------------------------------
-
-
 class GathersTurns(GRPOTrainer):
     """Gathers where processes have other numbers of calls."""
 

@@ -159,11 +159,6 @@ def test_a_checkpoint_on_a_disk_that_nodes_share_is_published_once(tmp_path):
     assert on_two(tmp_path, "shared_disk") == [["README.md", "checkpoint-1", "log.jsonl"]] * 2
 
 
-def test_no_process_waits_in_a_collective_while_another_hashes(tmp_path):
-    """When a checkpoint is written, when a resume verifies it, and at the end of a run, whose parameters are logged."""
-    assert on_two(tmp_path, "slow_hashes") == [[2, 2]] * 2
-
-
 @pytest.mark.parametrize("what", ["fault", "refusal"])
 def test_packs_that_one_process_does_not_take_are_taken_by_none(tmp_path, what):
     first, second = on_two(tmp_path, "packs_on_one", what)

@@ -221,9 +221,6 @@ def alike(folder: Path, parts: Parts, act: Act = train, known: Sequence[Known] =
     return runs[0]
 
 
-# ---- Comparing ------------------------------------------------------------------------------------------------------
-
-
 def compare(stock: Run, ours: Run, known: Sequence[Known] = ()) -> list[str]:
     """Every difference of two runs that is neither in `KNOWN` nor in `known`, a line each."""
     known, lines = [*KNOWN, *known], []

@@ -194,9 +194,6 @@ def parts_of(journal: Journal, reply: Reply = letters, tokenizer: Any = None, **
     }
 
 
-# ---- Environments ---------------------------------------------------------------------------------------------------
-
-
 def game(journal: Journal) -> type:
     """An environment with a tool and a reward; a row's `hint` is its observation."""
 

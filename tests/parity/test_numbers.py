@@ -41,9 +41,6 @@ OF_MICRO_BATCHES = [
 ]
 
 
-# ---- A vLLM server --------------------------------------------------------------------------------------------------
-
-
 class Server(StandIn):
     """Answers from a script, and cannot tell some log-probabilities."""
 
@@ -105,9 +102,6 @@ def test_tokens_of_tools_have_the_log_probability_zero(tmp_path, served):
     assert not told.any()
 
 
-# ---- Completions ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("masked", "steps"), [(False, 1), (True, 2)])
 def test_completions_that_do_not_end_are_counted_and_may_be_masked(tmp_path, masked, steps):
     stock = alike(tmp_path, parts_of, mask_truncated_completions=masked, steps_per_generation=steps)
@@ -138,9 +132,6 @@ def test_the_last_token_says_whether_a_completion_has_ended_and_padding_is_an_en
     assert stock.metrics[0][1]["completions/clipped_ratio"] == [0.5]
 
 
-# ---- Evaluation -----------------------------------------------------------------------------------------------------
-
-
 def test_an_evaluation_tells_the_tokens_of_training_and_adds_none(tmp_path):
     def act(trainer: Any) -> None:
         trainer.train()
@@ -159,8 +150,6 @@ def test_an_evaluation_tells_the_tokens_of_training_and_adds_none(tmp_path):
     records = {mode: record for mode, record in stock.metrics if record}
     assert records["eval"]["num_tokens"] == records["train"]["num_tokens"]
 
-
-# ---- Losses ---------------------------------------------------------------------------------------------------------
 
 LOSSES: dict[str, dict[str, Any]] = {
     "bnpo": {"loss_type": "bnpo"},
@@ -229,9 +218,6 @@ def test_a_step_of_several_micro_batches_has_the_update_of_stock_trl(tmp_path, s
     parts = partial(parts_of, train_dataset=prompts(rows))
     stock = alike(tmp_path, parts, train, OF_MICRO_BATCHES, **sizes, max_steps=2)
     assert ("old_per_token_logps" in stock.outputs[0][1]) is old
-
-
-# ---- Rewards --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -130,9 +130,6 @@ def test_columns_reach_reward_functions_and_rows_stay_as_they_are(tmp_path, chat
     assert ("old_per_token_logps" in stock.outputs[0][1]) == (steps == 2)
 
 
-# ---- rollout_func ---------------------------------------------------------------------------------------------------
-
-
 def written_rollout(journal: Journal, **more: Any) -> Any:
     """Two turns with an environment's words between them."""
 

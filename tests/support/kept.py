@@ -74,7 +74,7 @@ def of_stock(compute: Callable[[], T]) -> T:
     if folder is None:
         return compute()
     key = source_of(test.partition("::")[0])
-    name = hashlib.sha256(f"{test.partition('@')[0]}\n{_calls[test]}\n{machine()}".encode()).hexdigest()[:24]
+    name = hashlib.sha256(f"{test}\n{_calls[test]}\n{machine()}".encode()).hexdigest()[:24]
     path = folder / name
     if path.exists():
         kept_key, result = pickle.loads(path.read_bytes())

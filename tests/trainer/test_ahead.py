@@ -129,9 +129,6 @@ def test_an_adapter_shares_the_weights_that_are_not_trained(tmp_path):
         assert (own.data_ptr() == copied.data_ptr()) == (not own.requires_grad), name
 
 
-# ---- A server that samples ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def server(tmp_path, monkeypatch) -> StandIn:
     return stand_in(tmp_path / "server", monkeypatch.setattr)
@@ -152,9 +149,6 @@ def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, ev
         assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4)
     assert max(log_of(trainer, "sampling/ratio_max")) > 1.2
     assert server.sent >= 5 - lag
-
-
-# ---- Its parts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -183,9 +177,6 @@ def test_the_threads_of_a_cpu_are_divided(tmp_path):
         trainer.train()
         assert torch.get_num_threads() == 4
     assert seen == {("training", 2), ("sampling", 2)}
-
-
-# ---- Refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from grpo_ext.errors import ConfigError, ModelError
 from tests.support.tiny import letter_reward, tiny_model
 from tests.support.trainers import log_of, make, on, parameters, passing_on
 
-# ---- Subclasses -----------------------------------------------------------------------------------------------------
-
 
 class Renamed(GRPOTrainer):
     """Changes what is logged."""
@@ -38,9 +36,6 @@ def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
     trainer.add_callback(on("on_step_end", lambda state: time.sleep(0.3)))  # training takes longer than sampling
     trainer.train()
     assert log_of(trainer, "renamed/call") == [1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-# ---- Callbacks ------------------------------------------------------------------------------------------------------
 
 
 def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
@@ -97,8 +92,6 @@ def test_rewards_are_joined_and_logged_as_at_the_submission(tmp_path, dynamic):
     assert log_of(trainer, "rewards/three/mean") == [3.0] * 2
 
 
-# ---- Around train() -------------------------------------------------------------------------------------------------
-
 request: contextvars.ContextVar[str] = contextvars.ContextVar("request")
 
 
@@ -119,9 +112,6 @@ def test_what_is_set_around_training_is_set_for_sampling(tmp_path):
     assert seen == {("rollouts", "seven")}
     # nothing has been trained yet: old log-probabilities are those of the policy only in the same precision
     assert log_of(trainer, "sampling/ratio_max")[0] == pytest.approx(1.0, abs=1e-4)
-
-
-# ---- Refusals, and the end ------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_copied_is_refused_before_training(tmp_path):

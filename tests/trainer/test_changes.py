@@ -63,9 +63,6 @@ SUBCLASS = pytest.param(afterwards, marks=pytest.mark.full, id="subclass")
 WHEN = pytest.mark.parametrize("when", [SUBCLASS, pytest.param(once, id="callback")])
 
 
-# ---- What the runs are made of --------------------------------------------------------------------------------------
-
-
 @tool
 def double(number: int) -> str:
     return str(2 * number)
@@ -126,9 +123,6 @@ class Doubling(Counter):
 def playing() -> dict[str, Any]:
     """The parts of a run in an environment."""
     return {**talking(f"a{EOS}", call("add", number=3) + EOS)(), "tools": None, "environment_factory": Counter}
-
-
-# ---- Changes --------------------------------------------------------------------------------------------------------
 
 
 def other_tokenizer(trainer: Any) -> None:
@@ -233,18 +227,6 @@ def test_the_number_of_completions_of_an_evaluation_is_followed(tmp_path):
     assert sum(scored) == 6
 
 
-@WHEN
-def test_the_images_of_the_table_are_followed(tmp_path, when):
-    def images_of(mixin: type | None) -> int:
-        trainer = build(tmp_path / str(mixin), GRPOTrainer, mixin, parts=seeing, log_multimodal=False)
-        trainer.train()
-        return len(trainer._logs["images"])
-
-    assert images_of(when(setting("log_multimodal", True))) == 16 != images_of(None)
-
-
-# ---- vLLM -----------------------------------------------------------------------------------------------------------
-
 VLLM = {"use_vllm": True, "vllm_mode": "server", "top_k": 0, "max_steps": 2}
 BOUNDS = {"mode": "token_truncate", "clip_min": 0.3, "clip_max": 0.5}
 
@@ -281,9 +263,6 @@ def test_another_engine_is_refused(tmp_path, monkeypatch, when, name):
         build(tmp_path / "o", GRPOTrainer, when(replaced), parts=own_model, **{**VLLM, **lag}).train()
 
 
-# ---- Overridden -----------------------------------------------------------------------------------------------------
-
-
 def shouted(trainer: Any) -> None:
     """Assigns a `_get_tool_suffix_ids` that adds a token to TRL's."""
     inner = trainer._get_tool_suffix_ids
@@ -294,9 +273,6 @@ def shouted(trainer: Any) -> None:
 @WHEN
 def test_the_tokens_of_answers_are_the_users(tmp_path, when):
     learns_as_in_trl(tmp_path, when(shouted), talking(), **TURNS)
-
-
-# ---- Refused --------------------------------------------------------------------------------------------------------
 
 
 def own_model() -> dict[str, Any]:
@@ -386,9 +362,6 @@ def test_a_change_that_cannot_be_followed_is_refused_by_name(tmp_path, name, act
     with pytest.raises(ConfigError, match=says.format(re.escape(name))):
         trainer.train()
     assert trainer.state.global_step == (when is once)
-
-
-# ---- The documents --------------------------------------------------------------------------------------------------
 
 
 def read_by_trl() -> set[str]:

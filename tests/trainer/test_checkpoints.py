@@ -164,23 +164,6 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     assert not list(copy.glob("_writing*"))
 
 
-def test_an_adapter_or_a_frozen_model_that_changed_is_refused(tmp_path):
-    other(tmp_path, peft_config=LoraConfig(**LORA), max_steps=1).train()
-    changed = tiny_model()
-    with torch.no_grad():
-        changed.model.embed_tokens.weight.mul_(1.01)  # the same shapes; no checkpoint of LoRA holds it
-    for part, changes in (
-        ("frozen", {"model": changed}),
-        ("adapters", {"peft_config": LoraConfig(**{**LORA, "lora_alpha": 3})}),
-    ):
-        settings = {"peft_config": LoraConfig(**LORA), "max_steps": 1, **changes}
-        with pytest.raises(CheckpointError, match=rf"run:\n  model\.{part}.*: .*\n.*\['model.{part}'\]"):
-            other(tmp_path, **settings).train("latest")
-        for allowed in ("model", f"model.{part}"):
-            settings["allow_changed_on_resume"] = [allowed]
-            other(tmp_path, **settings).train("latest")
-
-
 def test_later_checkpoints_are_set_aside_so_that_latest_means_the_run_that_went_on(copy, caplog):
     trainer = other(copy, max_steps=2, allow_changed_on_resume=["max_steps"])
     trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
@@ -311,21 +294,6 @@ def test_the_best_checkpoint_is_known_by_its_final_name(tmp_path):
         assert why_broken(folder) is None
 
 
-def test_the_log_tells_what_was_run(copy, run):
-    (entry,) = read_log(run / LOG).starts
-    assert (entry["ended"], entry["step"]) == ("finished", 3)
-    assert entry["geometry"]["global_batch_size"] == 16
-    assert entry["settings"]["seed"] == 3
-    assert entry["environment"]["torch_threads"] >= 1
-    assert len(entry["parameters_sha256"]) == 64
-    trainer = make(copy, **SAVE)
-    trainer.train(resume_from_checkpoint="latest")
-    first, second = read_log(copy / LOG).starts
-    assert first == entry
-    assert second["resumed_from"].endswith("checkpoint-3")
-    assert second["parameters_sha256"] == entry["parameters_sha256"]  # nothing was left to train
-
-
 def test_a_checkpoint_is_pushed_under_the_name_it_has_once_it_is_whole(tmp_path, monkeypatch):
     pushed = []
 
@@ -354,20 +322,10 @@ def test_what_a_checkpoint_has_loaded_is_freed(tmp_path):
     assert states() == 1, held
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"forward": "padded"}, 'forward: "auto" in the checkpoint, "padded" now'),
-        ({"float32_weight_gradients": False}, "float32_weight_gradients: true in the checkpoint, false now"),
-    ],
-)
-def test_bitwise_mode_does_not_go_on_with_other_rounding(tmp_path, changed, named):
+def test_bitwise_mode_does_not_go_on_with_other_rounding(tmp_path):
     other(tmp_path, max_steps=1, bitwise_invariant=True).train()
-    with pytest.raises(CheckpointError, match=named):
-        other(tmp_path, max_steps=1, bitwise_invariant=True, **changed).train("latest")
-
-
-# ---- Folders of runs ------------------------------------------------------------------------------------------------
+    with pytest.raises(CheckpointError, match='forward: "auto" in the checkpoint, "padded" now'):
+        other(tmp_path, max_steps=1, bitwise_invariant=True, forward="padded").train("latest")
 
 
 def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monkeypatch):
@@ -390,17 +348,6 @@ def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monk
     assert "out belongs to another run, which" in caplog.text
     assert "two runs would overwrite each other's checkpoints" in refusals[0]
     make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # free again
-
-
-def test_a_resume_that_was_refused_changes_no_folder(tmp_path):
-    folder = tmp_path / "out"
-    make(folder, **SAVE).train()
-    trainer = make(folder, **SAVE)
-    with pytest.raises(CheckpointError, match="nope does not exist"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "nope"))
-    assert Path(str(trainer.args.output_dir)) == folder
-    trainer.train(resume_from_checkpoint="latest")
-    assert trainer.state.global_step == 3
 
 
 def test_latest_is_looked_for_once_the_folder_is_free(tmp_path):

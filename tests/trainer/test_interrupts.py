@@ -133,17 +133,6 @@ def test_an_evaluation_that_was_due_is_made_by_the_run_that_resumes(tmp_path, st
         assert Path(str(again.state.best_model_checkpoint)) == tmp_path / "stopped" / Path(best).name
 
 
-def test_an_evaluation_that_was_due_is_not_made_without_its_data(tmp_path):
-    stopped = make(
-        tmp_path, max_steps=3, eval_dataset=prompts(4, seed=1), callbacks=[signals(1, signal.SIGTERM)], **STEPS
-    )
-    with pytest.raises(TrainingInterrupted):
-        stopped.train()
-    again = make(tmp_path, max_steps=3)
-    again.train(resume_from_checkpoint="latest")
-    assert again.state.global_step == 3
-
-
 class StopEarly(TrainerCallback):
     """A user's, which ends the run after its first evaluation."""
 

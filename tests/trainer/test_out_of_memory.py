@@ -158,8 +158,6 @@ def test_a_resume_keeps_what_fits_where_device_and_configuration_are_the_same_al
         assert bool(re.search(rf"{work}: up to \d at a time", said)) is not bool(change)
 
 
-# ---- Evaluations ----------------------------------------------------------------------------------------------------
-
 EACH_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
 
 

@@ -152,9 +152,6 @@ def test_what_is_not_called_is_said(tmp_path, caplog):
     assert "Own.get_high_entropy_mask has no effect here" in caplog.text
 
 
-# ---- Where processes differ, and a rollout_func ---------------------------------------------------------------------
-
-
 class Alone(GRPOTrainer):
     """Makes the whole dictionary by itself."""
 

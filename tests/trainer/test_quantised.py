@@ -139,21 +139,6 @@ def test_a_loaded_model_trains_as_its_name_does_and_a_forward_in_evaluation_mode
     assert torch.equal(change(trainer), expected)
 
 
-def test_weights_that_are_repacked_for_inference_are_refused(tmp_path, base):
-    from bitsandbytes.functional import has_avx512bf16
-
-    if not has_avx512bf16():
-        pytest.skip("bitsandbytes repacks on CPUs with AVX512-BF16 alone")
-    model = loaded(base, 4)
-    ids = torch.tensor([[3, 4, 5]])
-    with torch.no_grad():
-        expected = model.train()(input_ids=ids).logits
-        model.eval()(input_ids=ids)
-    assert error(expected, model.train()(input_ids=ids).logits) > DIFFERENT  # it is refused for a reason
-    with pytest.raises(ModelError, match=r"repacked the 4-bit weights of \S*layers\.0.*load the model"):
-        make(tmp_path, model)
-
-
 def test_outlier_columns_are_refused_because_they_depend_on_the_rows(tmp_path, base, monkeypatch):
     with pytest.raises(SplitDependentError, match=r"14 in all; llm_int8_threshold=6\) pick outlier columns.*in 4 bits"):
         make(tmp_path, base, quantise={"load_in_8bit": True})

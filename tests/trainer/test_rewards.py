@@ -39,9 +39,6 @@ def test_a_subclass_may_log_beside_its_reward_functions(tmp_path):
     assert (len(table["length"]), table["length"].notna().all()) == (16, True)
 
 
-# ---- reward_workers -----------------------------------------------------------------------------------------------
-
-
 def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_too(tmp_path):
     here = os.getpid()
 

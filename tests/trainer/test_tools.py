@@ -65,9 +65,6 @@ def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
     assert caplog.text.count("has no reward (None), and the next rollout has another") == 1
 
 
-# ---- Before training ------------------------------------------------------------------------------------------------
-
-
 BAD = [
     ({"tools": [count, count]}, ConfigError, r"these are named \['count', 'count'\]"),
     ({"tools": [count], "processing_class": tiny_tokenizer()}, ConfigError, "this tokenizer has no chat template;"),

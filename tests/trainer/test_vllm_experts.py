@@ -115,9 +115,6 @@ def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path, engines):
         assert bool((experts_NC[:ended] != LIVE).all())
 
 
-# ---- What is not returned, or cannot be ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("routed_of", "problem"),
     [

@@ -67,9 +67,6 @@ def test_without_a_filter_vllm_is_asked_for_nothing(tmp_path, engines):
     assert {params.top_k for engine in engines for params in engine.asked} == {0}
 
 
-# ---- What cannot be replayed -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
