@@ -24,7 +24,6 @@ SHAPE_HELP = (
 
 
 def say_dim(sentence: str) -> None:
-    """Progress, in one line."""
     Console().print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
 
 

@@ -66,7 +66,6 @@ class Worker:
         return self._read()
 
     def close(self) -> None:
-        """End the process."""
         with self.process:  # waits, and closes the pipes
             self.process.kill()
 

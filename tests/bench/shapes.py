@@ -50,7 +50,6 @@ class Shape:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """What it is about."""
         return PHASES if self.whole else PHASES[:1] if self.sample else PHASES[1:]
 
     def lengths(self) -> list[list[int]]:

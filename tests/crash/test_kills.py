@@ -36,7 +36,6 @@ def bench(tmp_path_factory) -> Bench:
 
 
 def one_kill(rng: random.Random, processes: int) -> tuple[str, Any]:
-    """A description and a reward function."""
     rank = rng.randrange(processes)
     if rng.random() < 0.5:
         seconds = rng.uniform(0, LONGEST[processes])

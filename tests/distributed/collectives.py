@@ -144,8 +144,6 @@ class FieldOfOne(GRPOTrainer):
 
 
 class WithoutSuper(GRPOTrainer):
-    """Makes the whole dictionary by itself."""
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         ids = torch.arange(5, 9).repeat(len(inputs), 1)
         ones, advantages = torch.ones_like(ids), torch.arange(float(len(inputs))) % 4 - 1.5

@@ -150,7 +150,6 @@ def changed_rollouts(folder: Path, groups: int, size: int = 3) -> dict[str, Any]
 
 
 def shown_images(folder: Path, groups: int) -> torch.Tensor:
-    """The update."""
     parts = {"processing_class": calling(image_processor("llava")), "environment_factory": Gallery, "reward": None}
     turns = {"max_completion_length": 60, "max_tool_calling_iterations": 2, "num_iterations": 2}
     rows = image_rows(8).remove_columns("images")

@@ -48,7 +48,6 @@ class Known:
     reason: str
 
     def covers(self, part: str, name: str) -> bool:
-        """Whether the difference concerns a key."""
         return part == self.part and fnmatchcase(name, self.name)
 
 

@@ -78,7 +78,6 @@ def run(name: str, device: str = "cuda:0") -> dict[str, Any]:
 
 
 def count(name: str, kind: str) -> int:
-    """Of the last step."""
     return sum(run(name)["steps"][-1][kind].values())
 
 

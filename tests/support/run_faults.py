@@ -24,12 +24,6 @@ RUN_FAULTS = [
         "tests/parity/test_prompts.py -k mask",
     ),
     Fault(
-        "rollouts/join.py",
-        "call.moved(start - share.first)",
-        "call.moved(0)",
-        "tests/distributed/test_two_processes.py -k log_and_see",
-    ),
-    Fault(
         "rollouts/ahead.py",
         "range(step, self.max_steps)), lag + 1)",
         "range(step, self.max_steps)), lag)",

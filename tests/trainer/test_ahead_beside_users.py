@@ -17,27 +17,6 @@ from tests.support.tiny import letter_reward, tiny_model
 from tests.support.trainers import log_of, make, on, parameters, passing_on
 
 
-class Renamed(GRPOTrainer):
-    """Changes what is logged."""
-
-    def _log_metric(self, name: str, value: float) -> None:
-        super()._log_metric(f"renamed/{name}", value)
-
-
-def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
-    calls: list[int] = []
-
-    def reward(prompts: list[str], completions: list[str], log_metric: Any, **columns: Any) -> list[float]:
-        calls.append(len(completions))
-        log_metric("call", float(len(calls)))
-        return letter_reward(prompts, completions)
-
-    trainer = make(tmp_path, reward=reward, cls=Renamed, rollout_lag=2, max_steps=5, rollout_chunk_size=16)
-    trainer.add_callback(on("on_step_end", lambda state: time.sleep(0.3)))  # training takes longer than sampling
-    trainer.train()
-    assert log_of(trainer, "renamed/call") == [1.0, 2.0, 3.0, 4.0, 5.0]
-
-
 def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
     """Lets completions grow; and takes its time."""
 

@@ -38,10 +38,7 @@ def test_a_model_by_its_path_is_compared_with_what_was_loaded(tmp_path):
 
 
 class Game(tool_runs.Game):
-    """The same environment with another tool."""
-
     def give_up(self) -> str:
-        """Give up."""
         return "over"
 
 

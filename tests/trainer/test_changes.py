@@ -102,8 +102,6 @@ def two_rewards() -> dict[str, Any]:
 
 
 class Counter:
-    """An environment with a tool."""
-
     step = 1
 
     def reset(self, **row: Any) -> str:
@@ -276,18 +274,15 @@ def test_the_tokens_of_answers_are_the_users(tmp_path, when):
 
 
 def own_model() -> dict[str, Any]:
-    """A model that samples by key."""
     return {"model": tiny_model()}
 
 
 def seeing() -> dict[str, Any]:
-    """A model that takes images."""
     model, rows = image_model("llava"), image_rows(8)
     return {"model": model, "processing_class": image_processor("llava"), "train_dataset": rows}
 
 
 def reset_reference(trainer: Any) -> None:
-    """Moves the reference in place."""
     for parameter in trainer.ref_model.parameters():
         parameter.data.mul_(0.9)
 

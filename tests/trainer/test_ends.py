@@ -26,8 +26,6 @@ LETTERS = [tiny_tokenizer().decode([token]) for token in sorted(STOPS)]
 
 
 class OnLetters(StoppingCriteria):
-    """A user's criterion."""
-
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.isin(input_ids[:, -1], torch.tensor(sorted(STOPS)))
 
@@ -216,8 +214,6 @@ def test_a_generate_that_returns_more_rows_is_refused(tmp_path):
 
 
 class Doubled(GRPOTrainer):
-    """Returns every row twice."""
-
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         ids, logps = super()._generate_single_turn(*args, **kwargs)
         return [row for row in ids for _ in range(2)], logps

@@ -113,7 +113,6 @@ def rebuilt_rows(self: Any, inner: Any, inputs: Any) -> Any:
 
 
 def scored_alone(self: Any, inner: Any, inputs: Any) -> Any:
-    """Nothing of TRL's is called."""
     ids = [self.processing_class(row["prompt"])["input_ids"] for row in inputs]
     width = max(map(len, ids))
     answers = torch.tensor([[3 + (len(row) + i) % 20, 3 + i, 1] for i, row in enumerate(ids)])

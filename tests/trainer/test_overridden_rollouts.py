@@ -35,8 +35,6 @@ class Changed:
 
 
 class WithoutTheMiddle(Changed):
-    """Of every other completion, two tokens."""
-
     def changed(self, scored: dict[str, Any]) -> None:
         scored["completion_mask"][::2, 2:4] = 0
 

@@ -23,8 +23,6 @@ KINDS = ["subclass", "instance"]
 
 
 class OwnQwen2(transformers.Qwen2ForCausalLM):
-    """A subclass."""
-
     sampler: Sampler
 
     def generate(self, **kwargs: Any) -> torch.Tensor:

@@ -163,8 +163,6 @@ def odd_rows(inputs: Any) -> torch.Tensor:
 
 
 class Masked(Loss):
-    """Leaves out completions by their mask."""
-
     def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
         return inner({**inputs, "completion_mask": inputs["completion_mask"] * odd_rows(inputs)})
 

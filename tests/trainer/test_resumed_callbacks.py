@@ -22,7 +22,6 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model":
 
 
 def as_good(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """A reward that never improves."""
     return [1.0] * len(completions)
 
 
@@ -79,8 +78,6 @@ def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on
 
 
 class StopAt(TrainerCallback):
-    """Stops the run at a step."""
-
     def __init__(self, step: int) -> None:
         self.step = step
 

@@ -138,14 +138,6 @@ def test_one_token_that_is_kept_is_a_filter_too(tmp_path):
     assert log["frac_reward_zero_std"] == 1.0  # the completions of a prompt are alike
 
 
-def test_settings_that_no_mask_knows_are_refused_when_training_begins_too(tmp_path):
-    for setting, value in (("repetition_penalty", 1.5), ("suppress_tokens", [5, 9]), ("num_beams", 2)):
-        trainer = make(tmp_path / setting, top_p=0.6, **REPLAY)
-        setattr(trainer.generation_config, setting, value)
-        with pytest.raises(ConfigError, match="sampling_mask"):
-            trainer.train()
-
-
 def test_an_end_token_that_generate_knows_alone_ends_the_record(tmp_path):
     log = first_line(tmp_path, generation_kwargs={"eos_token_id": [1, 20]})
     assert log["completions/mean_length"] > 1

@@ -47,7 +47,6 @@ def run(tmp_path_factory):
 
     @functools.cache
     def launch(processes: int, control: str = "", url: str = "", lag: int = 0) -> list[dict[str, Any]]:
-        """What every process saw."""
         folder = root / f"{processes}{control}{lag if url else ''}"
         save_model(folder / "model")
         command = [sys.executable, str(SCRIPT), str(folder), control, *([url, str(lag)] if url else [])]
