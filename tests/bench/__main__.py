@@ -3,8 +3,6 @@
 Takes a run's file and options as recipes/grpo.py does, and its own below.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -11,8 +11,6 @@
 SmolLM2-135M, which is downloaded once. A decode step launches the same kernels for any number of completions.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

@@ -1,7 +1,5 @@
 """`make bench` of a run: its model, sizes and precision from the settings that recipes/grpo.py takes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a step of `make bench` trains on: the reference shapes, and shapes of a text."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The bench trains both on the same tokens; its figures follow from what was measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

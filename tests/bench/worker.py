@@ -4,8 +4,6 @@ Completions and rewards are fixed, so both trainers train on the same tokens; on
 Answers each line with one JSON line: seconds by phase, memory, tokens.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

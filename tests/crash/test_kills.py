@@ -4,8 +4,6 @@
 `make test-crash` 50. The seed is in the output, and repeats it all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random

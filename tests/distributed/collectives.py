@@ -1,7 +1,5 @@
 """Users' code that holds collectives, and code that fails, for test_collectives.py: one launch runs all of it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ FSDP2 on the CPU needs a switch that is for tests alone: Accelerate turns FSDP o
 launch it sees (several CPU processes) is given another name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 A test that compares with one process calls a task itself.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

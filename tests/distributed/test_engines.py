@@ -1,7 +1,5 @@
 """FSDP2, ZeRO-2 and ZeRO-3 on real CPU processes: the update of one process, checkpoints, resume."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """One of two processes fails: neither waits for the other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

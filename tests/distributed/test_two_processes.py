@@ -1,7 +1,5 @@
 """Two real processes through the configuration file that ships with the recipes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@
 Imports nothing but the standard library, and needs pip.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import site

@@ -3,8 +3,6 @@
 The matrix (test_matrix.py) has its losses, terms and models for every split.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

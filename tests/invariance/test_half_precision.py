@@ -1,7 +1,5 @@
 """In bfloat16 one step from the same completions is the same for every split of whole groups, as it is in float32."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from typing import Any

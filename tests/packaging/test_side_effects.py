@@ -1,8 +1,6 @@
 """A library changes nothing behind one's back: not when it is imported, and nothing stays changed after a run.
 What TRL's own import changes is TRL's."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

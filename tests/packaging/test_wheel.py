@@ -1,8 +1,6 @@
 """The wheel: it builds, holds what it should and nothing else, and works where nothing of this repository is near.
 Installed without its dependencies, which are those of the environment of the tests; nothing is downloaded."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

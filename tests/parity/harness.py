@@ -5,8 +5,6 @@ Compared are the update, the dictionary of `_generate_and_score_completions`, th
 the functions of a test wrote down. Nothing of grpo_ext is named but its public classes; the rest are names of TRL's.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

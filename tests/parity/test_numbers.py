@@ -1,7 +1,5 @@
 """From completions and rewards to numbers: ratios, advantages, masks, metrics and tables; as in stock TRL."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """From rows to prompts: environments, observations, templates, columns; as in stock TRL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

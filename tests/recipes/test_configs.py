@@ -3,8 +3,6 @@
 What this machine lacks (an accelerator, vLLM, the models, the data) is overridden, each override with its reason.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """What the documents show is there: links, commands with their options, settings, code."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

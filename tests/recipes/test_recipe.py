@@ -1,7 +1,5 @@
 """recipes/grpo.py as people run it: a process of its own, from another folder, without a network."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

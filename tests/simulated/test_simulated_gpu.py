@@ -3,8 +3,6 @@
 What runs here is not a GPU: kernels are the CPU's, and nothing is timed (see device.py).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

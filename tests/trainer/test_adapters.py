@@ -1,7 +1,5 @@
 """Adapters: low-rank ones train alike for every split; those that add tokens or mix rows are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

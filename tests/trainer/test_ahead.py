@@ -1,7 +1,5 @@
 """What samples ahead of training (`rollout_lag`): weights of the right step, errors, interrupts, memory, refusals."""
 
-from __future__ import annotations
-
 import functools
 import random
 import sys

@@ -1,7 +1,5 @@
 """Sampling ahead of training beside what users do: subclasses, callbacks, contexts around `train()`, exits."""
 
-from __future__ import annotations
-
 import contextvars
 import threading
 import time

@@ -1,7 +1,5 @@
 """What makes a run another run beside its settings: the model's configuration, the tools, every row of the data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +37,7 @@ def test_a_model_by_its_path_is_compared_with_what_was_loaded(tmp_path):
 
 class Game(tool_runs.Game):
     def give_up(self) -> str:
+        """Give up."""
         return "over"
 
 

@@ -1,7 +1,5 @@
 """Bad input ends before training with one error that names the values, the rule and the remedy."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

@@ -1,6 +1,4 @@
-"""A token whose logit is -inf, as a bias of the head bans it: it adds nothing to entropies; NaN ends a run."""
-
-from __future__ import annotations
+"""Entropies that are NaN end a run: those of banned tokens are numbers (tests/unit/forward/test_tiled_log_probs)."""
 
 from typing import Any
 

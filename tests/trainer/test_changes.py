@@ -4,8 +4,6 @@ Each change is made by a subclass after `super().__init__()`, and by a callback 
 docs/overrides.md; its settings of the loss are in test_hooks.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

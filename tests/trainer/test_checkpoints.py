@@ -1,7 +1,5 @@
 """What a trainer resumes from, refuses to resume from, and leaves behind."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import json

@@ -1,7 +1,5 @@
 """Drop-in: what works with `trl.GRPOTrainer` works here with the import changed."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Each row ends where generation ended it, whatever ended it, and nothing in it depends on its neighbours in a call."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """pass@k of an evaluation: of the whole set, under the set's name, whatever the split and whatever training does."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

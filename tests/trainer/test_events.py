@@ -1,7 +1,5 @@
 """Callbacks get the events that they get from TRL: a micro-batch is a substep, and a batch of an evaluation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every parameter of `trl.GRPOConfig` and `trl.GRPOTrainer` is known, and settings of the loop act as in stock TRL."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

@@ -5,8 +5,6 @@ tests/parity, a changed dictionary of `_generate_and_score_completions` in test_
 log-probabilities in test_overrides, refusals with a lag in test_ahead_beside_users.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SIGTERM and Ctrl-C end a run after the current step, with a whole checkpoint and the way to go on."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

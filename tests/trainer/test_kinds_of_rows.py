@@ -1,7 +1,5 @@
 """Rows of different kinds in one data set: each is judged by itself, and what cannot be trained is found at once."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every switch of the layout changes where work is done, and nothing that is learned."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

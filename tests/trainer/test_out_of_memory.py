@@ -1,7 +1,5 @@
 """Out of memory in a step or an evaluation: smaller micro-batches, the same update and metrics."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a user's `_generate_and_score_completions` returns is trained on as stock TRL does, however a step is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

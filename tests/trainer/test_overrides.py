@@ -3,8 +3,6 @@
 What is refused where processes have other shares is in tests/distributed/test_collectives.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models with a `generate` of their own: called as TRL calls it, and trained on as TRL does, for every split."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

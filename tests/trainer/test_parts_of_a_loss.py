@@ -4,8 +4,6 @@ For every micro-batch size where the user's arithmetic allows it; beside each a 
 A loss may also pass on other masks, or fewer columns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

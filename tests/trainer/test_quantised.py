@@ -1,7 +1,5 @@
 """Weights in 4 and 8 bits under an adapter: the update, checkpoints and export, and what is refused of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The reference model is the policy at its start, for every kind of model and adapter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

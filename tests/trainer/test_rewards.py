@@ -1,7 +1,5 @@
 """Reward functions in the trainer: called by chunks, what they log, and what runs in `reward_workers`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """Rotary positions that depend on the length of a forward: one length for a whole run, or a refusal; never silence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`routing_replay`: a token goes to the experts that it was sampled with, in every later forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

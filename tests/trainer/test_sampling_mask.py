@@ -1,7 +1,5 @@
 """`sampling_mask="replay"`: what is trained is the distribution that was sampled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

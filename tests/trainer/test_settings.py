@@ -1,7 +1,5 @@
 """Settings of sampling, rewards and processes: refused before training, or said at its start."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

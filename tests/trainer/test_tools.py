@@ -1,7 +1,5 @@
 """Tools and environments that hang or do not fit: the run goes on without them, or is refused before it begins."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

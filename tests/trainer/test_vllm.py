@@ -1,7 +1,5 @@
 """Completions from a stand-in for a vLLM server: adapters by themselves, the check, seeds, bitwise mode."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`routing_replay` with vLLM: a stand-in for a colocated engine returns the experts of each token."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`sampling_mask="replay"` with vLLM: a stand-in for a colocated engine returns which tokens it sampled from."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Several steps in colocate mode, with weights synced: the same completions for one process and for two.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json
