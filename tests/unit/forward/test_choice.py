@@ -123,7 +123,7 @@ def test_a_lost_window_is_found(monkeypatch, kind, precision):
     assert tried(model_of(kind, precision), precision).refused is not None
 
 
-def test_an_error_of_the_model_itself_is_no_refusal():
+def test_an_error_of_the_model_is_raised():
     model = model_of("qwen2")
     model.model.norm.forward = lambda hidden: 1 / 0
     with pytest.raises(ZeroDivisionError):

@@ -154,13 +154,3 @@ def test_rows_go_to_trls_layout_and_back(shape, multiple):
     assert (back.prompts_B, back.completions_B) == (list(rows.prompts_B), list(rows.completions_B))
     assert back.same_prompt == rows.same_prompt
     assert torch.equal(in_columns(rows.targets(), rows.places(), len(rows), width), ids[:, -width:])
-
-
-def test_a_part_attends_to_what_its_rows_do():
-    ids, mask = torch.arange(10).view(2, 5), torch.ones(2, 5, dtype=torch.long)
-    mask[1, 3] = 0  # inside a completion
-    rows = TokenRows.of_padded(ids, mask, 3)
-    assert rows.part(slice(0, 1)).attended_N is None
-    attended_N = rows.part(slice(1, 2)).attended_N
-    assert attended_N is not None
-    assert attended_N.tolist() == [True, True, True, False, True]

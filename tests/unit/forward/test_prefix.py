@@ -10,8 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ext.compat import CACHE
-from grpo_ext.forward import choice, forms, prefix_cache
-from grpo_ext.forward.choice import ForwardChoice
+from grpo_ext.forward import forms, prefix_cache
 from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
@@ -75,20 +74,6 @@ def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
             assert apart(gradient("prefix", model, batch), expected) <= FLOAT64_SUMS
 
 
-def test_a_prompt_whose_cache_carries_no_gradient_would_show(monkeypatch):
-    """The negative control: transformers' own caches copy states in place, or a detached cache loses the prompt."""
-    model, batch = model_of("lfm2"), rows_of(*SHAPES["groups"])
-    expected = gradient("padded", model, batch)
-    update = prefix_cache._Recorded.update
-
-    def detached(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        update(self, keys.detach(), values.detach())
-        return keys, values
-
-    monkeypatch.setattr(prefix_cache._Recorded, "update", detached)
-    assert apart(gradient("prefix", model, batch), expected) > 1e-3
-
-
 def test_the_router_counts_what_the_padded_batch_counts():
     assert_same_router_counts("prefix", model_of("qwen3_next"), rows_of(*SHAPES["masked_out"]))
 
@@ -103,24 +88,18 @@ def test_adapters_and_widths():
     assert apart(wide, run_rows("padded", wrapped, batch).logps_S) <= FLOAT32_SUMS
 
 
-# ---- Which models run it --------------------------------------------------------------------------------------------
-
-
-def chosen_form(caplog: Any, model: Any, **options: Any) -> tuple[str, str]:
-    """The form after the check, and the warnings."""
-    caplog.clear()
-    chosen = ForwardChoice(("packed", "prefix"), torch.device("cpu"), **options)
+def refusal(model: Any, checkpointing: Any = None) -> str | None:
+    """Why a model does not run the prefix form: by its class, or because its modules disagree with padding."""
+    if (reason := why_no_prefix(model, reentrant=bool(checkpointing and checkpointing["use_reentrant"]))) is not None:
+        return reason
     with torch.no_grad():
-        chosen.check(model, rows_of(*SHAPES["long"]))
-    assert chosen.settled(model)
-    return chosen.form(model), " ".join(r.getMessage() for r in caplog.records if r.name == choice.__name__)
+        return try_form("prefix", model, rows_of(*SHAPES["long"]), torch.device("cpu"), checkpointing).refused
 
 
 @pytest.mark.parametrize("precision", [in_full_unless(False, torch.float32), torch.bfloat16])
 @pytest.mark.parametrize("kind", HYBRID)
-def test_hybrid_models_run_it_after_the_check(caplog, kind, precision):
-    model = model_of(kind).to(precision)
-    assert chosen_form(caplog, model, checkpointing_kwargs=CHECKPOINTING) == ("prefix", "")
+def test_hybrid_models_run_it(kind, precision):
+    assert refusal(model_of(kind).to(precision), CHECKPOINTING) is None
 
 
 @pytest.mark.parametrize(
@@ -133,16 +112,8 @@ def test_hybrid_models_run_it_after_the_check(caplog, kind, precision):
         ("gpt2", CHECKPOINTING, "fails on completions after a cached prompt"),  # whose layers drop the cache
     ],
 )
-def test_models_that_cannot_pad_and_say_why(caplog, kind, checkpointing, words):
-    model = model_of(kind)
-    if kind == "gpt2":
-        model._supports_attention_backend = False  # else it packs
-        assert chosen_form(caplog, model)[0] == "prefix"
-    form, warnings = chosen_form(caplog, model, checkpointing_kwargs=checkpointing)
-    assert form == "padded"
-    assert warnings.count("Padded batches run") == 1
-    assert words in warnings
-    assert not model.is_gradient_checkpointing
+def test_models_that_cannot_run_it_say_why(kind, checkpointing, words):
+    assert words in str(refusal(model_of(kind), checkpointing))
 
 
 @pytest.mark.parametrize("fault", ["position", "neighbour", "padding"])

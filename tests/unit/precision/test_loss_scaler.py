@@ -53,9 +53,6 @@ def test_an_overflow_elsewhere_skips_the_step_here():
     assert scaler.value == 4.0
 
 
-# ---- The scale ------------------------------------------------------------------------------------------------------
-
-
 def test_it_never_falls_below_the_minimum():
     scaler = scaler_of(4.0, minimum=3.0)
     scaler.move(True)
@@ -87,9 +84,6 @@ def test_it_is_deepspeeds(seed, monkeypatch):
         theirs.update_scale(overflow)
         assert ours.value == theirs.cur_scale
         assert ours.patience == theirs.cur_hysteresis
-
-
-# ---- Other precisions -----------------------------------------------------------------------------------------------
 
 
 def test_trained_weights_in_bfloat16_are_refused():

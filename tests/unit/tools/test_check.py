@@ -145,12 +145,6 @@ def fork_launches(monkeypatch):
     monkeypatch.setattr(splits, "train", train_forked)
 
 
-def test_check_bitwise_trains_under_several_splits(fork_launches, tmp_path):
-    report = check(saved(tmp_path, TRAINED), [Split(8), Split(3)], steps=2, bitwise=True)
-    assert [r.verdict for r in report.results] == ["reference", "same bits"]
-    assert report.conclusion() == "Every split of grpo_ext learns the same, to the bit."
-
-
 @pytest.mark.parametrize(
     ("changes", "expected", "reason"),
     [
@@ -236,26 +230,6 @@ def test_wrong_sizes_and_names_are_refused_before_anything_starts():
         check(run_of(SIZES), [Split(8)], against="verl")
     with pytest.raises(ConfigError, match="global_batch_size=15"):
         check(run_of({**SIZES, "global_batch_size": 15}), [Split(8)])
-
-
-@stock_scores
-def test_check_trains_and_compares_with_a_local_reward(fork_launches, tmp_path):
-    factor = 2.0  # a closure reaches the processes too
-
-    def scaled(prompts, completions, **kwargs):
-        return [factor * r for r in letter_reward(prompts, completions)]
-
-    config = {**TRAINED, "learning_rate": 1e-3, "adam_epsilon": 1e-4}
-    report = check(saved(tmp_path, config, rewards=[scaled]), [Split(8), Split(3)], against="trl")
-    assert [r.verdict for r in report.of(OURS)] == ["reference", "same"]
-    assert [r.verdict for r in report.of(STOCK)] == ["reference", "refused"]
-    assert report.ok
-    assert 0.0 < report.of(OURS)[1].gradient_error < 2e-6
-
-
-def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches, tmp_path):
-    with pytest.raises(ConfigError, match=r"no split could be trained: .*reward weights \(2\)"):
-        check(saved(tmp_path, {**SIZES, "reward_weights": [1.0, 2.0]}), [Split(8)])
 
 
 def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):

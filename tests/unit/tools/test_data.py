@@ -94,13 +94,11 @@ QUESTION = {"prompt_column": "question"}
         (ROWS, {"prompt_template": "{question"}, r"prompt_template='\{question': expected '\}'"),
         (ROWS, {**QUESTION, "answer_column": "solution", "answer_after": "@"}, "nothing follows '@' in row 0"),
         (ROWS, {**QUESTION, "eval_fraction": 1.0}, r"eval_fraction=1.0: test_size=10 should be"),
-        (ROWS, {**QUESTION, "eval_fraction": 0.01}, r"eval_fraction=0.01: test_size=0 should be"),
         ([{"prompt": "a"}, {"prompt": "  "}], {}, r"rows.jsonl'.*the prompt in row 1 is empty \('  '\)"),
-        ([{"prompt": "a"}, {"prompt": None}], {"conversational": True}, r"row 1 is empty \(None\)"),
         ([{"prompt": "a", "answer": "b", "gold": "c"}], {"answer_column": "gold"}, "answer already in the dataset"),
     ],
 )
-def test_refusals_show_the_values_and_what_there_is(tmp_path, rows, options, message):
+def test_errors_show_the_values_and_the_alternatives(tmp_path, rows, options, message):
     with pytest.raises(DataError, match=message):
         prompts_of(write_jsonl(tmp_path / "rows.jsonl", rows), **options)
 
