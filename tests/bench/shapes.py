@@ -108,11 +108,7 @@ MODELS = {
 
 
 def parse_shape(text: str) -> Shape:
-    """A shape from text like `prompt=512,completions=32-256,group=8,groups=4,skewed,lora,checkpointing,sample`.
-
-    Raises:
-        ConfigError: unknown words or values.
-    """
+    """A shape from text like `prompt=512,completions=32-256,group=8,groups=4,skewed,lora,checkpointing,sample`."""
     values: dict[str, Any] = {"name": text}
     kinds = {"prompt": int, "group": int, "groups": int, "without_variance": float, "name": str}
     for word in filter(None, (part.strip() for part in text.split(","))):

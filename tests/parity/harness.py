@@ -208,9 +208,6 @@ def alike(folder: Path, parts: Parts, act: Act = train, known: Sequence[Known] =
         settings: of both configurations. One step on one rollout batch of ROWS completions by default; with
             `steps_per_generation=2`, two. The rows of an epoch are whole rollout batches: TRL drops the rest, which
             grpo_ext trains as a smaller step.
-
-    Raises:
-        AssertionError: names all differences.
     """
     runs = three_runs(folder, parts, act, **settings)
     lines = differences(*runs, known)
