@@ -142,10 +142,3 @@ def test_rewards_of_training_do_not_take_pass_at_k_from_an_evaluation(tmp_path):
 def test_a_best_metric_that_may_not_be_logged_is_refused_before_training(tmp_path, settings, why):
     with pytest.raises(ConfigError, match=f"metric_for_best_model='.*' may be missing .*{why}"):
         make(tmp_path, **settings, **FOUR)
-
-
-def test_the_best_of_pass_at_k_is_kept(tmp_path):
-    best = {"metric_for_best_model": "eval_pass@1", "eval_pass_threshold": 0.5, "save_strategy": "best"}
-    trainer = make(tmp_path, reward=graded, eval_dataset=prompts(4), max_steps=2, **EACH_STEP, **best)
-    trainer.train()
-    assert trainer.state.best_metric == max(line.get("eval_pass@1", 0) for line in trainer.state.log_history)

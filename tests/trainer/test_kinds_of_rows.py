@@ -147,16 +147,6 @@ def test_images_that_the_first_row_does_not_have_are_found(tmp_path):
         make(tmp_path, train_dataset=transformed(rows))
 
 
-def test_prompts_that_users_code_tokenises_are_its_own(tmp_path):
-    class Own(GRPOTrainer):
-        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-            return [list(ids) for ids in prompts], None, {}
-
-    data = Dataset.from_list([{"prompt": [5, 6, n]} for n in range(3, 15)])
-    reward = lambda completions, **kwargs: [float(len(text)) for text in completions]  # noqa: E731
-    make(tmp_path, cls=Own, train_dataset=data, reward=reward, max_steps=1).train()
-
-
 def test_prompts_that_are_alike_in_json_alone_are_tokenised_each(tmp_path):
     first, second = {1: 5}, {"1": 5}
 

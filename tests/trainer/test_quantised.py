@@ -126,17 +126,6 @@ def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
         assert moved() < 0.1
 
 
-@EITHER
-def test_a_loaded_model_trains_as_its_name_does_and_a_forward_in_evaluation_mode_changes_nothing(tmp_path, base, bits):
-    settings = {"per_device_train_batch_size": 5, "max_steps": 2}
-    expected = update(tmp_path, base, quantise=BITS[bits], **settings)
-    trainer = make(tmp_path, loaded(base, bits), **SAVE, **settings)
-    trainer.model.eval()
-    with torch.no_grad():
-        trainer.model(input_ids=torch.tensor([[3, 4, 5]]))
-    assert torch.equal(change(trainer), expected)
-
-
 def test_outlier_columns_are_refused_because_they_depend_on_the_rows(tmp_path, base, monkeypatch):
     with pytest.raises(SplitDependentError, match=r"14 in all; llm_int8_threshold=6\) pick outlier columns.*in 4 bits"):
         make(tmp_path, base, quantise={"load_in_8bit": True})
