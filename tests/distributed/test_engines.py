@@ -329,38 +329,6 @@ def test_an_overflow_on_one_process_skips_the_step_on_all(launches, folder, engi
     assert any(not torch.equal(value, initial[name]) for name, value in result.state.items() if name in initial)
 
 
-# sampled ahead by a server, of which every process asks as much
-SERVER = {"use_vllm": True, "vllm_mode": "server", "top_k": 0, "learning_rate": 3e-3, "max_steps": 5}
-SERVER |= {"global_batch_size": 24, "rollout_batch_size": 24}
-SYNCED = {"beta": 0.1, "num_iterations": 2, "max_steps": 8, "sync_ref_model": True, "ref_model_sync_steps": 1}
-AHEAD = [
-    Job("lag", {**SERVER, "rollout_lag": 2, "save_strategy": "steps", "save_steps": 2}, prompts=24),
-    Job("synced", {**SERVER, **SYNCED, "rollout_lag": 1}, prompts=24),
-]
-
-
-@pytest.mark.full
-def test_two_processes_that_a_server_samples_ahead_for_are_one_run(folder):
-    """Old log-probabilities are those of the weights that the server had; without a lag the run is one too."""
-    jobs = [*AHEAD, Job("now", SERVER, prompts=24)]
-    resumed = Job("resumed", {**SERVER, "rollout_lag": 2}, prompts=24, resume="lag/checkpoint-2")
-    one = launch(folder / "ahead_1", folder / "model", "single", 1, jobs)
-    two = launch(folder / "ahead_2", folder / "model", "single", 2, [*jobs, resumed])
-    assert gap(two["lag"], two["resumed"]) <= 1e-6
-    assert gap(one["lag"], two["synced"]) > DIFFERENT
-    assert gap(one["now"], two["now"]) <= UPDATE
-    assert gap(one["now"], one["lag"]) > DIFFERENT
-    ends = [f"sampling/importance_sampling_ratio/{end}" for end in ("min", "max")]
-    for job in AHEAD:
-        assert gap(one[job.name], two[job.name]) <= UPDATE, job.name
-        lines = [line for line in two[job.name].log if "sampling/ratio_max" in line]
-        ratios = [line[end] for line in lines for end in ends if end in line]  # of the trainer to the server
-        assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4), job.name
-        assert len(ratios) >= 6
-        assert max(line["sampling/ratio_max"] for line in lines) > 1.1, job.name
-        assert max(line["sampling/staleness"] for line in lines) >= 1
-
-
 @pytest.mark.full
 def test_two_machines_are_one_run(launches, folder):
     """Two rendezvous groups on loopback, started one by one as on two machines; each has a process."""
