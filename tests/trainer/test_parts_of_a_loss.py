@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
-from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build, sampling_model
 from tests.support.kept import of_stock
 from tests.support.tiny import prompts, stock_scores, tiny_model
@@ -77,26 +76,19 @@ def test_a_size_that_is_no_whole_number_is_refused_by_name_and_none_can_be_set(t
         build(tmp_path, GRPOTrainer, Sets, 4).train()
 
 
-def rows_of(inputs: Any, rows: list[int], bare: bool = False) -> dict[str, Any]:
-    """These rows of the inputs; `bare`: of the tensors alone, as one who knows TRL's names."""
+def rows_of(inputs: Any, rows: list[int]) -> dict[str, Any]:
+    """These rows of the inputs."""
     size = len(inputs["completion_ids"])
-    part = {k: v[rows] if torch.is_tensor(v) and v.dim() and len(v) == size else v for k, v in inputs.items()}
-    return {k: v for k, v in part.items() if not (bare and k == CONTEXT_KEY)}
+    return {k: v[rows] if torch.is_tensor(v) and v.dim() and len(v) == size else v for k, v in inputs.items()}
 
 
 class Halves(Loss):
     """Two parts of other sizes, each as much as it has rows."""
 
-    bare = False
-
     def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
         size = len(inputs["completion_ids"])
         parts = [part for part in (list(range(0, size, 3)), [row for row in range(size) if row % 3]) if part]
-        return sum(inner(rows_of(inputs, part, self.bare)) * (len(part) / size) for part in parts)
-
-
-class BareHalves(Halves):
-    bare = True
+        return sum(inner(rows_of(inputs, part)) * (len(part) / size) for part in parts)
 
 
 class Turned(Loss):
@@ -117,7 +109,7 @@ class Summed(Loss):
 
 MEANS: list[Any] = [
     (Halves, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}),
-    (BareHalves, {"loss_type": "sapo"}),
+    (Halves, {"loss_type": "sapo"}),
     (Halves, {"loss_type": "grpo", "top_entropy_quantile": 0.4}),
     (Halves, {"loss_type": "grpo", "model": "moe", "router_aux_loss_coef": 1.0}),
     (Turned, {"loss_type": "grpo", "top_entropy_quantile": 0.4}),
