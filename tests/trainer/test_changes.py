@@ -223,6 +223,12 @@ def test_the_number_of_completions_of_an_evaluation_is_followed(tmp_path):
     assert sum(scored) == 6
 
 
+def test_the_images_of_the_table_are_followed(tmp_path):
+    trainer = build(tmp_path, GRPOTrainer, once(setting("log_multimodal", True)), parts=seeing, log_multimodal=False)
+    trainer.train()
+    assert len(trainer._logs["images"]) == 16
+
+
 VLLM = {"use_vllm": True, "vllm_mode": "server", "top_k": 0, "max_steps": 2}
 BOUNDS = {"mode": "token_truncate", "clip_min": 0.3, "clip_max": 0.5}
 
