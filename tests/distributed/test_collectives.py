@@ -3,8 +3,6 @@
 Also errors on one process, which every process hears of wherever it is.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Needs CUDA; `make test` and `make test-gpu` run it there.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config

@@ -1,7 +1,5 @@
 """Training on a GPU, mostly a model of 0.5B shape: TF32, memory, the split, bits, adapters, the loss scale, forms."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

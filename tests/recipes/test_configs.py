@@ -3,8 +3,6 @@
 What this machine lacks (an accelerator, vLLM, the models, the data) is overridden, each override with its reason.
 """
 
-from __future__ import annotations
-
 import math
 import re
 
@@ -87,8 +85,6 @@ def test_what_uses_vllm_deals_equal_shares(recipe, name):
         check_equal_shares(geometry, count, training.dataloader_drop_last)
 
 
-# ---- Presets of published algorithms --------------------------------------------------------------------------------
-
 # what identifies each algorithm, in the names of the configuration
 PRESETS = {
     "dapo": {"epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dapo", "dynamic_sampling": True, "beta": 0.0},
@@ -141,9 +137,6 @@ def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
     assert max(line["grad_norm"] for line in steps) > 0, "nothing was learned from"
     weights = "adapter_model.safetensors" if settings(CONFIGS / f"{name}.yaml").get("use_peft") else "model.safetensors"
     assert (tmp_path / "out" / weights).is_file()
-
-
-# ---- A reward of one's own -------------------------------------------------------------------------------------------
 
 
 def test_the_example_reward_is_the_share_of_characters_in_place():

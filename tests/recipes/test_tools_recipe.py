@@ -1,7 +1,5 @@
 """recipes/tools.py: a few steps of it, with calls and failures in the lines, the log and the report."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

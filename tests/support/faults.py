@@ -150,3 +150,11 @@ FAULTS = [
         f"{CHECK} -k error_is",
     ),
 ]
+
+
+if __name__ == "__main__":
+    import sys
+
+    from tests.support.plant import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,5 @@
 """fp16 with the real loss scaler, on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

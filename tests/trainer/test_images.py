@@ -64,16 +64,6 @@ def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, famil
     assert error(expected, change(make(tmp_path / "others", family, train_dataset=others, max_steps=1))) > DIFFERENT
 
 
-def test_dynamic_sampling_and_a_budget_do_not_change_the_update(tmp_path):
-    def sparse(completions: Any, **kwargs: Any) -> list[float]:
-        return [float(completion[0]["content"][:1] in "abcdefghij") for completion in completions]
-
-    settings = {"reward": sparse, "dynamic_sampling": True, "micro_batch_tokens": 60, "pad_to_multiple_of": 8}
-    one, other = (make(tmp_path / f"{n}", per_device_train_batch_size=n, **settings) for n in (16, 3))
-    assert error(change(one), change(other)) <= UPDATE
-    assert max(log_of(one, "dynamic_sampling/replaced_groups")) > 0
-
-
 def test_compact_decoding_samples_what_generate_samples(tmp_path):
     """Also where prompts have the same tokens and other images."""
     rows = image_rows(8)
@@ -114,8 +104,6 @@ def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_p
     with pytest.raises(DataError, match="prompts with and without images are in one rollout batch"):
         trainer.train()
 
-
-# ---- Tools, environments and a rollout_func -----------------------------------------------------------------------
 
 SHOWN = {"max_completion_length": 60, "max_tool_calling_iterations": 2}
 

@@ -1,7 +1,5 @@
 """Every switch of the layout changes where work is done, and nothing that is learned."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any
@@ -180,12 +178,3 @@ def test_a_loss_computed_outside_a_step_does_not_run_packs_under_checkpointing(t
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None]))
     assert error(gradients[1], gradients[0]) <= UPDATE
-
-
-def test_nothing_is_scored_by_trls_head(tmp_path, monkeypatch):
-    """Its kernel is None beside TRL 1.15 on a machine without Triton."""
-    settings = {"beta": 0.1, "forward": "padded", "max_steps": 2}
-    expected, _ = update(tmp_path / "with", "moe", **settings)
-    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", None)
-    found, _ = update(tmp_path / "without", "moe", **settings)
-    assert torch.equal(found, expected)

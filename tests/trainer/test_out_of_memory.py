@@ -1,7 +1,5 @@
 """Out of memory in a step or an evaluation: smaller micro-batches, the same update and metrics."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from types import SimpleNamespace
@@ -12,9 +10,8 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import MemoryShortageError, RewardError
-from grpo_ext.run.state import load_state
-from tests.support.tiny import letter_reward, prompts
+from grpo_ext.errors import MemoryShortageError
+from tests.support.tiny import prompts
 from tests.support.trainers import SAVE, change, error, make, parameters, update
 from tests.tolerances import METRIC, UPDATE
 
@@ -159,8 +156,6 @@ def test_a_resume_keeps_what_fits_where_device_and_configuration_are_the_same_al
         assert bool(re.search(rf"{work}: up to \d at a time", said)) is not bool(change)
 
 
-# ---- Evaluations ----------------------------------------------------------------------------------------------------
-
 EACH_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
 
 
@@ -211,18 +206,3 @@ def test_an_evaluation_that_can_not_fit_does_not_lose_the_checkpoint_of_its_step
     undisturbed.train()
     assert torch.equal(parameters(resumed), parameters(undisturbed))
     assert evaluations(resumed) == evaluations(undisturbed)  # that of the first step too
-
-
-def test_an_evaluation_whose_reward_function_fails_does_not_either(tmp_path):
-    held_out = prompts(5, seed=1)["prompt"]
-
-    def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        if set(prompts) <= set(held_out):
-            raise OSError("the judge cannot be reached")
-        return letter_reward(prompts, completions)
-
-    with pytest.raises(RewardError, match="judge"):
-        evaluating(tmp_path, reward=reward).train()
-    state = load_state(tmp_path / "checkpoint-1")
-    assert state is not None
-    assert state["interrupts"]["evaluation_due"]

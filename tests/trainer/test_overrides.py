@@ -3,9 +3,6 @@
 What is refused where processes have other shares is in tests/distributed/test_collectives.
 """
 
-from __future__ import annotations
-
-import logging
 from typing import Any
 
 import pytest
@@ -161,12 +158,7 @@ def test_what_is_not_called_is_said(tmp_path, caplog):
     assert "Own.get_high_entropy_mask has no effect here" in caplog.text
 
 
-# ---- Where processes differ, and a rollout_func ---------------------------------------------------------------------
-
-
 class Alone(GRPOTrainer):
-    """Makes the whole dictionary by itself."""
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         ids = torch.arange(5, 9).repeat(len(inputs), 1)
         ones, advantages = torch.ones_like(ids), torch.arange(float(len(inputs))) % 4 - 1.5
@@ -199,17 +191,3 @@ def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
     parts = {"reward_funcs": reward, "train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
     make(tmp_path, max_steps=1, rollout_func=rollout, **parts).train()
     assert seen == [1] * 16
-
-
-def test_a_rollout_func_may_sample_with_the_trainer_itself_and_that_is_said(tmp_path, caplog):
-    def by_itself(prompts: Any, trainer: Any) -> Any:
-        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        completions = [trainer._generate_single_turn([row], None, {}, 1)[0][0] for row in ids]
-        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
-
-    trainer = make(tmp_path, rollout_func=by_itself, max_steps=2)
-    with caplog.at_level(logging.WARNING):
-        trainer.train()
-    assert trainer.state.global_step == 2
-    assert "rollout_func may sample in its own way; only the update is covered" in caplog.text
-    assert "random numbers of Python, NumPy and torch" in caplog.text
