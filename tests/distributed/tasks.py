@@ -66,16 +66,16 @@ async def logging_reward(prompts, completions, log_metric, log_extra, **kwargs):
 @contextmanager
 def memory_short_on_second_process() -> Iterator[list[int]]:
     """Inside, its first micro-batch does not fit; a list of the sizes that failed."""
-    inner, failures = GRPOTrainer._compute_loss, list[int]()
+    inner, failures = GRPOTrainer._loss_of, list[int]()
 
     def fails_once(*args: Any) -> torch.Tensor:
         loss = inner(*args)
         if RANK == 1 and not failures:
-            failures.append(len(args[-1]["advantages"]))
+            failures.append(len(args[-1].part.rows))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss
 
-    with mock.patch.object(GRPOTrainer, "_compute_loss", fails_once):
+    with mock.patch.object(GRPOTrainer, "_loss_of", fails_once):
         yield failures
 
 
