@@ -1,7 +1,7 @@
 """What the package relies on in TRL, transformers and Accelerate, and what differs between their versions.
 
-The only module that imports from inside TRL. `verify_overrides` compares the installed versions with the methods that
-the trainer overrides: a method that was renamed would never be called, and training would silently be TRL's.
+The only module that imports from inside TRL. `verify_overrides` compares the trainer's overrides with the installed
+versions: an override of a method that was renamed would never be called, and the run would silently train as TRL does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ try:
     from trl.trainer.utils import create_model_from_path as create_model_from_path
     from trl.trainer.utils import get_config_model_id, use_adapter
     from trl.trainer.utils import strip_images_from_messages as strip_images_from_messages
-except (ImportError, RuntimeError) as error:  # the latter from TRL's lazy modules
+except (ImportError, RuntimeError) as error:  # TRL's lazy modules raise RuntimeError
     raise ContractError(
         f"grpo_ext does not fit the installed trl {trl.__version__}: {error}. TRL 1.15 and 1.16 are tested and work."
     ) from error
@@ -54,16 +54,16 @@ OVERRIDES = (
 )
 
 
-# the argument of models and of `generate` that takes a cache; "cache" since transformers 5.24
+# the argument of models and of `generate` that takes a cache: "cache" since transformers 5.24
 _PREPARED: Any = transformers.GenerationMixin.prepare_inputs_for_generation
 CACHE = "cache" if "cache" in inspect.signature(_PREPARED).parameters else "past_key_values"
-# transformers' cache layer that stores nothing; None in versions without one
+# transformers' cache layer that stores nothing; None in transformers 5.20
 DummyLayer: type | None = getattr(transformers.cache_utils, "DummyLayer", None)
 _PARSES_BY_TOOLS = "tools" in inspect.signature(_parse_response).parameters  # since TRL 1.16
 
 _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
-# what TRL's log-probabilities pass on to a model that takes images, by the names of the model's arguments
+# the arguments of TRL's log-probabilities that are passed on to a model that takes images
 _COUNTS = ("num_images", "num_tiles")
 _SCORER: Any = trl.GRPOTrainer._get_per_token_logps_and_entropies
 IMAGE_ARGUMENTS = tuple(
@@ -74,14 +74,14 @@ IMAGE_ARGUMENTS = tuple(
 
 
 def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The image inputs of one of TRL's batches, as arguments of its log-probabilities."""
+    """Image inputs in one of TRL's batches, as arguments of its log-probabilities."""
     return {name: batch[name] for name in (*IMAGE_ARGUMENTS, *_COUNTS) if name in batch}
 
 
 def sample_no_image_tokens(trainer: Any) -> None:
-    """Never sample the token that stands for an image: its number would not match the images of the prompt.
+    """Never sample the token that stands for an image: there would be more of them than images in the prompt.
 
-    TRL does so since 1.16, unless the user suppresses other tokens.
+    TRL does this since 1.16, unless the user suppresses other tokens.
     """
     if not trainer.use_vllm and (image := image_token(trainer.model)) is not None:
         others = trainer.generation_config.suppress_tokens or []
@@ -89,26 +89,26 @@ def sample_no_image_tokens(trainer: Any) -> None:
 
 
 def image_token(model: Any) -> int | None:
-    """The id of the token that stands for an image, or for a part of one; None for a model without such a token."""
+    """Id of the token that stands for an image, or for part of one; None if the model has no such token."""
     return getattr(model.config, "image_token_id", None)
 
 
 def forget_absent_layers(model: Any) -> None:
-    """Remove layers that a model lacks from those that FSDP wraps; Accelerate and PEFT refuse their names.
+    """Remove layers that the model lacks from those that FSDP wraps, because Accelerate and PEFT refuse their names.
 
-    A model with an image tower also names layers of the tower's family (CLIP's text embeddings).
+    A model with an image tower also names layers of the tower's family, such as CLIP's text embeddings.
     """
     model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
 
 
 def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
-    """The tokenizer or processor of a model (name or object) as TRL finds it; a ConfigError without a name."""
+    """Load the tokenizer or processor of a model (name or object) as TRL does; a ConfigError if it has no name."""
     kwargs: Any = args.model_init_kwargs or {}
     name = model if isinstance(model, str) else get_config_model_id(model.config)
     if not name:
         raise ConfigError(
-            "the model is an object whose configuration names no place to load a tokenizer from (_name_or_path is "
-            "empty); pass the tokenizer as processing_class."
+            "the model's configuration does not say where to load a tokenizer from (_name_or_path is empty); pass the "
+            "tokenizer as processing_class."
         )
     options: Any = {"truncation_side": "left", "padding_side": "left"}
     options["revision"] = kwargs.get("revision") if isinstance(model, str) else None
@@ -119,7 +119,7 @@ def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
 def parse_response(
     tokenizer: Any, ids: list[int], prefix: list[int], tools: Sequence[Callable[..., Any]]
 ) -> dict[str, Any]:
-    """TRL's: the message of ids after `prefix`, or plain text; since 1.16 `tools` give arguments their types."""
+    """Parse the ids after `prefix` into a message as TRL does; since 1.16 `tools` give arguments their types."""
     known: dict[str, Any] = {"tools": tools} if _PARSES_BY_TOOLS else {}
     return _parse_response(tokenizer, ids, prefix=prefix, **known)
 
@@ -128,7 +128,7 @@ def parse_response(
 def unwrapped_for_generation(
     model: Any, accelerator: Any, gradient_checkpointing_kwargs: dict[str, Any] | None, **options: Any
 ) -> Iterator[Any]:
-    """TRL's context, after which gradient checkpointing is as it was; TRL 1.15 forgets its keyword arguments."""
+    """Enter TRL's context, then restore gradient checkpointing, whose keyword arguments TRL 1.15 forgets."""
     knows = "gradient_checkpointing_kwargs" in inspect.signature(unwrap_model_for_generation).parameters
     if knows:
         options["gradient_checkpointing_kwargs"] = gradient_checkpointing_kwargs
@@ -142,7 +142,7 @@ def unwrapped_for_generation(
 
 @contextmanager
 def generating(trainer: Any) -> Iterator[Any]:
-    """The contexts of TRL's generation with transformers: the model unwrapped, no gradients, parameters gathered."""
+    """Enter the contexts in which TRL generates: the model unwrapped, no gradients, parameters gathered."""
     args, wrapped, kwargs = trainer.args, trainer.model_wrapped, trainer.generation_kwargs
     options = {"gather_deepspeed3_params": args.ds3_gather_for_generation, "generation_kwargs": kwargs}
     with (
@@ -161,14 +161,14 @@ def as_reference(model: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def hiding_old_names() -> Iterator[None]:
-    """Hide transformers' warnings of old names of gradient checkpointing: TRL uses them, and no user can act on it."""
+    """Hide transformers' warnings about old names of gradient checkpointing: TRL uses them, and no user can act."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
         yield
 
 
 def client_of(generation: Any) -> Any:
-    """This process's client of TRL's vLLM server; TRL itself gives one to the main process alone."""
+    """This process's client of TRL's vLLM server; TRL itself creates one on the main process only."""
     if (client := getattr(generation, "vllm_client", None)) is not None:
         return client
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
@@ -176,10 +176,13 @@ def client_of(generation: Any) -> Any:
 
 
 @contextmanager
-def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
-    """Let TRL start its vLLM engine with further options; a ConfigError where vLLM does not start with them."""
+def starting_vllm_with(options: Mapping[str, Any]) -> Iterator[None]:
+    """Let TRL start its vLLM engine with further options; a ConfigError where vLLM does not start with them.
+
+    `VLLMGeneration` has no argument for them, so meanwhile its module's name `LLM` is a function that adds them.
+    """
     engine = getattr(vllm_generation, "LLM", None)
-    if not options or engine is None:  # TRL says so where vLLM is not installed
+    if not options or engine is None:  # TRL reports that vLLM is not installed
         yield
         return
 
@@ -189,8 +192,9 @@ def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
         except (TypeError, ValueError) as error:
             reason = shortened(" ".join(str(error).split()), 150)
             raise ConfigError(
-                f"vLLM does not start with {options}: {reason} Leave out what asks for it (vllm_lora, routing_replay, "
-                "or a filter with sampling_mask='replay', which needs vLLM 0.28 and its Model Runner V2, so no CPU)."
+                f"vLLM does not start with {options}: {reason} Leave out the setting that needs them (vllm_lora, "
+                "routing_replay, or a filter with sampling_mask='replay', which needs vLLM 0.28 and its Model Runner "
+                "V2, and so no CPU)."
             ) from error
 
     vllm_generation.LLM = start
@@ -201,11 +205,11 @@ def engine_options(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def why_no_experts(mode: str) -> str | None:
-    """Why vLLM returns no experts of its tokens (`mode`: TRL's `vllm_mode`), as a clause; None where it does."""
+    """Why vLLM does not return the experts of its tokens, as a clause; None if it does. `mode`: TRL's `vllm_mode`."""
     if mode == "server":
         return "TRL's client of a vLLM server returns no experts"
     if not hasattr(vllm_generation, "LLM"):
-        return None  # not installed, which TRL says
+        return None  # not installed, which TRL reports
     vllm = importlib.import_module("vllm")
     if "enable_return_routed_experts" not in parameters_of(vllm.EngineArgs):
         return f"vLLM {vllm.__version__} returns no experts (EngineArgs has no enable_return_routed_experts)"
@@ -214,21 +218,21 @@ def why_no_experts(mode: str) -> str | None:
 
 
 def lora_request(name: str, number: int, path: Path) -> Any:
-    """vLLM's request for a saved adapter; the number is its identity within an engine."""
+    """Build vLLM's request for a saved adapter; the number identifies it within an engine."""
     return importlib.import_module("vllm.lora.request").LoRARequest(name, number, str(path))
 
 
 def server_info(client: Any) -> dict[str, Any]:
-    """A vLLM server's `vllm_config` and `vllm_env`; empty dictionaries where it does not report them.
+    """Get a vLLM server's `vllm_config` and `vllm_env`; empty dictionaries if it does not report them.
 
-    TRL's `get_server_info` leaves the environment out, and TRL 1.15 has none.
+    TRL's `get_server_info` leaves out the environment, and TRL 1.15 has no such function.
     """
     answer = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
     return {"vllm_config": {}, "vllm_env": {}} | (answer.json() if answer.status_code == 200 else {})
 
 
 def is_batch_invariant(client: Any | None) -> bool:
-    """Whether vLLM says that its bits do not depend on the batch: this process's, or a server that a client asks."""
+    """Whether vLLM, in this process or behind a client, declares that its bits do not depend on the batch."""
     if client is not None:
         return bool(server_info(client)["vllm_env"].get("VLLM_BATCH_INVARIANT"))
     platform = importlib.import_module("vllm.platforms").current_platform
@@ -236,7 +240,7 @@ def is_batch_invariant(client: Any | None) -> bool:
 
 
 def served_rank(rank: int) -> int:
-    """The least `max_lora_rank` of vLLM for adapters of this rank; a ConfigError where there is none."""
+    """The smallest `max_lora_rank` of vLLM that serves adapters of this rank; a ConfigError if there is none."""
     ranks = get_args(importlib.import_module("vllm.config.lora").MaxLoRARanks)
     if rank > max(ranks):
         raise ConfigError(f"vllm_lora=True with an adapter of rank {rank}: vLLM serves {max(ranks)} at most.")
@@ -244,19 +248,19 @@ def served_rank(rank: int) -> int:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters, without `self`, `*args` and `**kwargs`."""
+    """List the names of the parameters, without `self`, `*args` and `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind not in _VARIABLE and p.name != "self"]
 
 
 def _mismatch(ours: type, name: str) -> str | None:
-    """How a method of TRL's trainer differs from what its override takes, as a sentence; None where it does not."""
+    """How the arguments of a method of TRL's trainer differ from its override's, as a sentence; None if they match."""
     theirs = getattr(ours.__base__, name, None)
     if theirs is None:
         return f"GRPOTrainer.{name} is missing"
     override = getattr(ours, name)
     installed, expected = parameters_of(theirs), parameters_of(override)
-    variable = {p.kind for p in inspect.signature(override).parameters.values()} & _VARIABLE  # passes on what follows
+    variable = {p.kind for p in inspect.signature(override).parameters.values()} & _VARIABLE  # passes on the others
     if (installed[: len(expected)] if variable else installed) == expected:
         return None
     wanted = [*expected, "..."] if variable else expected
@@ -265,7 +269,7 @@ def _mismatch(ours: type, name: str) -> str | None:
 
 @functools.cache
 def verify_overrides(ours: type) -> None:
-    """Compare overridden methods with the installed versions'; a ContractError names all that are missing or differ."""
+    """Raise a ContractError that names every overridden method that the installed versions lack or have changed."""
     if broken := [sentence for name in OVERRIDES if (sentence := _mismatch(ours, name)) is not None]:
         raise ContractError(
             f"grpo_ext does not fit the installed trl {trl.__version__} and transformers {transformers.__version__}: "
@@ -276,12 +280,12 @@ def verify_overrides(ours: type) -> None:
 
 @functools.cache
 def triton_head() -> Callable[..., Any] | None:
-    """TRL's head for accelerators, where an installed TRL brings the one that is known here. Not run on a GPU."""
+    """TRL's Triton head for accelerators, if the installed TRL has the known version of it. Not tested on a GPU."""
     if importlib.util.find_spec("triton") is None:
         return None
     try:
         function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    except (ImportError, AttributeError):  # TRL 1.15 has none there
+    except (ImportError, AttributeError):  # TRL 1.15 has none
         return None
     known = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size"]
     known += ["final_logit_softcapping", "logit_scale", "outputs"]

@@ -1,7 +1,7 @@
 """`GRPOConfig`: TRL's configuration, with fields that separate the algorithm of a run from its hardware layout.
 
 Differs from TRL: batch sizes of the algorithm are global (`global_batch_size`, `rollout_batch_size`), the micro-batch
-may be any size, and the accumulation is derived. First thing a user touches; read by the trainer and the tools.
+may be any size, and the accumulation is derived. Users set it; the trainer and the command line read it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, cast, get_args
 
 import torch
@@ -50,7 +49,7 @@ class GRPOConfig(trl.GRPOConfig):
         ConfigError: sizes that break a rule, fields that contradict, unknown names; before anything is loaded.
     """
 
-    # What the run means: changes what is learned, and is compared on resume.
+    # What the run means: these change what is learned, and are compared on resume.
     global_batch_size: int | None = setting(
         "Completions per optimizer step, over all processes. Default: per_device_train_batch_size * "
         "gradient_accumulation_steps * processes, as in TRL."
@@ -65,11 +64,12 @@ class GRPOConfig(trl.GRPOConfig):
         "Default: what scale_rewards and multi_objective_aggregation say, as in TRL."
     )
     loss_aggregation: str | None = setting(
-        "How the losses of tokens add up: 'token_mean', 'sequence_mean', 'sequence_sum', 'sequence_sum_norm' (over "
-        "max_completion_length) or 'prompt_mean' (each prompt alike). Default: what loss_type says, as in TRL."
+        "How token losses are added up: 'token_mean', 'sequence_mean', 'sequence_sum', 'sequence_sum_norm' (over "
+        "max_completion_length) or 'prompt_mean' (every prompt weighs the same). Default: what loss_type says, as in "
+        "TRL."
     )
     dynamic_sampling: bool = setting(
-        "Replace groups whose rewards are all alike by groups of further prompts (DAPO), until the rollout batch is "
+        "Replace groups whose rewards are all equal by groups of further prompts (DAPO), until the rollout batch is "
         "full or dynamic_sampling_max_rounds is reached.",
         default=False,
     )
@@ -77,27 +77,27 @@ class GRPOConfig(trl.GRPOConfig):
         "With dynamic_sampling: how often further prompts are sampled for one rollout batch.", default=10
     )
     rollout_chunk_size: int | None = setting(
-        "Completions of a chunk, a multiple of num_generations; reward functions are called per chunk. Where it is "
-        "set, generate is too, and completions are the same on every number of processes (rollout_batch_size / P is "
+        "Completions per chunk, a multiple of num_generations; reward functions are called once per chunk. If it is "
+        "set, so is generate, and completions are the same on any number of processes (rollout_batch_size / P is "
         "cheapest for up to P). Default: an eighth of the rollout batch, at most 64, in whole groups; a process then "
         "samples its chunks in one call, and rounding may change completions: few in float32, most in half precision."
     )
     rollout_lag: int = setting(
         "Rollout batches that sampling runs ahead of training, on a thread: rollout batch r is sampled with the "
-        "weights from which training of rollout batch r - rollout_lag begins. 0: sample, then train, then sample.",
+        "weights that training on rollout batch r - rollout_lag starts from. 0: sample, then train, then sample.",
         default=0,
     )
 
     sampling_mask: str | None = setting(
-        "'replay': take log-probabilities, KL and entropy over the tokens that top_p, top_k, min_p and the other "
-        "filters kept while sampling, which is the distribution that was sampled. top_k then bounds them, 512 where it "
-        "is not set. With a filter vLLM has to be colocated, 0.28 or newer. Default: over the whole vocabulary, as in "
+        "'replay': compute log-probabilities, KL and entropy over the tokens that top_p, top_k, min_p and other "
+        "filters kept while sampling: the distribution that was sampled from. top_k limits their number, 512 if it is "
+        "not set. With a filter, vLLM has to be colocated, 0.28 or newer. Default: over the whole vocabulary, as in "
         "TRL.",
         choices=[None, "replay"],
     )
     routing_replay: bool = setting(
-        "For mixture-of-experts models: record the experts that each token was sent to while sampling, and send it to "
-        "the same ones in every later forward of the policy. Their weights come from the router as it is then.",
+        "For mixture-of-experts models: record which experts each token was routed to while sampling, and route it to "
+        "the same experts in every later forward of the policy. Their weights come from the current router.",
         default=False,
     )
     float32_weight_gradients: bool = setting(
@@ -106,48 +106,48 @@ class GRPOConfig(trl.GRPOConfig):
         default=True,
     )
 
-    # How it is laid out: changes nothing that is learned.
+    # How the run is laid out: changes nothing that is learned.
     micro_batch_tokens: int | None = setting(
-        "The most tokens of one forward on one device, a shared prompt counted once; per_device_train_batch_size "
+        "The most tokens in one forward on one device, a shared prompt counted once; per_device_train_batch_size "
         "still limits the completions. Default: no limit."
     )
 
-    # What is not computed: each can be turned off, none changes the update.
+    # What need not be computed: each can be turned off, and none changes the update.
     forward: str = setting(
         "How completions run through the model: 'packed' (each prompt once, its completions after it, no "
         "padding), 'prefix' (prompts once with a cache, then padded completions), 'padded' (every completion with "
-        "its prompt), or 'auto' (the first of these that the model can run). A model that cannot run the form runs "
-        "padded batches, with a warning.",
+        "its prompt), or 'auto' (the first of these that the model can run). If the model cannot run the chosen form, "
+        "it runs padded batches, with a warning.",
         default="auto",
         choices=["auto", *get_args(Form)],
     )
     skip_zero_contribution: bool = setting(
-        "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or "
-        "auxiliary term). The logged entropy and clip ratios are those of the others.",
+        "Skip completions that add exactly nothing to the update (advantage zero, no KL, entropy or auxiliary "
+        "term). The logged entropy and clip ratios are then those of the other completions.",
         default=True,
     )
     compact_rollouts: bool = setting(
         "While sampling, run the prompt once per group, drop finished completions from the batch, and grow the "
-        "cache in place. Models that cannot (own caches, sharded) sample as transformers does.",
+        "cache in place. Models that cannot (sharded, or with a cache of their own) sample as transformers does.",
         default=True,
     )
 
     # vLLM.
     vllm_seeds: bool = setting(
-        "Give every completion that vLLM samples a seed of its own. False: vLLM draws the rows of a batch together, 1 "
-        "to 2 ms less per token at 256 rows; completions then depend on the split and on what was sampled before, and "
-        "a resumed run samples others.",
+        "Give every completion that vLLM samples its own seed. False: vLLM draws the rows of a batch together, which "
+        "saves 1 to 2 ms per token at 256 rows; completions then depend on the split and on what was sampled before, "
+        "and a resumed run samples different ones.",
         default=True,
     )
     vllm_lora: bool | None = setting(
-        "Send a LoRA adapter to vLLM by itself, instead of all weights with the adapter merged in. Default: where "
-        "the server was started with --enable-lora and can serve the adapter. True: a colocated engine is started with "
+        "Send a LoRA adapter to vLLM by itself, instead of all weights with the adapter merged in. Default: if the "
+        "server was started with --enable-lora and can serve the adapter. True: a colocated engine is started with "
         "LoRA, and an adapter that cannot be served is an error. False: never."
     )
     vllm_check: bool = setting(
-        "End the run where vLLM's log-probabilities of its tokens differ from the trainer's by more than rounding in "
-        "half precision. Compared in every rollout batch for which the trainer computes them (by default all), and in "
-        "the first one in any case.",
+        "End the run if vLLM's log-probabilities differ from the trainer's by more than rounding in half precision. "
+        "Compared in every rollout batch for which the trainer computes them (by default all), and always in the first "
+        "one.",
         default=True,
     )
 
@@ -158,24 +158,24 @@ class GRPOConfig(trl.GRPOConfig):
         default=False,
     )
     canonical_unit_size: int | None = setting(
-        "With bitwise_invariant: completions of one group per forward, instead of per_device_train_batch_size; part of "
-        "what the run means. Default: num_generations."
+        "With bitwise_invariant: completions of one group per forward, instead of per_device_train_batch_size; it "
+        "changes what is learned. Default: num_generations."
     )
     bitwise_threads: int = setting(
-        "With bitwise_invariant: threads of each process on the CPU; the bits of matrix products depend on it.",
+        "With bitwise_invariant: CPU threads per process; the bits of matrix products depend on it.",
         default=1,
     )
 
     # Resume.
     allow_changed_on_resume: list[str] | None = setting(  # noqa: RUF009  (a dataclass field)
         "Names of settings (or data, model, rewards) that may differ from the checkpoint's although they change what "
-        "the run means, for example ['num_train_epochs'] to train longer. The layout may always differ."
+        "is learned, for example ['num_train_epochs'] to train longer. The layout may always differ."
     )
 
     # Reward functions that fail.
     reward_workers: int = setting(
-        "Processes, for each training process, that call synchronous reward functions concurrently; a call that "
-        "takes longer than reward_timeout is killed. 0: functions run in the training process.",
+        "Processes per training process that call synchronous reward functions concurrently; a call that takes "
+        "longer than reward_timeout is killed. 0: functions run in the training process.",
         default=0,
     )
     reward_timeout: float | None = setting(
@@ -183,28 +183,28 @@ class GRPOConfig(trl.GRPOConfig):
         "thread. Default: no limit."
     )
     reward_retries: int = setting(
-        "How often a call of a reward function that raised or took too long is repeated.", default=0
+        "How often a reward function that raised or took too long is called again.", default=0
     )
     reward_on_failure: str = setting(
-        "After the last retry of a reward function: 'error' ends the run, 'none' gives the completions of that call "
-        "None (does not apply).",
+        "When the last retry of a reward function has failed: 'error' ends the run, 'none' gives the completions of "
+        "that call None (does not apply).",
         default="error",
         choices=["error", "none"],
     )
 
     # Evaluation.
     eval_pass_threshold: float | None = setting(
-        "The least reward that counts as passed in the pass@k of an evaluation. Default: 1 where every reward is 0 or "
-        "1; otherwise no pass@k is logged."
+        "The least reward that counts as passed in the pass@k of an evaluation. Default: 1 if every reward is 0 or 1; "
+        "otherwise no pass@k is logged."
     )
     eval_pass_reward: str | None = setting(
-        "The reward function, by its name in the logs, of pass@k and mean@k. Default: the weighted sum of all."
+        "The reward function of pass@k and mean@k, by its name in the logs. Default: the weighted sum of all."
     )
 
     # Tools and environments.
     tool_timeout: float | None = setting(
-        "Seconds one call of a tool, or an environment's `reset`, may take; the model reads that a longer call "
-        "failed. Default: no limit."
+        "Seconds one call of a tool, or an environment's `reset`, may take; a longer call fails, and the model is "
+        "told so. Default: no limit."
     )
 
     # Refusals.
@@ -219,7 +219,7 @@ class GRPOConfig(trl.GRPOConfig):
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # without use_cpu TRL refuses bfloat16, its default, and Accelerate lets each CPU process train alone as
-            # process 0; with use_cpu Accelerate turns DeepSpeed off, for which naming the backend is enough
+            # process 0; with use_cpu Accelerate turns DeepSpeed off, which needs only the name of the backend
             if asks_for("deepspeed", vars(self)):
                 self.ddp_backend = self.ddp_backend or "gloo"
             else:
@@ -233,7 +233,7 @@ class GRPOConfig(trl.GRPOConfig):
             "gradient_accumulation_steps": 1,
             "generation_batch_size": None,
             "steps_per_generation": None,
-            "auto_find_batch_size": False,  # TRL's and Accelerate's start the run again; here a step is repeated
+            "auto_find_batch_size": False,  # it would start the run again; here the step is repeated
         }
         with assigned(self, **neutral), compat.hiding_old_names():
             super().__post_init__()
@@ -282,7 +282,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     @property
     def pinned_threads(self) -> int | None:
-        """CPU threads that a run computes with in bitwise mode; None outside of it."""
+        """CPU threads that a run computes with in bitwise mode; None in any other mode."""
         return self.bitwise_threads if self.bitwise_invariant else None
 
     @classmethod
@@ -299,7 +299,7 @@ class GRPOConfig(trl.GRPOConfig):
         """This class's configuration with the settings of an existing `trl.GRPOConfig`, which is left as it is."""
         values = {spec.name: getattr(args, spec.name) for spec in dataclasses.fields(trl.GRPOConfig) if spec.init}
         if values["steps_per_generation"] is not None:
-            values["generation_batch_size"] = None  # TRL computes one from the other and refuses both
+            values["generation_batch_size"] = None  # TRL computes it from steps_per_generation and refuses both
         config = cls(**values)
         for name, value in vars(args).items():  # what a subclass of TRL's configuration adds
             if not hasattr(config, name):
@@ -314,12 +314,12 @@ class GRPOConfig(trl.GRPOConfig):
         args.rollout_batch_size = self.geometry.rollout_batch_size
         args.generation_batch_size = self.geometry.rollout_batch_size
         args.steps_per_generation = self.geometry.steps_per_rollout
-        if self.use_vllm:  # TRL sizes the engine's queue by this number: the most rows of a process
+        if self.use_vllm:  # TRL sizes the engine's queue, the most rows of a process, by this number
             rows = ceil_div(self.geometry.rollout_batch_size, self.geometry.num_processes)
             args.steps_per_generation = ceil_div(rows, self.per_device_train_batch_size)
         args.gradient_accumulation_steps = 1
         args.auto_find_batch_size = False
-        if getattr(args, "ddp_static_graph", None):
+        if args.ddp_static_graph:
             args.ddp_static_graph = False  # concerns DDP's reduction of gradients, which the step does not use
         # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
         accelerator: Any = copy.copy(self.accelerator_config)
@@ -327,22 +327,3 @@ class GRPOConfig(trl.GRPOConfig):
         accelerator.gradient_accumulation_kwargs = {**accumulation, "sync_with_dataloader": False}
         args.accelerator_config = accelerator
         return args
-
-
-# help of fields that mean something else here than TRL and transformers say
-_HELP = {
-    "num_generations": "Completions per prompt, 2 or more; rollout_batch_size is a multiple of it.",
-    "per_device_train_batch_size": "The most completions of one forward on one device, any number; changes nothing "
-    "that is learned. Without global_batch_size it also makes the step, as in TRL.",
-    "gradient_accumulation_steps": "Only without global_batch_size, which it then makes as in TRL; otherwise derived.",
-    "generation_batch_size": "TRL's name for rollout_batch_size.",
-    "steps_per_generation": "Micro-batches per generation phase, as in TRL; better, rollout_batch_size.",
-    "auto_find_batch_size": "Accepted and without effect: a step that runs out of memory always runs again with "
-    "smaller micro-batches.",
-    "resume_from_checkpoint": "For scripts, as in transformers; recipes/grpo.py hands it to train(): a checkpoint, "
-    "'latest' (or true) for the newest whole one of output_dir, or 'auto' for that or, where there is none, a new run.",
-}
-for _name, _text in _HELP.items():
-    _spec = copy.copy(GRPOConfig.__dataclass_fields__[_name])  # a copy, because TRL's class has the same object
-    _spec.metadata = MappingProxyType({**_spec.metadata, "help": _text})
-    GRPOConfig.__dataclass_fields__[_name] = _spec

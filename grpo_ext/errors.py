@@ -9,13 +9,13 @@ from typing import Any
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, show: Callable[[str], str] = repr) -> str:
-    """A remedy for an unknown name: the nearest known one, as `show` writes it; `otherwise` where none is near."""
+    """Suggest a remedy for an unknown name: the closest known name, written by `show`, or else `otherwise`."""
     near = get_close_matches(name, list(known), 1)
     return f"did you mean {show(near[0])}?" if near else otherwise
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text with at most `limit` characters, for a value in a message."""
+    """Shorten the text of a value in a message to at most `limit` characters."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -24,7 +24,7 @@ class GrpoExtError(ValueError):
 
 
 def quiet(error: GrpoExtError) -> GrpoExtError:
-    """The same error for a process that need not report it: uncaught, it ends the process silently, with status 1."""
+    """Copy an error for a process that need not report it: uncaught, it ends the process silently, with status 1."""
     plain = {"code": 1, "__reduce__": lambda self: (type(error), error.args)}
     kind: Any = type(type(error).__name__, (type(error), SystemExit), plain)
     return kind(*error.args)
@@ -35,25 +35,25 @@ class ConfigError(GrpoExtError):
 
 
 def refuse_combination(setting: str, others: Mapping[str, Any], remedy: str) -> None:
-    """Refuse a setting with others that contradict it: a ConfigError with the descriptions whose values are true."""
+    """Raise a ConfigError for a setting that others contradict: those with a true value, by their description."""
     if applying := [description for description, applies in others.items() if applies]:
         raise ConfigError(f"{setting} cannot be combined with {'; '.join(applying)}. {remedy}")
 
 
 class DataError(GrpoExtError):
-    """A data set that cannot be trained on."""
+    """A data set that cannot be used for training."""
 
 
 class ModelError(GrpoExtError):
-    """A model that cannot be trained on."""
+    """A model that cannot be trained."""
 
 
 class RewardError(GrpoExtError):
-    """A reward function that raised, or returned something that is no reward."""
+    """A reward function that raised, or returned something that is not a reward."""
 
 
 class RolloutError(GrpoExtError):
-    """A `rollout_func` that raised or returned no rollout, or an environment that cannot begin one."""
+    """A `rollout_func` that raised or did not return a rollout, or an environment that cannot start one."""
 
 
 class SplitDependentError(ModelError):
@@ -61,15 +61,15 @@ class SplitDependentError(ModelError):
 
 
 class PrecisionError(GrpoExtError):
-    """A number that is not finite, or outside the range that the arithmetic holds."""
+    """A number that is not finite, or out of the range of the arithmetic."""
 
 
 class CheckpointError(GrpoExtError):
-    """A checkpoint that is broken, that cannot be written, or that belongs to another run."""
+    """A checkpoint that is broken, cannot be written, or belongs to another run."""
 
 
 class MemoryShortageError(GrpoExtError):
-    """The smallest possible piece of work does not fit into the device's memory."""
+    """Even the smallest possible piece of work does not fit into the device's memory."""
 
 
 class ProcessError(GrpoExtError):
@@ -81,4 +81,4 @@ class LaunchError(GrpoExtError):
 
 
 class ContractError(GrpoExtError):
-    """The installed TRL, transformers or Accelerate is not as the package needs it."""
+    """The installed TRL, transformers or Accelerate does not fit this package."""

@@ -1,4 +1,4 @@
-"""Functions, and other objects, by name: `package.module.name`, or `path/to/file.py:name`."""
+"""Loads functions and other objects by name: `package.module.name`, or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ FILE_MODULE_PREFIX = "grpo_ext_file_"  # names of modules that are loaded from a
 
 
 def load_file(path: str) -> ModuleType:
-    """The one module of a Python file, registered so that its definitions can be pickled; made anew if it changed."""
+    """Load a Python file as a module that pickle can find; the same module until the file changes."""
     file = Path(path).expanduser().resolve()
     name = f"{FILE_MODULE_PREFIX}{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     source, loaded = file.read_bytes(), sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__grpo_ext_source__", None) == source:  # which half of a module lacks
+    if loaded is not None and getattr(loaded, "__grpo_ext_source__", None) == source:
         return loaded
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None  # a file with this suffix always has a loader
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    vars(module)["__grpo_ext_source__"] = source
+    vars(module)["__grpo_ext_source__"] = source  # set last: a module that failed to load lacks it
     return module
 
 
 def load_named(name: str, setting: str, kind: Any) -> Any:
-    """The object of a name.
+    """Load an object by name.
 
     Args:
-        setting: the user's setting and its value, with which an error begins.
+        setting: the user's setting and its value, for the start of an error message.
         kind: the class of the object; `Callable` for functions.
 
     Raises:

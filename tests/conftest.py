@@ -24,6 +24,7 @@ hypothesis.settings.register_profile("many", max_examples=200, **SAME)
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "xdist_group(name): tests that stay with one worker of pytest-xdist")
     hypothesis.settings.load_profile("many" if config.getoption("--full") else "some")
 
 
@@ -32,36 +33,37 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, help="processes that tests/crash kills (3, with --full)")
 
 
-# the files that take longest, so that with two workers (pytest-xdist, a file each) none of them is left to the end;
-# those that launch several processes beside those that launch one
-LONG = (
+# files whose tests share launches or a large set-up: each stays with one worker (`--dist loadgroup` of pytest-xdist),
+# and those that take longest come first, so that none of them is left to the end
+TOGETHER = (
     "invariance/test_matrix",
     "simulated/test_simulated_gpu",
     "distributed/test_engines",
     "recipes/test_recipe",
     "invariance/test_ahead",
     "invariance/test_resume",
-    "packaging/test_wheel",
     "invariance/test_tools",
     "invariance/test_bitwise",
-    "trainer/test_images",
-    "unit/rewards/test_workers",
-    "trainer/test_vllm_experts",
-    "trainer/test_sampling_mask",
-    "unit/tools/test_plan",
+    "distributed/test_two_processes",
+    "distributed/test_collectives",
+    "distributed/test_out_of_memory",
+    "invariance/test_half_precision",
     "invariance/test_reward_workers",
-    "recipes/test_notebook",
-    "packaging/test_side_effects",
-    "unit/tools/test_check",
-    "unit/tools/test_forks",
-    "unit/rollouts/test_keyed",
+    "packaging/test_wheel",
+    "parity/test_harness",
 )
+# and then files of long tests, which any worker takes
+LONG = ("trainer/test_images", "unit/rewards/test_workers", "unit/tools/test_check", "unit/tools/test_forks")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    places = {f"tests/{name}.py": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONG)))
+    places = {f"tests/{name}.py": place for place, name in enumerate((*TOGETHER, *LONG))}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
+    for item in items:
+        file = item.nodeid.split("::")[0]
+        if places.get(file, len(places)) < len(TOGETHER):
+            item.add_marker(pytest.mark.xdist_group(file))
     if config.getoption("--full"):
         return
     # by the marker: a folder of that name is among an item's keywords too
@@ -90,6 +92,13 @@ def lasting(request, tmp_path_factory):
     """From a name to a folder that the next run of the tests finds again, where pytest has its cache."""
     cache = getattr(request.config, "cache", None)
     return tmp_path_factory.mktemp if cache is None else cache.mkdir
+
+
+@pytest.fixture(autouse=True, scope="session")
+def stock_results(lasting):
+    from tests.support import kept  # imports torch, which takes seconds where nothing else needs it
+
+    kept.folder = lasting("stock")
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ EPSILON = 1e-4  # TRL's guard against a zero standard deviation
 
 
 def nan_std(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-    """Standard deviation with Bessel's correction over the entries that are not NaN; NaN where fewer than two are."""
+    """Standard deviation (Bessel's correction) of the entries that are not NaN; NaN for fewer than two entries."""
     dims = tuple(range(x.dim())) if dim is None else (dim,)
     count = (~torch.isnan(x)).sum(dim=dims, keepdim=True)
     centred = x - torch.nanmean(x, dim=dims, keepdim=True)
@@ -32,11 +32,11 @@ ESTIMATORS: dict[str, Estimator] = {}
 
 
 def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
-    """Register a function under a name that `GRPOConfig(advantage_estimator=name)` takes.
+    """Register a function under a name, for `GRPOConfig(advantage_estimator=name)`.
 
     The function gets the rewards of the whole rollout batch, (P, G), one row per group, NaN where a completion was not
-    scored, and returns the advantages alike; what it returns for a completion that was not scored counts as zero. A
-    ConfigError where an estimator of this package has the name.
+    scored, and returns advantages of the same shape; those of completions that were not scored count as zero. A
+    ConfigError if an estimator of this package has the name.
     """
 
     def register(estimator: Estimator) -> Estimator:
@@ -93,13 +93,13 @@ class AdvantageRule:
     `None`; the weight of each reward function, (F,); and the completions per group.
     """
 
-    estimator: str | None = None  # a name as for `advantage_estimator`; None: the two that follow say
-    scale_rewards: str = "group"  # or "batch" or "none": which standard deviation divides the centred reward
+    estimator: str | None = None  # `advantage_estimator`; None: the two settings below
+    scale_rewards: str = "group"  # or "batch" or "none": the standard deviation that divides the centred reward
     # TRL's `multi_objective_aggregation`; or "normalize_then_sum" (GDPO, arXiv 2601.05242)
     aggregation: str = "sum_then_normalize"
 
     def advantages(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """Advantages, (B,), zero for a completion that no function scored; a ConfigError for a faulty estimator."""
+        """Advantages, (B,), zero for completions that no function scored; a ConfigError for a faulty estimator."""
         rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
         if self.estimator is not None:
             return _estimated(self.estimator, rewards_PG)
@@ -107,7 +107,7 @@ class AdvantageRule:
         return scaled(rewards_PG).view(-1).nan_to_num(nan=0.0)
 
     def zero_std_fraction(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> float:
-        """The share of completions whose reward has no standard deviation, as TRL logs it (`frac_reward_zero_std`)."""
+        """The share of groups whose rewards are all equal, as TRL logs it (`frac_reward_zero_std`)."""
         rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
         if self.scale_rewards == "batch" or self.aggregation == "normalize_then_sum":
             rewards_PG = rewards_PG.view(1, -1)
@@ -115,7 +115,7 @@ class AdvantageRule:
         return torch.isclose(std, torch.zeros_like(std)).float().mean().item()
 
     def _combined(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """One reward for each completion, (P, G); with "normalize_then_sum" of rewards standardised in their group."""
+        """One reward per completion, (P, G); "normalize_then_sum" standardises each function's in its group first."""
         rewards_B = weighted_sum(rewards_BF, weights_F)
         if self.aggregation == "normalize_then_sum":
             grouped = rewards_BF.view(-1, num_generations, rewards_BF.size(1))
@@ -126,9 +126,9 @@ class AdvantageRule:
         return rewards_B.view(-1, num_generations)
 
     def constant_groups(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """Which groups teach nothing because their rewards are all alike, (P,), bool (DAPO, arXiv 2503.14476, 3.2).
+        """The groups that teach nothing because their rewards are equal, (P,), bool (DAPO, arXiv 2503.14476, 3.2).
 
-        With "normalize_then_sum" every single reward function has to be without variance.
+        With "normalize_then_sum" the rewards of every single function have to be equal.
         """
         values = rewards_BF[:, weights_F.to(rewards_BF) != 0]
         if self.aggregation == "sum_then_normalize":
@@ -147,15 +147,14 @@ class AdvantageRule:
 
 
 def _estimated(name: str, rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Advantages (B,) by a registered estimator; see `AdvantageRule.advantages`."""
     check_estimator(name)
     expected, count = tuple(rewards_PG.shape), rewards_PG.numel()
     advantages = ESTIMATORS[name](rewards_PG.clone())  # a copy: an estimator may write to its argument
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in (expected, (count,)):
         shape = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ConfigError(
-            f"advantage estimator {name!r} returned {shape} for rewards of shape {expected}; it has to return one "
-            "number per completion, in that shape."
+            f"advantage estimator {name!r} returned {shape} for rewards of shape {expected}; it must return one number "
+            "per completion, in that shape."
         )
     advantages = advantages.reshape(expected).to(rewards_PG)
     broken = (~torch.isfinite(advantages) & ~torch.isnan(rewards_PG)).nonzero().tolist()
@@ -163,7 +162,7 @@ def _estimated(name: str, rewards_PG: torch.Tensor) -> torch.Tensor:
         group, row = broken[0]
         raise ConfigError(
             f"advantage estimator {name!r} returned {float(advantages[group, row])} for completion {row} of group "
-            f"{group}, whose reward is {float(rewards_PG[group, row]):g}; it has to return finite numbers."
+            f"{group}, whose reward is {float(rewards_PG[group, row]):g}; it must return finite numbers."
         )
     return torch.where(torch.isnan(rewards_PG), 0.0, advantages).reshape(-1)
 
@@ -181,23 +180,23 @@ _SCALED: dict[str, Estimator] = {"group": group_standardized, "none": group_cent
 
 
 def weighted_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor) -> torch.Tensor:
-    """Weighted sum over the functions that scored a completion, shape (B,); NaN where none did."""
+    """The weighted sum over the functions that scored a completion, (B,); NaN where none did."""
     total = (rewards_BF * weights_F.to(rewards_BF)).nansum(dim=1)
     return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, total)
 
 
 def fill_places(teaches: Sequence[Sequence[bool]]) -> tuple[list[tuple[int, int]], int]:
-    """Which group takes each place of the rollout batch: groups that teach replace those whose rewards are all alike.
+    """Assign groups to the places of the rollout batch: groups with variance replace groups without.
 
-    Differs from DAPO's reference code: the batch keeps its size, a round samples as many prompts as places are free, so
-    no group that teaches is thrown away, and everything that was sampled is counted in the logs.
+    Differs from DAPO's reference code: the batch keeps its size, a round samples as many prompts as there are open
+    places, so no group with variance is thrown away, and the logs count everything that was sampled.
 
     Args:
-        teaches: for each round, for each group sampled in it, whether it has variance. The first round has a group for
-            every place, a later one at most one for every place that was still free.
+        teaches: whether each group of each round has variance. The first round has a group for every place, a later
+            round at most one for every open place.
 
     Returns:
-        Round and group of each place, and how many places are still free; those keep the group of the first round.
+        Round and group of each place, and the number of open places, which keep the group of the first round.
     """
     places = [(0, group) for group in range(len(teaches[0]))]
     free = [place for place, useful in enumerate(teaches[0]) if not useful]

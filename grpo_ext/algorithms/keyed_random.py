@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the number for a token depends on its key alone, never on a generator's history.
+"""Counter-based random numbers: the number of a token depends on its key alone, never on a generator's history.
 
 The key is (seed, stream, rollout, prompt, generation, token position); the mixer is SplitMix64's finaliser (Steele,
 Lea, Flood, OOPSLA 2014), written with 64-bit integers that wrap around. Used by rollouts.keyed.
@@ -33,7 +33,7 @@ def mix(key: torch.Tensor, value: torch.Tensor | int) -> torch.Tensor:
 
 
 def derive_key(*parts: int) -> int:
-    """One unsigned 64-bit key from a sequence of integers; the order of the parts matters."""
+    """One unsigned 64-bit key of a sequence of integers; their order matters."""
     key = torch.zeros((), dtype=torch.int64)
     for part in parts:
         key = mix(key, _signed(part & _MASK64))
@@ -47,15 +47,15 @@ def completion_keys(
 
     Args:
         stream: `TRAIN_STREAM` or `EVAL_STREAM`; keeps training and evaluation apart.
-        epoch, rollout: index of the pass over the data, and of the generation phase in it.
-        prompts_B, generations_B: int64, position of the prompt in the rollout batch, of the completion in its group.
+        epoch, rollout: index of the pass over the data, and of the rollout batch in it.
+        prompts_B, generations_B: int64, place of the prompt in the rollout batch, of the completion in its group.
     """
     start = torch.full_like(prompts_B, _signed(derive_key(seed, stream, epoch, rollout)))
     return mix(mix(start, prompts_B), generations_B)
 
 
 def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor | int) -> torch.Tensor:
-    """Uniform numbers in [0, 1) with 53 random bits, float64, shape (B,), one per key and token position."""
+    """Uniform numbers in [0, 1) with 53 random bits, float64, (B,), one per key and token position."""
     if keys_B.device.type == "mps":
         keys_B, positions_B = keys_B.cpu(), torch.as_tensor(positions_B).cpu()
     bits = _shift_right(mix(keys_B, positions_B), 11)
@@ -63,14 +63,14 @@ def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor | int) -> torch.Tens
 
 
 def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token per row by inverse transform; exactly the categorical of softmax(scores).
+    """Sample one token per row from softmax(scores), by inverse transform.
 
-    A token of probability zero (score -inf) is never chosen. Computed in float64, so that neither the sum over a
-    large vocabulary nor the boundary between two tokens carries float32 rounding.
+    A token of probability zero (score -inf) is never chosen. Computed in float64, so that neither the sum over a large
+    vocabulary nor the boundary between two tokens has float32 rounding.
 
     `scores_BV` are logits after every filter, of any float type; `uniforms_B` are float64 in [0, 1). Returns int64
-    token ids, (B,), and the probabilities of all tokens, (B, V or more), float32 or float64. The id is V, which is no
-    token, where the scores are no distribution (not finite).
+    token ids, (B,), and the probabilities of all tokens, (B, V or more), float32 or float64. The id is V, which is not
+    a token, where the scores are not a distribution (not finite).
     """
     if scores_BV.device.type == "mps":  # which has no float64
         tokens_B, probabilities_BV = choose(scores_BV.cpu(), uniforms_B.cpu())
@@ -79,16 +79,16 @@ def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Ten
         return choose_by_blocks(scores_BV, uniforms_B)
     probabilities_BV = torch.softmax(scores_BV.to(torch.float64), dim=-1)
     cdf = probabilities_BV.cumsum(dim=-1)
-    target = uniforms_B.to(cdf)[:, None] * cdf[:, -1:]  # of a total of about 1, a product with 1 - 2**-53 is below it
+    target = uniforms_B.to(cdf)[:, None] * cdf[:, -1:]  # below the total of about 1, also for a uniform of 1 - 2**-53
     return torch.searchsorted(cdf, target, right=True).squeeze(1), probabilities_BV
 
 
 def choose_by_blocks(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`choose` for CUDA: inverse transform over blocks of the vocabulary, then over the tokens of one block.
 
-    Differs from `choose` in float32 probabilities and sums of a block, which leaves tensors (B, V) of float32. Running
-    sums are of whole numbers, because CUDA's of floats differ from run to run and may fall. Boundaries between tokens
-    move by float32's rounding of a block's sum (relative 2**-24 and a little), and by less than V * 2**-52.
+    Differs from `choose`: probabilities and the sums of blocks are float32, so tensors (B, V) are float32. Running sums
+    are of integers, because CUDA's running sums of floats differ from run to run and may decrease. Boundaries between
+    tokens move by float32's rounding of a block's sum (relative 2**-24 and a little), and by less than V * 2**-52.
     """
     vocabulary = scores_BV.size(-1)
     probabilities_BV = torch.softmax(scores_BV, dim=-1, dtype=torch.float32)
@@ -99,10 +99,10 @@ def choose_by_blocks(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple
     shares_BN = (blocks_BNK.sum(dim=-1).nan_to_num(0.0) * 2.0**52).long()
     cdf_BN = shares_BN.cumsum(dim=-1)
     total_B = cdf_BN[:, -1]
-    # below the total, because a product with a number below 1 is rounded to one below it
+    # below the total: the product with a number below 1 is rounded down
     target_B1 = (uniforms_B * total_B).long()[:, None]
     block_B1 = torch.searchsorted(cdf_BN, target_B1, right=True).clamp(max=cdf_BN.size(-1) - 1)
-    # of a block that can be chosen the largest probability is at least 2**-52 / _BLOCK, so not all shares are zero
+    # the largest probability of a block that can be chosen is at least 2**-52 / _BLOCK, so not all shares are zero
     block_BK = blocks_BNK.gather(1, block_B1[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
     cdf_BK = (block_BK * 2.0**60).long().cumsum(dim=-1)
     inside_B1 = (target_B1 - (cdf_BN - shares_BN).gather(1, block_B1)) * 2**8

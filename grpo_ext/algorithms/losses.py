@@ -1,6 +1,6 @@
 """Per-token losses of the GRPO family, and the weights that turn them into one sum per optimizer step.
 
-Differs from TRL's `GRPOTrainer._compute_loss` in one thing: no denominator is computed here. The loss of a step is
+Differs from TRL's `GRPOTrainer._compute_loss` in one point: no denominator is computed here. The loss of a step is
 `sum(weights * per_token_loss)` with weights fixed by step-wide counts, so any partition of the step adds up to it.
 Called by step.loss for every micro-batch. Shapes: B completions, T completion tokens (padded), (B, 1) per sequence.
 """
@@ -18,7 +18,7 @@ from ..errors import ConfigError
 
 PPO_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*PPO_CLIPPED, "cispo", "sapo", "vespo")
-# how a loss type adds up its tokens where nothing else is asked for
+# the default aggregation of a loss type; "token_mean" for the others
 _USUAL_AGGREGATION = {
     "grpo": "sequence_mean",
     "sapo": "sequence_mean",
@@ -31,11 +31,11 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_nor
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The settings of the loss. Fields that are not described here are TRL's `GRPOConfig` fields of the same names.
+    """The settings of the loss. Other fields are TRL's `GRPOConfig` fields of the same names.
 
     Attributes:
         correct_sampling: multiply by the ratio of the policy to the engine that sampled.
-        aggregation: one of `AGGREGATIONS`, or None for that of the loss type.
+        aggregation: one of `AGGREGATIONS`, or None for the loss type's default.
         entropy_coefficient: factor of the entropy bonus in this step; None without a bonus.
         router_coefficient: factor of the MoE load-balancing loss; None without one.
         log_ratios: log the ratios of the policy to the weights that sampled.
@@ -64,7 +64,7 @@ class LossConfig:
 
     @property
     def weighting(self) -> str:
-        """How tokens add up, one of `AGGREGATIONS`."""
+        """The aggregation in effect, one of `AGGREGATIONS`."""
         usual = _USUAL_AGGREGATION.get(self.loss_type, "token_mean")
         return usual if self.aggregation is None else self.aggregation
 
@@ -85,19 +85,18 @@ class StepCounts:
     """Step-wide denominators, counted once over all processes before the first forward."""
 
     completions: float
-    tokens: float  # that carry loss
-    entropy_tokens: float  # that the entropy bonus acts on: those above the entropy quantile, or all
+    tokens: float  # tokens with a loss
+    entropy_tokens: float  # tokens of the entropy bonus: those above the entropy quantile, or all
     group_tokens: Mapping[int, int] = field(default_factory=dict)  # `tokens` by group; for "prompt_mean"
-    # what TRL's token mean divides by, where a user's override of the rollout has left another number than `tokens`
-    items: float | None = None
+    items: float | None = None  # TRL's denominator of a token mean, if a user's override of the rollout changed it
 
 
 @dataclass
 class TokenBatch:
-    """What the loss of one micro-batch is computed from.
+    """The inputs of the loss of one micro-batch.
 
-    `logps_BT` carries the gradient. `old_logps_BT` is None on-policy: the ratio is then one, with the gradient of the
-    policy. `sampling_logps_BT` and `sampling_ratio` come from an inference engine; `entropy_keep_BT` marks the tokens
+    `logps_BT` carries the gradient. `old_logps_BT` is None on-policy: the ratio is then one, with the policy's
+    gradient. `sampling_logps_BT` and `sampling_ratio` come from an inference engine; `entropy_keep_BT` marks the tokens
     above the entropy quantile.
     """
 
@@ -112,13 +111,13 @@ class TokenBatch:
 
     @property
     def advantages(self) -> torch.Tensor:
-        """The advantages against tokens: (B, 1), or (B, T) where a subclass gives one per token."""
+        """The advantages: (B, 1), or (B, T) if a subclass returns one per token."""
         return self.advantages_B[:, None] if self.advantages_B.dim() == 1 else self.advantages_B
 
 
 @dataclass
 class TokenLoss:
-    """Per-token loss of a micro-batch, and quantities that are logged (detached)."""
+    """The per-token loss of a micro-batch, and detached values to log."""
 
     loss_BT: torch.Tensor
     ratio: torch.Tensor
@@ -128,12 +127,12 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class RatioRule:
-    """TRL's correction of what vLLM samples: ratios of the policy to the engine, which the loss is multiplied by.
+    """TRL's correction for vLLM's samples: ratios of the policy to the engine, which multiply the loss.
 
-    As in its `_generate_and_score_completions`. Shapes: T tokens of one completion.
+    As in TRL's `_generate_and_score_completions`. Shapes: T tokens of one completion.
 
     Attributes:
-        mode: one of `RATIO_MODES`: one ratio for each token or each completion; cut off, or zero, outside the bounds.
+        mode: one of `RATIO_MODES`: a ratio per token or per completion; clipped, or zero, outside the bounds.
         lowest, highest: the bounds; None: no bound.
     """
 
@@ -151,12 +150,12 @@ class RatioRule:
         return self.mode.startswith("sequence")
 
     def ratios(self, old_T: torch.Tensor, sampling_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-        """The ratios of a completion's tokens, (T,), or that of the completion, (1,).
+        """The ratios of a completion's tokens, (T,), or of the completion, (1,).
 
         Args:
             old_T: log-probabilities of the policy.
-            sampling_T: those of the engine; the ratio is 1 where one is NaN.
-            mask_T: 1 on tokens that carry loss.
+            sampling_T: log-probabilities of the engine; where one is NaN the ratio is 1.
+            mask_T: 1 on tokens with a loss.
         """
         difference = torch.nan_to_num((old_T - sampling_T) * mask_T, nan=0.0)
         if self.of_sequences:
@@ -189,7 +188,7 @@ def off_policy_keep(
 
 @torch.no_grad()
 def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor) -> torch.Tensor:
-    """Gamma weight of each sequence in the VESPO loss, (B, 1), without gradient (TRL: `get_gamma_weights`)."""
+    """The gamma weight of each sequence in the VESPO loss, (B, 1), without gradient (TRL: `get_gamma_weights`)."""
     lowest = math.log(1e-8)
     log_w = (log_ratio_BT.clamp(-20.0, 20.0) * batch.mask_BT).sum(-1, keepdim=True)
     if batch.sampling_ratio is not None:
@@ -203,7 +202,7 @@ def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor)
 
 
 def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
-    """Per-token policy loss with its KL term, before any weighting.
+    """The per-token policy loss with its KL term, before any weighting.
 
     Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, SAPO 2511.20347, LUSPO and
     VESPO as in TRL 1.16 `_compute_loss`.
@@ -249,17 +248,17 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
 def token_weights(
     cfg: LossConfig, mask_BT: torch.Tensor, counts: StepCounts, groups_B: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Weight of every token in the loss of the step, (B, T): the aggregation over the step's denominators.
+    """The weight of each token in the loss of the step, (B, T), by the aggregation and the step's denominators.
 
     "token_mean" (DAPO), "sequence_mean" (GRPO), "sequence_sum" and "sequence_sum_norm" (Dr. GRPO: over
-    `max_completion_length`) weight completions alike or by their tokens; "prompt_mean" takes the mean over
-    the tokens that a group has in the step, then over groups, so that a prompt with long answers counts like others.
+    `max_completion_length`) weight completions equally or by their tokens. "prompt_mean" is the mean over a group's
+    tokens in the step, then over groups, so that a prompt with long answers counts like others.
 
     Args:
-        groups_B: which group of the step each completion belongs to; for "prompt_mean".
+        groups_B: the group of each completion, for "prompt_mean".
 
     Raises:
-        ConfigError: "prompt_mean" for a batch whose groups are not known.
+        ConfigError: "prompt_mean" for a batch with unknown groups.
     """
     mask, kind = mask_BT.float(), cfg.weighting
     completions, tokens = max(counts.completions, 1), max(counts.tokens, 1)
@@ -281,7 +280,7 @@ def token_weights(
 
 
 def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Where the ratio was clipped, as 0/1 tensors shaped like `ratio`, under TRL's metric names."""
+    """Indicators of a clipped ratio, 0/1 tensors shaped like `ratio`, under TRL's metric names."""
     if cfg.loss_type == "cispo":
         return {"cispo_clip_ratio": ((ratio > cfg.epsilon_high) & (advantages > 0)).float()}
     if cfg.loss_type not in PPO_CLIPPED:
@@ -292,10 +291,10 @@ def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages: torch.Tens
 
 
 def entropy_threshold(entropies_N: torch.Tensor, top_quantile: float, tolerance: float = 1e-5) -> float:
-    """Entropy above which a token is in the top `top_quantile` of the step's loss tokens (arXiv 2506.01939).
+    """The entropy above which a token is in the top `top_quantile` of the step's loss tokens (arXiv 2506.01939).
 
-    Linear interpolation between order statistics, as `torch.quantile`, without its limit of 16 million entries. The
-    first tokens of a group have one entropy in exact arithmetic; `tolerance` (nats) keeps rounding from choosing
+    Linear interpolation between order statistics, as in `torch.quantile`, without its limit of 16 million entries. The
+    first tokens of a group have the same entropy in exact arithmetic; `tolerance` (nats) keeps rounding from choosing
     between them.
     """
     if entropies_N.numel() == 0:
@@ -327,7 +326,7 @@ def load_balancing_loss(
 
     Args:
         router_probs_E: router probabilities summed over the micro-batch's tokens and layers.
-        expert_share_E: how often each expert was chosen in the step, per row (a token in a layer).
+        expert_share_E: how often each expert was chosen in the step, per row (one token in one layer).
         rows: rows of the step, over all processes.
     """
     return num_experts * (expert_share_E * router_probs_E).sum() / max(rows, 1)
@@ -340,11 +339,12 @@ def router_statistics(
 
     Args:
         router_logits: one (tokens, E) tensor per layer, tokens in the order of the flattened counts.
-        counts_BT: how often each token counts: the attention mask of a padded batch, and more than 1 on the tokens of
-            a prompt that several completions of a pack share.
+        counts_BT: the count of each token: the attention mask of a padded batch; more than 1 in a pack, for a prompt
+            of several completions.
 
     Returns:
-        Chosen counts (E,) as float64 without gradient, summed probabilities (E,) with gradient, number of rows.
+        How often each expert was chosen (E,), float64 without gradient; summed probabilities (E,) with gradient; number
+        of rows.
     """
     flat = counts_BT.reshape(-1)
     real = flat > 0
@@ -364,5 +364,4 @@ def router_statistics(
 
 
 def _total(layers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum over layers, which may be on several devices."""
     return functools.reduce(lambda total, layer: total + layer.to(total.device), layers)

@@ -1,7 +1,7 @@
-"""pass@k and mean@k of an evaluation: how many prompts one of k samples solves, and the mean reward.
+"""pass@k and mean@k of an evaluation: the share of prompts that one of k samples solves, and the mean reward.
 
-pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1), in whole numbers where the paper
-multiplies ratios, so nothing cancels for any n. Shapes: P prompts, G completions of each.
+pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1), in integers where the paper multiplies
+ratios, so nothing cancels for any n. Shapes: P prompts, G completions of each.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 
 from .exact import exact_mean
 
-PASS = r"(?:.+_)?pass@\d+"  # the names that are logged, with that of the evaluation set where there are several
+PASS = r"(?:.+_)?pass@\d+"  # logged names, with the name of the evaluation set if there are several
 _ALL_UP_TO = 8
 
 
 def pass_at_k(scored: int, passed: int, k: int) -> float:
-    """The probability that one of k of a prompt's `scored` completions, drawn without replacement, has passed.
+    """The probability that at least one of k of a prompt's completions passes, drawn without replacement.
 
     1 - C(n - c, k) / C(n, k) with n = `scored` and c = `passed` (Chen et al. 2021, eq. 1).
 
@@ -31,13 +31,13 @@ def pass_at_k(scored: int, passed: int, k: int) -> float:
 
 
 def logged_k(num_generations: int) -> list[int]:
-    """The k of pass@k that are logged: all up to 8, then powers of two, and `num_generations`."""
+    """The values of k in the log: all up to 8, then powers of two, and `num_generations`."""
     powers = (2**i for i in range(num_generations.bit_length()))
     return sorted({*range(1, min(num_generations, _ALL_UP_TO) + 1), *powers, num_generations})
 
 
 def are_pass_or_fail(rewards: Iterable[float]) -> bool:
-    """Whether every reward is 0 or 1, to float32's rounding, or NaN: nobody scored the completion."""
+    """Whether every reward is 0 or 1, up to float32's rounding, or NaN (the completion was not scored)."""
     return all(math.isnan(r) or r == 0.0 or math.isclose(r, 1.0, rel_tol=1e-6) for r in rewards)
 
 
@@ -45,12 +45,12 @@ def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None)
     """`pass@k` for every k of `logged_k`, and `mean@G`, the mean reward; each a mean over prompts.
 
     Args:
-        rewards_PG: NaN where no function scored the completion. It does not count, and a prompt with fewer than k
-            that do is left out of pass@k.
-        threshold: the least reward that has passed, to float32's rounding; None: no pass@k.
+        rewards_PG: NaN where no function scored the completion, which then does not count; a prompt with fewer than k
+            scored completions is left out of pass@k.
+        threshold: the least reward that passes, up to float32's rounding; None: no pass@k.
 
     Returns:
-        By name, without what no prompt has.
+        The metrics by name, without those that no prompt has.
     """
     scored = [row for rewards in rewards_PG if (row := [reward for reward in rewards if not math.isnan(reward)])]
     if not scored:
@@ -67,6 +67,6 @@ def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None)
 
 
 def first_and_last(names: Iterable[str]) -> list[str]:
-    """The logged names of pass@1, and of pass@k for the largest k, of every evaluation set."""
+    """The logged names of pass@1 and of pass@k with the largest k, for every evaluation set."""
     sizes = {name: int(name.partition("@")[2]) for name in names if re.fullmatch(PASS, name)}
     return [name for name, k in sizes.items() if k in (1, max(sizes.values()))]

@@ -1,8 +1,8 @@
-"""The plan of an optimizer step: which process trains on which completions, and in which micro-batches.
+"""The plan of an optimizer step: the completions of each process, and their micro-batches.
 
-Differs from TRL: work is assigned by its cost, not by count, and cut by tokens where a budget is set; the number of
+Differs from TRL: work is assigned by cost, not by count, and cut by tokens where a budget is set; the number of
 micro-batches may differ between steps and processes. Runs once per step, before its first forward. A row is a
-completion with its prompt; rows of one group are neighbours and share their prompt. A step may hold part of a group.
+completion with its prompt; the rows of a group are neighbours and share their prompt. A step may hold part of a group.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .sizes import ceil_div, even_slice
 # a pack without padding; prompts once, then their completions, both padded; every completion with its prompt, padded
 Form = Literal["packed", "prefix", "padded"]
 
-BALANCED = 1.02  # largest load over the mean at which no more groups are cut
-BALANCED_WHOLE = 1.12  # with `whole_groups`; from two groups a process on, most steps then cut none (simulated)
-WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest load to this share of it
+BALANCED = 1.02  # groups are cut while the largest load is more than this many times the mean
+BALANCED_WHOLE = 1.12  # with `whole_groups`; from two groups a process on, most steps cut none (simulated)
+WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest load to this share
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class StepSizes:
     """Tokens of the completions of a step."""
 
     groups_B: Sequence[int]  # number of the group of each completion
-    prompts_B: Sequence[int]  # tokens of the prompt of each completion, alike within a group
+    prompts_B: Sequence[int]  # tokens of the prompt of each completion, equal within a group
     completions_B: Sequence[int]  # tokens of each completion
-    multiple: int = 1  # packs, and the widths of padded batches, are filled up to a multiple of this
+    multiple: int = 1  # packs and the widths of padded batches are filled up to a multiple of this many tokens
 
     def up(self, tokens: int) -> int:
         """The number rounded up to the multiple."""
@@ -41,13 +41,13 @@ class StepSizes:
         return [list(piece) for _, piece in itertools.groupby(sorted(rows), key=self.groups_B.__getitem__)]
 
     def load(self, rows: Iterable[int], cost: TokenCost) -> float:
-        """Cost of these rows on one process: a prompt once per group, and the completions."""
+        """The cost of rows on one process: a prompt once per group, and the completions."""
         pieces = self.pieces(rows)
         prompts = sum(cost.prompt(self.prompts_B[piece[0]]) for piece in pieces)
         return prompts + sum(cost.completion(self.completions_B[r], self.prompts_B[r]) for p in pieces for r in p)
 
     def tokens(self, rows: Iterable[int], form: Form) -> int:
-        """Tokens that one forward over these rows holds: unique ones in a pack, all columns in the other forms."""
+        """The tokens of one forward over some rows: unique ones in a pack, all columns in the other forms."""
         rows = list(rows)
         if not rows:
             return 0
@@ -60,23 +60,23 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """What a token costs in training, in units of one token's pass through the layers without attention."""
+    """The cost of a token in training, in units of its pass through the layers without attention."""
 
     attention: float = 0.0  # of one (query, key) pair
     head: float = 0.0  # of one completion token in the language-model head
 
     def prompt(self, tokens: int) -> float:
-        """Cost of a prompt, once."""
+        """The cost of a prompt."""
         return tokens + self.attention * tokens**2 / 2
 
     def completion(self, tokens: int, prompt: int) -> float:
-        """Cost of a completion after its prompt, without that of the prompt."""
+        """The cost of a completion after its prompt, without the cost of the prompt."""
         return tokens * (1 + self.head) + self.attention * tokens * (prompt + tokens / 2)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of the step that run in one forward; weight 0: a filler, run only to keep the collectives aligned."""
+    """Rows of the step that run in one forward. A filler, which keeps the collectives aligned, has weight 0."""
 
     rows: tuple[int, ...]
     weight: float = 1.0
@@ -84,24 +84,24 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MicroBatchLayout:
-    """How a step is laid onto processes and micro-batches; nothing here changes the update."""
+    """The layout of a step on processes and micro-batches; it does not change the update."""
 
     max_rows: int  # completions per micro-batch
     max_tokens: int | None = None  # per micro-batch
     form: Form = "padded"
-    cost: TokenCost = field(default_factory=TokenCost)  # of a token, by which groups are assigned to processes
-    unit_rows: int | None = None  # completions per canonical unit, then the micro-batch; None: cut by the sizes above
-    whole_groups: bool = False  # cut few: each part of a group would round the gradient of its prompt
+    cost: TokenCost = field(default_factory=TokenCost)  # by which groups are assigned to processes
+    unit_rows: int | None = None  # completions per canonical unit, the micro-batch then; None: cut by the sizes above
+    whole_groups: bool = False  # cut few groups: each part of one rounds the gradient of the prompt
     processes: int = 1
     rank: int = 0
-    equal_counts: bool = False  # a micro-batch may hold collectives, so all processes run the same number
+    equal_counts: bool = False  # all processes run as many micro-batches, because these may hold collectives
 
 
 def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[MicroBatch]:
-    """The micro-batches of this process. Every process plans for all from the lengths, so no collective is needed.
+    """The micro-batches of this process. Every process plans for all of them, so no collective is needed.
 
     Args:
-        rows: the rows of the step that are run; the others add nothing to it.
+        rows: the rows of the step to run; the others add nothing to it.
     """
     shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
     if layout.unit_rows is not None:  # units go to processes whole; each runs them in order
@@ -115,16 +115,16 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
 
 
 def fill_up(parts: Sequence[Sequence[int]], at_least: int = 1, filler: int = 0) -> list[MicroBatch]:
-    """Micro-batches of `parts`, followed by as many of weight zero as `at_least` asks for, each of the row `filler`.
+    """Micro-batches of `parts`, filled up to `at_least` with micro-batches of weight zero of the row `filler`.
 
-    A process without completions needs one: every parameter needs a gradient for the collectives.
+    A process without completions needs one: the collectives need a gradient of every parameter.
     """
     planned = [MicroBatch(tuple(part)) for part in parts]
     return planned + [MicroBatch((filler,), weight=0.0)] * (at_least - len(planned))
 
 
 def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
-    """Micro-batches, the largest first: the others reuse its memory, and a shortage of memory shows at once."""
+    """Cut rows, the largest micro-batch first: the others reuse its memory, and a shortage shows at once."""
     if layout.max_tokens is None:
         parts = cut_by_count(sizes, rows, layout.max_rows)
     else:
@@ -135,11 +135,11 @@ def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> lis
 def assign_rows(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
     """Assign rows to processes by cost, whole groups first, so that the slowest does little more than the mean.
 
-    Longest group first to the least loaded process (Graham 1969, LPT); where that leaves the loads uneven (few groups,
+    The longest group goes to the least loaded process first (Graham 1969, LPT). Where loads stay uneven (few groups,
     many processes), completions move to the least loaded process, which runs their prompt again.
 
     Returns:
-        For each process, its rows in order. Every row is assigned once; a process may get none.
+        The rows of each process, in order; each row once. A process may get none.
     """
     cost, processes = layout.cost, layout.processes
     pieces = sizes.pieces(rows)
@@ -160,7 +160,7 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout)
 
 
 def _longest_first(costs: Sequence[float], processes: int) -> list[list[int]]:
-    """For each process, which of the items it gets, in the order assigned (Graham 1969, LPT)."""
+    """The items of each process, in the order assigned (Graham 1969, LPT)."""
     heap = [(0.0, process) for process in range(processes)]
     assigned: list[list[int]] = [[] for _ in range(processes)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -171,7 +171,7 @@ def _longest_first(costs: Sequence[float], processes: int) -> list[list[int]]:
 
 
 def _rows_to_move(sizes: StepSizes, cost: TokenCost, high: Sequence[int], low: Sequence[int]) -> set[int]:
-    """Completions of one group whose move from the process of `high` to that of `low` evens the loads best, or none."""
+    """The completions of one group to move from the rows of `high` to those of `low` for the most even loads."""
     load_high, load_low = sizes.load(high, cost), sizes.load(low, cost)
     groups_low = {sizes.groups_B[row] for row in low}
     best, result = load_high * WORTH_CUTTING, set[int]()
@@ -192,7 +192,7 @@ def _rows_to_move(sizes: StepSizes, cost: TokenCost, high: Sequence[int], low: S
 
 
 def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> list[list[int]]:
-    """Units of at most `unit_rows` completions of one group, as even as possible: they follow from the data alone."""
+    """Units of at most `unit_rows` completions of a group, as even as possible; they depend on the data alone."""
     units: list[list[int]] = []
     for piece in sizes.pieces(rows):
         count = ceil_div(len(piece), unit_rows)
@@ -201,7 +201,7 @@ def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> li
 
 
 def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[list[int]]:
-    """Cut rows, in order, into the fewest micro-batches of at most `max_rows`, at the ends of groups where it can."""
+    """Cut rows in order into the fewest micro-batches of at most `max_rows`, between groups if possible."""
     rows = sorted(rows)
     group_ends = set(itertools.accumulate(map(len, sizes.pieces(rows))))
     count = ceil_div(len(rows), max_rows)
@@ -218,10 +218,10 @@ def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[l
 
 
 def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
-    """Cut rows into few micro-batches of at most `max_rows` rows and `max_tokens` tokens, each as full as it gets.
+    """Cut rows into few micro-batches of at most `max_rows` rows and `max_tokens` tokens, each as full as possible.
 
-    Where prompts are shared the rows of a group stay together, where they are padded rows of like length. A row that is
-    larger than the budget goes alone. With `whole_groups` a group that fits is not cut.
+    Rows of a group stay together where they share the prompt, and rows of similar length where they are padded. A row
+    that exceeds the budget runs alone. With `whole_groups` a group that fits is not cut.
     """
 
     def longest_first(row: int) -> tuple[int, int]:
@@ -235,7 +235,7 @@ def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayou
 
 
 def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: Form) -> list[slice]:
-    """Cut rows that have to keep their order into slices within the limits, for passes without gradients."""
+    """Cut rows, in their order, into slices within the limits, for passes without gradients."""
     parts = _filled(sizes, [[row] for row in range(len(sizes.prompts_B))], max_rows, max_tokens, form)
     return [slice(part[0], part[-1] + 1) for part in parts]
 
@@ -243,7 +243,7 @@ def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: 
 def _filled(
     sizes: StepSizes, pieces: Iterable[list[int]], max_rows: int, max_tokens: int | None, form: Form
 ) -> list[list[int]]:
-    """Pieces in their order, cut where the next one would exceed a limit; a piece that exceeds it alone, row by row."""
+    """Parts of consecutive pieces within the limits; a piece that exceeds a limit is cut into rows."""
 
     def fits(part: list[int]) -> bool:
         return len(part) <= max_rows and (max_tokens is None or sizes.tokens(part, form) <= max_tokens)

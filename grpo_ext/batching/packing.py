@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-# first token among those of all rows, number of tokens, position of the first, and how often each token counts
+# first token (among the tokens of all rows), number of tokens, position of the first, count of each token
 _Segment = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Where a prompt and its completions lie in a pack, as half-open token ranges."""
+    """The places of a prompt and its completions in a pack, as half-open token ranges."""
 
     prompt: tuple[int, int]
     completions: tuple[tuple[int, int], ...]
-    lengths: tuple[int, ...] = ()  # tokens of all completions of the group, those outside the pack too
+    lengths: tuple[int, ...] = ()  # tokens of all completions of the group, also those outside the pack
 
     @property
     def answers(self) -> tuple[int, int]:
@@ -34,8 +34,7 @@ class PackedGroup:
 class PackLayout:
     """The groups of a pack, in token order.
 
-    A plain class: engines that cast a forward's arguments take dataclasses apart and pass copies on (FSDP), and the
-    layers of one forward share this object.
+    Not a dataclass: FSDP copies dataclass arguments, and the layers of one forward share this object.
     """
 
     def __init__(self, groups: tuple[PackedGroup, ...], tokens: int) -> None:
@@ -44,20 +43,19 @@ class PackLayout:
         self.longest = max(
             g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in groups
         )
-        # the attention layers that have read this layout; none after a forward means the model ignores it
-        self.readers: set[object] = set()
-        self.shared: dict[Hashable, Any] = {}  # what all attention layers use: masks, arguments of kernels
+        self.readers: set[object] = set()  # attention layers that read this layout; a model without any ignores it
+        self.shared: dict[Hashable, Any] = {}  # values that all attention layers use: masks, arguments of kernels
 
 
 @dataclass(frozen=True)
 class Pack:
-    """What the packed forward needs to know about a batch of B completions; tensors are int64, on the CPU."""
+    """A batch of B completions laid out for the packed forward; tensors are int64, on the CPU."""
 
     layout: PackLayout
-    source_N: torch.Tensor  # place of each token among those of all rows, each a prompt and its completion
+    source_N: torch.Tensor  # place of each token among the tokens of all rows (prompt and completion each)
     positions_N: torch.Tensor  # position of each token in its own sequence
     counts_N: torch.Tensor  # how often the padded batch would have computed each token
-    predictor_S: torch.Tensor  # for each completion token, in row order, the token that predicts it
+    predictor_S: torch.Tensor  # the token that predicts each completion token, in row order
 
 
 def group_runs(same_as_previous: Sequence[bool]) -> list[tuple[int, int]]:
@@ -79,8 +77,8 @@ def build_pack(
     Args:
         prompt_lengths, completion_lengths: tokens of each row, which lie one after the other without padding.
         groups: ranges of rows with one prompt (`group_runs`); group_lengths: see `TokenRows`.
-        keep_last: a completion's last token, which predicts nothing, runs too: a router's statistics count it.
-        multiple: the pack is filled up to a multiple of this many tokens, with a prompt that nothing sees.
+        keep_last: run the last token of a completion too; it predicts nothing, but a router's statistics count it.
+        multiple: fill the pack up to a multiple of this many tokens, with a prompt that no other token sees.
     """
     starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths)))]
     segments: list[_Segment] = []
@@ -119,7 +117,7 @@ def build_pack(
 
 
 def _ranges(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For ranges of these lengths, one after the other: each element's place in its range, and the range's number."""
+    """The place of each element in its range, and the number of its range, for consecutive ranges of some lengths."""
     number_N = torch.repeat_interleave(lengths)
     starts = lengths.cumsum(0) - lengths
     return torch.arange(len(number_N)) - starts[number_N], number_N

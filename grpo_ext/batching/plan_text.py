@@ -1,4 +1,4 @@
-"""The plan of a run as text: printed when a run starts and by `grpo-ext plan`, and shown in a report."""
+"""The plan of a run as text: logged when a run starts, printed by `grpo-ext plan`, and shown in a report."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ def describe_plan(
     half: bool = False,
     most_kept: int | None = None,
 ) -> str:
-    """The resolved plan as text, for people: one line a fact.
+    """Describe the resolved plan for people, one fact per line.
 
     Args:
-        num_prompts: prompts in the training set; None where that is not known.
-        epochs: passes over the training set, or None when the run is limited by steps.
+        num_prompts: prompts in the training set; None if unknown.
+        drop_last: drop the incomplete last step of an epoch.
+        epochs: passes over the training set; None if the run is limited by steps.
         micro_batch_tokens: tokens per forward on one device, or None.
         form, precision, ahead: the form of the forward, its precision, and what sampling ahead takes; None: no line.
-        longest: tokens of the longest completion; None where this package's own engine does not sample.
-        half: its rounding depends on the split: half precision, outside bitwise mode.
-        most_kept: token ids of a replayed sampling mask, at most; None: no masks are replayed.
+        longest: tokens of the longest completion; None if this package's own engine does not sample.
+        half: rounding depends on the split: half precision, outside bitwise mode.
+        most_kept: the most token ids in a replayed sampling mask; None: no masks are replayed.
     """
     g, group = geometry, geometry.num_generations
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
@@ -46,7 +47,7 @@ def describe_plan(
     rows += [(name, text) for name, text in more if text is not None]
     rows += _notes(g, longest, half)
     if num_prompts is None:
-        rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
+        rows.append(("epoch", "unknown (pass --num_prompts)"))
     else:
         rows += _epoch_rows(EpochLayout(g, num_prompts, drop_last), epochs)
     width = max(len(name) for name, _ in rows)
@@ -68,27 +69,28 @@ def _sampling(g: BatchGeometry, longest: int | None, most_kept: int | None) -> l
 def _notes(g: BatchGeometry, longest: int | None, half: bool) -> list[tuple[str, str]]:
     rows, chunks = [], ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
     if g.global_batch_size % g.num_generations:
-        rows.append(("note", "steps cut groups; advantages are over whole groups"))
+        rows.append(("note", "Steps cut groups; advantages are still computed over whole groups."))
     if longest is not None and chunks < g.num_processes:
-        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
+        rows.append(("note", f"Only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}."))
     if half and g.micro_batch_size % (group := g.num_generations):
-        cut = f"micro-batches of {g.micro_batch_size} cut groups and round; multiples of {group} do not"
+        cut = f"Micro-batches of {g.micro_batch_size} cut groups, which rounds gradients; use a multiple of {group}."
         rows.append(("half precision", cut))
     if longest is not None and half and g.together and chunks > 1:
         size = ceil_div(g.prompts_per_rollout, g.num_processes) * g.num_generations
-        chunk = f"={size} prevents that for up to {g.num_processes}" if g.num_processes > 1 else " prevents that"
-        rows.append(("half precision", f"other numbers of processes sample other tokens; rollout_chunk_size{chunk}"))
+        remedy = f"={size} to avoid this for up to {g.num_processes}" if g.num_processes > 1 else " to avoid this"
+        tokens = f"Sampled tokens depend on the number of processes; set rollout_chunk_size{remedy}."
+        rows.append(("half precision", tokens))
     return rows
 
 
 def _smaller_chunk(geometry: BatchGeometry) -> str:
-    """The chunk size with which every process samples, as the end of a sentence; empty where there is none."""
+    """The chunk size with which every process samples, as the end of a sentence; empty if there is none."""
     g = geometry
     prompts = ceil_div(g.prompts_per_rollout, g.num_processes)
     if ceil_div(g.prompts_per_rollout, prompts) < g.num_processes:
         prompts = max(1, g.prompts_per_rollout // g.num_processes)
     size = prompts * g.num_generations
-    return f"; rollout_chunk_size={size} spreads it" if size < g.rollout_chunk_size else ""
+    return f"; rollout_chunk_size={size} uses more of them" if size < g.rollout_chunk_size else ""
 
 
 def _epoch_rows(layout: EpochLayout, epochs: float | None) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""Loaders: one item per optimizer step, holding the rows this process samples from for the step's rollout batch.
+"""Loaders: one item per optimizer step, with the rows that this process samples for the step's rollout batch.
 
 Differs from TRL's `RepeatSampler`: the order depends on (seed, epoch) alone, no prompt is dropped, and every process
-walks the same order and takes its own part of it, so the number of processes changes nothing. Feeds rollouts.source.
+takes its part of the same order, so the number of processes changes nothing. Feeds rollouts.source.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .sizes import BatchGeometry, EpochLayout, StepLayout, ceil_div, process_pro
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Which prompts of a rollout batch this process samples."""
+    """The prompts of a rollout batch that this process samples."""
 
     epoch: int
     layout: StepLayout
     prompts: range  # positions in the rollout batch
-    empty: bool  # the process has no prompts; its rows are a stand-in that must not reach any result
+    empty: bool  # the process has no prompts; its rows are stand-ins that must not reach any result
     num_generations: int  # completions per prompt; rows repeat each prompt this often
-    first_prompt: int = 0  # what the prompts of a further round (dynamic sampling) are numbered from, for their keys
-    columns: Sequence[str] = ()  # the keys that any row of any process has
+    first_prompt: int = 0  # number of the first prompt of a further round (dynamic sampling), for keys
+    columns: Sequence[str] = ()  # the keys of all rows of all processes
 
     @property
     def name(self) -> tuple[int, int]:
-        """What identifies the rollout batch: its epoch, and its index in the epoch."""
+        """The epoch of the rollout batch, and its index in the epoch."""
         return self.epoch, self.layout.rollout
 
 
@@ -44,9 +44,9 @@ class RolloutRequest:
 class StepRows(Sequence[dict[str, Any]]):
     """The rows of one process for one rollout batch, in the place of TRL's list of rows."""
 
-    rows: list[dict[str, Any]]  # one for each completion; empty in a map-style set's step that goes on with a batch
+    rows: list[dict[str, Any]]  # one per completion; empty if a map-style set's step continues a rollout batch
     request: RolloutRequest
-    numbers: Sequence[int] = ()  # of the rows in the data set; none for a stream
+    numbers: Sequence[int] = ()  # rows with one number are copies of one row; none where a user calls TRL's method
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,18 +56,18 @@ class StepRows(Sequence[dict[str, Any]]):
 
     @staticmethod
     def checked(item: Any) -> StepRows:
-        """The item of a loader; a ConfigError where it is not a `StepRows`."""
+        """The item of a loader; a ConfigError if it is not a `StepRows`."""
         if isinstance(item, StepRows):
             return item
         raise ConfigError(
-            f"the loader gave a {type(item).__name__}, but steps are read as StepRows; a subclass that overrides "
+            f"the loader returned a {type(item).__name__} instead of StepRows; a subclass that overrides "
             "get_train_dataloader or get_eval_dataloader should change the data set instead."
         )
 
 
 @functools.lru_cache(maxsize=4)
 def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> Sequence[int]:
-    """The order in which an epoch visits the prompts: a function of (seed, epoch) alone."""
+    """The order of the prompts in an epoch, a function of (seed, epoch) alone."""
     return _shuffled(num_prompts, seed, ORDER_STREAM, epoch) if shuffle else range(num_prompts)
 
 
@@ -78,7 +78,7 @@ def _shuffled(count: int, *key: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ProcessSlices:
-    """How a rollout batch is assigned to processes for sampling."""
+    """The assignment of a rollout batch to processes for sampling."""
 
     num_generations: int
     chunk_size: int
@@ -88,10 +88,10 @@ class ProcessSlices:
     def request(
         self, epoch: int, layout: StepLayout, num_prompts: int | None = None, first_prompt: int = 0
     ) -> RolloutRequest:
-        """The request of this process for the rollout batch of `layout`; one without prompts borrows the first.
+        """The request of this process for the rollout batch of `layout`; without prompts it borrows the first one.
 
         Args:
-            num_prompts, first_prompt: for a further round: how many prompts, and the number of the first.
+            num_prompts, first_prompt: the number of prompts of a further round, and the number of its first prompt.
         """
         num_prompts = len(layout.rollout_prompts) if num_prompts is None else num_prompts
         prompts = process_prompts(num_prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
@@ -100,32 +100,32 @@ class ProcessSlices:
         return RolloutRequest(epoch, layout, prompts, empty, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, prompts: Any, numbers: Sequence[int] | None = None) -> StepRows:
-        """The rows of a request, a copy for each completion, since rewards and tools may write to it.
+        """The rows of a request, a copy for each completion, because rewards and tools may write to it.
 
-        Where rows may have different keys, those of all processes are read, because the columns are the keys of all.
+        If rows may have different keys, the rows of all processes are read, because the columns are the keys of all.
 
         Args:
-            prompts: the data set; or the prompts of the rollout batch, where they have no `numbers`.
+            prompts: the data set, or without `numbers` the prompts of the rollout batch.
             numbers: the row of the data set for each position in the rollout batch.
         """
         places = range(len(request.layout.rollout_prompts)) if numbers is None else numbers
         chosen = [places[position] for position in request.prompts for _ in range(self.num_generations)]
-        alike = getattr(prompts, "format", {"type": "custom"})["type"] != "custom"  # those of a transform may differ
+        alike = getattr(prompts, "format", {"type": "custom"})["type"] != "custom"  # a transform's keys may differ
         read = {place: prompts[place] for place in (dict.fromkeys(chosen) if alike else places)}
         columns = tuple(dict.fromkeys(name for row in read.values() for name in row))
         rows = [copy.deepcopy(read[place]) for place in chosen]
-        return StepRows(rows, replace(request, columns=columns), () if numbers is None else chosen)
+        return StepRows(rows, replace(request, columns=columns), chosen)
 
 
 class EpochSteps(Sampler[list[int]]):
-    """Batch sampler of one step, counted over all epochs, per item, so that skipping on resume loads nothing."""
+    """A batch sampler of one step per item, counted over all epochs, so that skipping on resume loads nothing."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer at the start of each epoch."""
+        """Set the epoch; the Trainer calls this at its start."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -136,11 +136,11 @@ class EpochSteps(Sampler[list[int]]):
 
 
 class _OverPrompts:
-    """A data set of steps that hands attributes it does not have to the user's set, as TRL's loader has that set."""
+    """A data set of steps with the attributes of the user's data set, which TRL's loader would have."""
 
     def __getattr__(self, name: str) -> Any:
         users = vars(self).get("prompts", vars(self).get("stream"))
-        if users is None or name.startswith("_"):  # a copy in the making; `__getitems__` would be asked for rows
+        if users is None or name.startswith("_"):  # while it is copied; `__getitems__` would be called for rows
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(users, name)
 
@@ -154,7 +154,7 @@ class StepDataset(_OverPrompts, Dataset):
     rule: ProcessSlices
     seed: int = 0
     shuffle: bool = False
-    ahead: bool = False  # rows are asked for before their step (`rows`), so the steps come without
+    ahead: bool = False  # rows are requested before their step (`rows`), so the steps have none
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -169,15 +169,15 @@ class StepDataset(_OverPrompts, Dataset):
         return self.rule.request(epoch, self.layout[inside])
 
     def rows(self, request: RolloutRequest) -> StepRows:
-        """The rows of a rollout batch; steps that go on with one come without."""
+        """The rows of this process for the rollout batch of a request."""
         order, start = self._order(request), request.layout.rollout_prompts.start
         return self.rule.rows(request, self.prompts, order[start : start + len(request.layout.rollout_prompts)])
 
     def further_rows(self, request: RolloutRequest, taken: int, count: int) -> StepRows | None:
-        """This process's rows of up to `count` further prompts, after the `taken` first; None where none is left.
+        """This process's rows of up to `count` further prompts, after the first `taken`; None if none are left.
 
-        They are the rest of the data set, in an order that (seed, epoch, rollout) decide. So they do not depend on the
-        number of processes, nor on what other rollouts took, and a resumed run finds the same.
+        They come from the rest of the data set, in an order that depends on (seed, epoch, rollout) alone: not on the
+        number of processes, nor on prompts that other rollouts took. A resumed run takes the same.
         """
         layout, order = request.layout, self._order(request)
         used = {order[position] for position in layout.rollout_prompts}
@@ -195,8 +195,8 @@ class StepDataset(_OverPrompts, Dataset):
 class StepStream(_OverPrompts, IterableDataset):
     """Optimizer steps over a stream: every process reads the whole stream and keeps its part of each rollout batch.
 
-    It repeats the stream, because the Trainer takes a loader without a length for one long epoch. So skipping as many
-    steps as were trained resumes at the same place.
+    The stream repeats, because the Trainer treats a loader without a length as one long epoch. So skipping the trained
+    steps resumes at the same place.
     """
 
     def __init__(self, stream: Any, geometry: BatchGeometry, rule: ProcessSlices, drop_last: bool) -> None:
@@ -227,7 +227,7 @@ class StepStream(_OverPrompts, IterableDataset):
 
 
 class StepLoader(DataLoader):
-    """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since it is cut inside."""
+    """A `DataLoader` of `StepRows` that passes on the epoch; never sharded: its items are this process's rows."""
 
     micro_batches: int | None = None  # the length of an evaluation for progress bars; None: the number of items
 
@@ -235,7 +235,7 @@ class StepLoader(DataLoader):
         return super().__len__() if self.micro_batches is None else self.micro_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer at the start of each epoch."""
+        """Set the epoch; the Trainer calls this at its start."""
         if isinstance(self.batch_sampler, EpochSteps):  # a stream counts its own passes
             self.batch_sampler.set_epoch(epoch)
 
@@ -262,14 +262,14 @@ def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> 
 
 
 def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> StepLoader:
-    """The evaluation loader: one item, the whole set, so that metrics are means over it and not means of means.
+    """The evaluation loader: one item with the whole set, so that metrics are means over it, not means of means.
 
-    Its length is the micro-batches of `micro_batch` completions on one process.
+    Its length is the number of micro-batches of `micro_batch` completions on one process.
     """
     rows = prompts if hasattr(prompts, "__len__") else list(prompts)
     layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows) * rule.num_generations))
     dataset = StepDataset(rows, [layout], rule)
-    keys = [[0]] if len(rows) else []  # whatever the epoch: every evaluation samples by the same keys
+    keys = [[0]] if len(rows) else []  # the same in every epoch, so every evaluation samples with the same keys
     loader = StepLoader(dataset, batch_sampler=keys, collate_fn=itemgetter(0))
     loader.micro_batches = ceil_div(len(rows) * rule.num_generations, rule.num_processes * micro_batch)
     return loader

@@ -1,7 +1,7 @@
-"""Batch geometry: which completions make up an optimizer step, and how they are laid onto processes.
+"""Batch geometry: the completions of an optimizer step, and how they are laid onto processes.
 
 Differs from TRL: the sizes that define the algorithm (global batch, rollout batch) count completions over all
-processes, and the layout (micro-batch, accumulation) is derived from them, rounded up, never floored.
+processes, and the layout (micro-batch, accumulation) is derived from them, rounded up, never down.
 First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer step.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 from ..errors import ConfigError
 
-# without a rollout_chunk_size; constants, so that neither a device nor a number of processes can change the chunks
+# without a rollout_chunk_size; constants, so that chunks depend neither on the device nor on the number of processes
 CHUNK = 64  # the most completions of a chunk, unless a group has more
-CHUNKS = 8  # the fewest chunks of a rollout batch, where it has as many groups
+CHUNKS = 8  # the fewest chunks of a rollout batch, if it has as many groups
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -25,14 +25,14 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def even_slice(total: int, parts: int, index: int) -> range:
-    """The contiguous items of part `index` when `total` items are assigned to `parts` as evenly as possible."""
+    """The items of part `index` if `total` items in order are cut into `parts` as evenly as possible."""
     base, extra = divmod(total, parts)
     start = index * base + min(index, extra)
     return range(start, start + base + (1 if index < extra else 0))
 
 
 def group_numbers(rows: int, num_generations: int) -> list[int]:
-    """The group of each of `rows` completions in prompt order, where the first one begins a group."""
+    """The group number of each of `rows` completions in prompt order; the first one begins a group."""
     return [row // num_generations for row in range(rows)]
 
 
@@ -42,14 +42,14 @@ def _multiples_around(value: int, unit: int) -> str:
 
 
 def require_whole(name: str, value: Any, least: int = 1) -> None:
-    """Raise a ConfigError for a value that is not a whole number of at least `least`."""
+    """Raise a ConfigError for anything but a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more.")
 
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """The resolved batch sizes of a run. All sizes are completions over all processes unless they say otherwise."""
+    """The resolved batch sizes of a run. Sizes are completions over all processes unless stated otherwise."""
 
     num_generations: int  # per prompt (one group)
     global_batch_size: int  # per optimizer step; may cut groups
@@ -58,7 +58,7 @@ class BatchGeometry:
     micro_batch_size: int  # per forward on one device
     num_processes: int  # processes the run is laid onto
     rollout_chunk_size: int  # of a chunk of the rollout batch, in whole groups
-    together: bool = False  # a process samples its chunks in one `generate` call, instead of one call for each
+    together: bool = False  # a process samples all its chunks in one `generate` call
 
     @property
     def prompts_per_rollout(self) -> int:
@@ -67,7 +67,7 @@ class BatchGeometry:
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps that one pass over a rollout batch takes."""
+        """Optimizer steps in one pass over a rollout batch."""
         return self.rollout_batch_size // self.global_batch_size
 
     @property
@@ -93,11 +93,11 @@ class BatchGeometry:
 
     @property
     def idle_share(self) -> float:
-        """Share of the processes' time that the busiest one's sampling leaves idle, where completions take alike."""
+        """Share of the processes' time that is idle while the busiest one samples, if completions take equally long."""
         return 1 - self.rollout_batch_size / (self.num_processes * self.sampled_share)
 
 
-# settings of GRPOConfig that the batch sizes follow from, and TRL's default of each
+# settings of GRPOConfig that determine the batch sizes, with TRL's defaults
 SETTINGS: dict[str, int | None] = {
     "num_generations": 8,
     "per_device_train_batch_size": 8,
@@ -112,13 +112,13 @@ SETTINGS: dict[str, int | None] = {
 
 
 def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometry:
-    """The batch sizes of settings by their names in GRPOConfig, with TRL's defaults for what is missing.
+    """The batch sizes that follow from settings of GRPOConfig, with TRL's defaults for missing ones.
 
     As in TRL, `gradient_accumulation_steps` and `steps_per_generation` count micro-batches, `generation_batch_size`
     completions. Without `global_batch_size`, TRL's product of micro-batch, accumulation and processes is used.
 
     Raises:
-        ConfigError: a size that is no positive integer, a multiple that does not hold, or fields that contradict.
+        ConfigError: a size that is not a positive integer or not the required multiple, or settings that contradict.
     """
     sizes = {name: settings.get(name, default) for name, default in SETTINGS.items()}
     generations = sizes["num_generations"]
@@ -161,7 +161,7 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
 
 
 def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
-    """Completions per generation phase; one optimizer step of `step` completions where nothing else is set."""
+    """Completions per generation phase; one optimizer step (`step` completions) unless set."""
     requested, phases = sizes["rollout_batch_size"], sizes["steps_per_generation"]
     named = {name: sizes[name] for name in ("rollout_batch_size", "generation_batch_size") if sizes[name] is not None}
     if len(set(named.values())) > 1 or (named and phases is not None):
@@ -186,7 +186,7 @@ def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
 
 
 def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any]) -> None:
-    """Refuse a rollout batch that cuts a group, or a step, which would then train samples of two policies."""
+    """Refuse a rollout batch that cuts a group or a step; a step would then train on samples of two policies."""
     group = sizes["num_generations"]
     unit = math.lcm(step, group)
     if rollout % step or (rollout % group and rollout > step):
@@ -206,9 +206,9 @@ def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any
 
 
 def _chunk_size(requested: int | None, num_generations: int, rollout: int, bitwise: bool) -> int:
-    """Completions of a chunk; the default follows from what the run means, never from how it is laid out."""
+    """Completions of a chunk; the default depends on the meaning of the run, never on its layout."""
     if requested is None:
-        # in bitwise mode chunks are what `generate` sees, and as large as they can be
+        # in bitwise mode each chunk is one `generate` call, so it is as large as possible
         most = CHUNK if bitwise else min(CHUNK, rollout // CHUNKS)
         return max(1, most // num_generations) * num_generations
     if requested % num_generations:
@@ -221,25 +221,25 @@ def _chunk_size(requested: int | None, num_generations: int, rollout: int, bitwi
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where an optimizer step stands in its epoch; a step may begin and end within a group."""
+    """The place of an optimizer step in its epoch; a step may begin and end within a group."""
 
     rollout: int  # index of the generation phase in the epoch
-    iteration: int  # which reuse of the rollout batch this is, from 0
-    step: int  # which optimizer step of the rollout batch this is, from 0
+    iteration: int  # number of the pass over the rollout batch, from 0
+    step: int  # number of the optimizer step in that pass, from 0
     rollout_prompts: range  # positions of the rollout batch's prompts in the epoch's order
     step_rows: range  # this step's completions, as rows of the rollout batch
 
     @property
     def starts_rollout(self) -> bool:
-        """Whether the completions have to be sampled before this step."""
+        """Whether the rollout batch has to be sampled before this step."""
         return self.iteration == 0 and self.step == 0
 
 
 @dataclass(frozen=True)
 class EpochLayout:
-    """The optimizer steps of one epoch over `num_prompts` prompts: every prompt once, the last step smaller.
+    """The optimizer steps of one epoch over `num_prompts` prompts: every prompt once, the last step may be smaller.
 
-    With `drop_last` a smaller last step is left out (prompts that it alone would train are not sampled either).
+    With `drop_last` a smaller last step is left out, and prompts that only this step would train on are not sampled.
     """
 
     geometry: BatchGeometry
@@ -248,7 +248,7 @@ class EpochLayout:
 
     @property
     def trained_completions(self) -> int:
-        """Completions that are trained in the epoch."""
+        """Completions that the epoch trains on."""
         unit, total = self.geometry.global_batch_size, self.num_prompts * self.geometry.num_generations
         return total // unit * unit if self.drop_last else total
 
@@ -265,7 +265,7 @@ class EpochLayout:
 
 
 def step_layout(geometry: BatchGeometry, rollout: int, inside: int, rows: int) -> StepLayout:
-    """Step number `inside` of a rollout batch that trains `rows` completions; iterations walk the same steps again."""
+    """Step number `inside` of a rollout batch of `rows` completions; iterations repeat the same steps."""
     start, size = rollout * geometry.prompts_per_rollout, geometry.global_batch_size
     prompts = range(start, start + ceil_div(rows, geometry.num_generations))
     iteration, step = divmod(inside, ceil_div(rows, size))
@@ -273,28 +273,10 @@ def step_layout(geometry: BatchGeometry, rollout: int, inside: int, rows: int) -
 
 
 def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num_processes: int, rank: int) -> range:
-    """Prompts of a rollout batch that process `rank` samples: whole chunks, cut by global order.
+    """The prompts of a rollout batch that process `rank` samples: whole chunks, cut in global order.
 
-    A chunk holds the same rows wherever it runs, so its matrix shapes, and with them its bits, are the same too.
+    A chunk holds the same rows wherever it runs, so its matrix shapes and its bits are the same.
     """
     groups = max(1, chunk_size // num_generations)
     chunks = even_slice(ceil_div(num_prompts, groups), num_processes, rank)
     return range(min(chunks.start * groups, num_prompts), min(chunks.stop * groups, num_prompts))
-
-
-def check_equal_slices(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
-    """Refuse rollout batches, the last of an epoch too, that vLLM's processes cannot share evenly, with a ConfigError.
-
-    Tensor parallel engines need equal shares; other engines were run with equal shares alone.
-    """
-    processes, prompts, tail = geometry.num_processes, geometry.prompts_per_rollout, 0
-    if num_prompts is not None:
-        trained = EpochLayout(geometry, num_prompts, drop_last).trained_completions
-        tail = ceil_div(trained, geometry.num_generations) % prompts
-    if processes > 1 and (prompts % processes or tail % processes):
-        raise ConfigError(
-            f"use_vllm needs equal shares: rollout batches of {prompts} prompts (last of an epoch: {tail or prompts})"
-            f" on {processes} processes; choose a rollout_batch_size that is a multiple of num_generations * "
-            f"{processes} = {geometry.num_generations * processes}, and a data set (or dataloader_drop_last=True) whose"
-            " last rollout batch is one too."
-        )

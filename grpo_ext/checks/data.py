@@ -13,9 +13,10 @@ from ..errors import ConfigError, DataError
 from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, settle_rope
-from ..rollouts.build import CHANGE_ROWS, all_end_tokens, chat_of, overridden
 from ..rollouts.chat import Chat, check_prompt
 from ..rollouts.keyed import NEW_TOKENS
+from ..rollouts.settings import CHANGE_ROWS, all_end_tokens, chat_of
+from ..view import TrainerView
 from .model import refuse
 
 
@@ -30,7 +31,7 @@ def named_sets(train: Any, evaluation: Any) -> dict[str, Any]:
 
 
 def with_length(train: Any, evaluation: Any) -> list[Any]:
-    """The data sets that can be read before training: not empty, and no streams."""
+    """The data sets that can be read before training: not empty, and not streams."""
     return [data for data in named_sets(train, evaluation).values() if hasattr(data, "__len__") and len(data)]
 
 
@@ -60,7 +61,7 @@ def check_prompts(dataset: Any, split: str) -> None:
 
 
 def has_readable_prompts(dataset: Any) -> bool:
-    """Whether all prompts of a data set can be read before training: no stream, and no transform that makes them."""
+    """Whether all prompts of a data set can be read before training: not those of a stream or of a transform."""
     transformed = getattr(dataset, "format", {}).get("type") == "custom"  # columns come into being row by row
     return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and not transformed
 
@@ -77,9 +78,9 @@ def iterate_prompts(dataset: Any) -> Iterator[Any]:
 
 
 def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
-    """Raise a DataError for prompts that a rollout cannot tokenise: one of every kind is, and those of unknown tokens.
+    """Raise a DataError for prompts that cannot be tokenised: checks one of every kind, and those with unknown tokens.
 
-    A stream is left to its rollouts, and of prompts that are made row by row a few are read.
+    Streams are checked while they are read; of prompts that are made row by row, a few are checked.
     """
     some = () if not hasattr(dataset, "__len__") else ((n, dataset[n]["prompt"]) for n in sample_rows(dataset))
     beyond = [] if chat.embedded is None else list(range(chat.embedded, len(chat.tokenizer)))
@@ -126,20 +127,14 @@ def check_prompt_lengths(
             )
 
 
-def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
-    """Raise a ConfigError or a DataError for a stream where rows are read out of order."""
+def check_stream(train: Any, dynamic_sampling: bool) -> None:
+    """Raise a ConfigError for a stream where rows are read out of order."""
     if train is None or hasattr(train, "__len__"):
         return
     if dynamic_sampling:
         raise ConfigError(
             "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
             "use a data set with a length."
-        )
-    if with_images:
-        raise DataError(
-            "the data set is a stream, and a model that takes images reads the images of a row again when the row is "
-            "trained on; use a data set with a length, or, where it has no images, pass the model's tokenizer as "
-            "processing_class."
         )
 
 
@@ -168,48 +163,48 @@ def check_images(dataset: Any, prepare: Any) -> None:
         if any(not torch.equal(first[name], second[name]) for name in first):
             raise DataError(
                 f"row {number} of the data set gives other images when it is read again (a transform that draws random "
-                "numbers?), and a row is read wherever one of its completions is run; change images beforehand, with "
-                "dataset.map."
+                "numbers?), so a run would depend on the split and on where it was resumed; change images beforehand, "
+                "with dataset.map."
             )
 
 
-def check_tokens(trainer: Any) -> None:
+def check_tokens(view: TrainerView) -> None:
     """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
-    chat, pad, ends = chat_of(trainer), trainer._rollouts.worker.settings.pad, all_end_tokens(trainer)
-    for token in {*ends, *(() if trainer.use_vllm else (pad,))}:  # vLLM pads nothing
+    chat, pad, ends = chat_of(view), view.tokenizer.pad_token_id, all_end_tokens(view)
+    for token in {*ends, *(() if view.use_vllm else (pad,))}:  # vLLM pads nothing
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
         chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
-    own = overridden(trainer, *CHANGE_ROWS, "_tokenize_prompts")
-    if not (own or trainer.rollout_func or trainer.environment_factories):  # which may take, or make, other prompts
-        for split, dataset in named_sets(trainer.train_dataset, trainer.eval_dataset).items():
+    own = view.overridden(*CHANGE_ROWS, "_tokenize_prompts")
+    if not (own or view.rollout_func or view.environment_factories):  # which may take, or make, other prompts
+        for split, dataset in named_sets(view.train_dataset, view.eval_dataset).items():
             check_kinds(dataset, split, chat)
 
 
-def check_lengths(trainer: Any, allow_split_dependent: bool) -> list[str]:
+def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
     """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
-    policy, dataset = trainer.model, trainer.train_dataset
+    policy, dataset = view.model, view.train_dataset
     # tokens of a prompt with images are known once the images are prepared
-    readable = trainer.environment_factories is None and trainer._rollouts.images.prepare is None
+    readable = view.environment_factories is None and not view.takes_images
 
     def lengths(prompts: list[Any]) -> list[int]:
-        return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+        return [len(ids) for ids in view.tokenize_prompts(prompts)[0]]
 
     if readable and has_readable_prompts(dataset):
-        longest = trainer.max_completion_length or NEW_TOKENS
+        longest = view.max_completion_length or NEW_TOKENS
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
-    models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
-    dependent = settle_rope(models, lambda: _longest_sequence(trainer, lengths) if readable else None)
+    models = [base_model_of(model) for model in (policy, view.ref_model) if model is not None]
+    dependent = settle_rope(models, lambda: _longest_sequence(view, lengths) if readable else None)
     return refuse([] if dependent is None else [dependent], allow_split_dependent)
 
 
-def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
+def _longest_sequence(view: TrainerView, lengths: Callable[[list[Any]], list[int]]) -> int | None:
     """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
-    train = trainer.train_dataset
-    data_sets = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
-    if all(data is not train for data in data_sets) or not trainer.max_completion_length:
+    train = view.train_dataset
+    data_sets = [data for data in with_length(train, view.eval_dataset) if has_readable_prompts(data)]
+    if all(data is not train for data in data_sets) or not view.max_completion_length:
         return None
     prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in data_sets)
     longest = 0
     while block := list(itertools.islice(prompts, 256)):
         longest = max(longest, *lengths(block))
-    return longest + trainer.max_completion_length
+    return longest + view.max_completion_length

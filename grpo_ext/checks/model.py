@@ -142,7 +142,7 @@ def refuse(reasons: list[str], allow: bool) -> list[str]:
     """Raise a SplitDependentError for what makes the update depend on the split, or return it where that is allowed."""
     if reasons and not allow:
         raise SplitDependentError(
-            "the update would depend on the batch split: " + ". ".join(reasons) + ". To train all the same, set "
+            "the update would depend on the batch split: " + ". ".join(reasons) + ". To train anyway, set "
             "allow_split_dependent=True."
         )
     return reasons
@@ -173,8 +173,8 @@ def check_half_weights(model: Any, fp16: bool) -> None:
         )
     logger.warning(
         f"{len(half)} of {len(trained)} trained tensors are {dtype}, which rounds small updates away, and rounds them "
-        "otherwise for another split. Load the model with dtype=torch.float32; bf16=True computes in bfloat16 all the "
-        "same."
+        "differently for another split. Load the model with dtype=torch.float32; with bf16=True it still computes in "
+        "bfloat16."
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of sampling, replay, rewards and processes: what is refused, and what is said of others."""
+"""Checks of the settings of sampling, replay, rewards and processes: errors, and warnings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from transformers import GenerationConfig, StopStringCriteria
 from .. import compat
 from ..errors import ConfigError, did_you_mean, refuse_combination
 from ..forward.architecture import base_model_of
-from ..rollouts.build import LOGPS, SCORE, outside_masks, overridden, template_of, why_not_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.keyed import setting_of
+from ..rollouts.settings import LOGPS, SCORE, outside_masks, template_of, why_not_by_key
+from ..rollouts.source import Rollouts
+from ..view import TrainerView
 
 # Accelerate's names of the engines that are known to keep the promise
 _ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
@@ -36,25 +38,25 @@ def check_generation_kwargs(config: Any) -> None:
         raise ConfigError(f"{name!r} in generation_kwargs is not a setting of {owner}; {remedy}")
 
 
-def check_generation(trainer: Any) -> None:
+def check_generation(view: TrainerView) -> None:
     """Raise a ConfigError for settings with which `generate` would end the first rollout."""
-    if trainer.use_vllm or own_generate(trainer.model) is not None:
+    if view.use_vllm or own_generate(view.model) is not None:
         return
-    model, scores = base_model_of(trainer.model), torch.zeros(1, trainer.model.config.get_text_config().vocab_size)
+    model, scores = base_model_of(view.model), torch.zeros(1, view.model.config.get_text_config().vocab_size)
     try:
         for name in _FAIL:
-            if setting_of(model, trainer.generation_config, name):
+            if setting_of(model, view.generation_config, name):
                 raise ValueError(f"{name} cannot be used to sample a batch of prompts")
-        config, ids = model._prepare_generation_config(trainer.generation_config)[0], torch.zeros(1, 2).long()
+        config, ids = model._prepare_generation_config(view.generation_config)[0], torch.zeros(1, 2).long()
         config.guidance_scale = None  # whose processor runs the model
         model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device="cpu")
         model._get_logits_processor(config, 2, ids, device="cpu", model_kwargs={})(ids, scores)
         if config.stop_strings:
-            StopStringCriteria(trainer._rollouts.worker.settings.tokenizer, config.stop_strings)
+            StopStringCriteria(view.tokenizer, config.stop_strings)
     except (ValueError, TypeError, IndexError) as error:
         raise ConfigError(
-            f"transformers cannot sample so: {error}; change it in generation_kwargs, or in the model's own "
-            "generation_config."
+            f"transformers cannot sample with these settings: {error}; change that in generation_kwargs, or in the "
+            "model's own generation_config."
         ) from None
 
 
@@ -67,22 +69,22 @@ def check_end_token(processing_class: Any) -> None:
         )
 
 
-def check_ends(trainer: Any) -> None:
+def check_ends(view: TrainerView) -> None:
     """Raise a ConfigError where a call would return several rows of a prompt, or stop strings would not stop."""
-    if trainer.rollout_func is not None:
+    if view.rollout_func is not None:
         return
-    model, name = trainer.accelerator.unwrap_model(trainer.model), "n" if trainer.use_vllm else "num_return_sequences"
-    own = (trainer.args.generation_kwargs or {}).get(name)
-    if (count := own if trainer.use_vllm else setting_of(model, trainer.generation_config, name)) not in (None, 1):
+    model, name = view.policy, "n" if view.use_vllm else "num_return_sequences"
+    own = view.generation_settings.get(name)
+    if (count := own if view.use_vllm else setting_of(model, view.generation_config, name)) not in (None, 1):
         raise ConfigError(
             f"{name}={count} in generation_kwargs, or in the model's generation_config: sampling would return {count} "
             "rows of each prompt, and every completion of a group is a row already; use 1, and num_generations."
         )
-    if trainer.use_vllm or own_generate(model) is not None:
+    if view.use_vllm or own_generate(model) is not None:
         return
-    if not (strings := setting_of(model, trainer.generation_config, "stop_strings")):
+    if not (strings := setting_of(model, view.generation_config, "stop_strings")):
         return
-    if trainer.use_transformers_continuous_batching:
+    if view.use_transformers_continuous_batching:
         raise ConfigError(
             f"stop_strings={strings!r} with use_transformers_continuous_batching=True, which does not know them; use "
             "end tokens (eos_token_id in generation_kwargs), or turn it off."
@@ -91,29 +93,29 @@ def check_ends(trainer: Any) -> None:
         raise ConfigError(f"stop_strings={strings!r}: an empty text would end every completion; leave it out.")
 
 
-def check_replay(trainer: Any) -> None:
+def check_replay(view: TrainerView, rollouts: Rollouts) -> None:
     """Raise a ConfigError for sampling and forwards that cannot be recorded, or replayed, as the settings ask."""
-    vllm, scoring = trainer.use_vllm, overridden(trainer, LOGPS)
-    if trainer.args.replay.masks:
-        sampling = overridden(trainer, SCORE, "_generate", "_generate_single_turn")
+    vllm, scoring = view.use_vllm, view.overridden(LOGPS)
+    if view.args.replay.masks:
+        sampling = view.overridden(SCORE, "_generate", "_generate_single_turn")
         others: dict[str, Any] = {
             f"{sampling} (it returns no kept tokens)": sampling,
             f"{scoring} (it gets padded tensors, without the kept tokens)": scoring,
         }
-        if not vllm and trainer.rollout_func is None:
-            foreign = why_not_by_key(trainer)
+        if not vllm and view.rollout_func is None:
+            foreign = why_not_by_key(view)
             others[f"{foreign} (sampling that is not by key returns no kept tokens)"] = foreign
         remedy = "Leave one of the two out; sampling without top_p, top_k and min_p needs no masks."
-        refuse_combination("sampling_mask='replay'", others | outside_masks(trainer), remedy)
-    if trainer.args.replay.experts:
-        plugin, override = getattr(trainer.accelerator.state, "fsdp_plugin", None), overridden(trainer, SCORE, LOGPS)
+        refuse_combination("sampling_mask='replay'", others | outside_masks(view), remedy)
+    if view.args.replay.experts:
+        plugin, override = getattr(view.accelerator.state, "fsdp_plugin", None), view.overridden(SCORE, LOGPS)
         checkpointing = getattr(plugin, "activation_checkpointing", False)
         others = {
             f"{override} (it gets padded tensors, without the experts)": override,
-            "a model that takes images": trainer._rollouts.images.prepare is not None,
-            "torch_compile=True": trainer.args.torch_compile,
+            "a model that takes images": view.takes_images,
+            "torch_compile=True": view.args.torch_compile,
             "FSDP's activation_checkpointing (set gradient_checkpointing=True)": checkpointing,
-            "prefill_chunk_size": not vllm and trainer.generation_config.prefill_chunk_size is not None,
+            "prefill_chunk_size": not vllm and view.generation_config.prefill_chunk_size is not None,
         }
         refuse_combination("routing_replay=True", others, "Leave one of the two out.")
 
@@ -134,13 +136,13 @@ def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
         )
 
 
-def scores_differ(trainer: Any) -> set[str]:
-    """A sentence where completions are drawn from other scores than training takes log-probabilities of."""
-    args = trainer.args
-    changed = [setting for setting, applies in outside_masks(trainer).items() if applies]
-    if trainer.use_vllm:
+def scores_differ(view: TrainerView) -> set[str]:
+    """A warning where completions are drawn from other scores than training takes log-probabilities of."""
+    args = view.args
+    changed = [setting for setting, applies in outside_masks(view).items() if applies]
+    if view.use_vllm:
         neutral = {"repetition_penalty": 1.0, "temperature": args.temperature}
-        settings = {"repetition_penalty": args.repetition_penalty, **(args.generation_kwargs or {})}
+        settings = {"repetition_penalty": args.repetition_penalty, **view.generation_settings}
         changed = [f"{n}={settings[n]!r}" for n, value in neutral.items() if settings.get(n, value) != value]
     sentence = (
         f"{'; '.join(changed)}: completions are drawn from other scores than training takes log-probabilities of, "
@@ -149,12 +151,12 @@ def scores_differ(trainer: Any) -> set[str]:
     return {sentence} if changed else set()
 
 
-def remarks(trainer: Any) -> list[str]:
-    """What is not an error, and seldom what was meant, as sentences."""
-    args, names = trainer.args, trainer.reward_func_names
+def remarks(view: TrainerView) -> list[str]:
+    """Warnings of settings that are legal but rarely intended."""
+    args, names = view.args, view.reward_func_names
     twice = {name for name in names if names.count(name) > 1}
     best = args.load_best_model_at_end and args.metric_for_best_model in ("loss", "eval_loss")
-    thinks = "think_format_reward" in names and _end_of_prompt(trainer).endswith("<think>")
+    thinks = "think_format_reward" in names and _end_of_prompt(view).endswith("<think>")
     sentences = {
         f"Several reward functions are named {', '.join(twice)}, so their metrics are merged; rename one.": twice,
         "load_best_model_at_end=True loads the checkpoint of the lowest eval_loss, which does not follow the reward; "
@@ -165,11 +167,11 @@ def remarks(trainer: Any) -> list[str]:
     return [sentence for sentence, applies in sentences.items() if applies]
 
 
-def _end_of_prompt(trainer: Any) -> str:
-    options, data = {**template_of(trainer), "tokenize": False, "add_generation_prompt": True}, trainer.train_dataset
+def _end_of_prompt(view: TrainerView) -> str:
+    options, data = {**template_of(view), "tokenize": False, "add_generation_prompt": True}, view.train_dataset
     try:
         prompt = data[0]["prompt"] if hasattr(data, "__len__") else [{"role": "user", "content": "?"}]
-        text = prompt if isinstance(prompt, str) else trainer.processing_class.apply_chat_template(prompt, **options)
+        text = prompt if isinstance(prompt, str) else view.processing_class.apply_chat_template(prompt, **options)
         return text.rstrip()
     except Exception:  # no template, or one that refuses this prompt
         return ""

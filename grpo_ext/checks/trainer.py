@@ -1,4 +1,4 @@
-"""A trainer is checked before TRL's constructor (`check_arguments`), after it, and before it trains.
+"""Checks of a trainer: before TRL's constructor (`check_arguments`), after it, and before training.
 
 Differs from TRL: the errors come at construction, with the values, the rule and the remedy.
 """
@@ -12,23 +12,23 @@ from typing import Any, cast
 
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import ProcessorMixin
 
 from .. import compat
 from ..algorithms.advantages import AdvantageRule
-from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
 from ..errors import ConfigError, did_you_mean, refuse_combination
 from ..forward.architecture import base_model_of, layer_kinds
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
-from ..rollouts.build import overridden, own_sampling, why_not_by_key
 from ..rollouts.environments import check_names
-from ..rollouts.rollout_func import why_equal
+from ..rollouts.equal_shares import check_equal_shares, why_equal
+from ..rollouts.settings import own_sampling, why_not_by_key
+from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
+from ..view import TrainerView
 from . import model as models
 from . import settings
 from .changes import built_for, other_sampling, refuse_changes, refuse_overrides
@@ -69,33 +69,32 @@ def check_arguments(
     if answers:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
         check_tools(tools or [], processing_class, first_rows)
-    check_stream(data_sets[0], config.dynamic_sampling, isinstance(processing_class, ProcessorMixin) and not answers)
+    check_stream(data_sets[0], config.dynamic_sampling)
     return processing_class
 
 
-def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
-    """Refuse settings that cannot be run on this trainer."""
-    name, names = config.eval_pass_reward, trainer.reward_func_names
+def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
+    name, names = config.eval_pass_reward, view.reward_func_names
     if name is not None and names.count(name) != 1:
         remedy = did_you_mean(name, names, f"use one of {', '.join(names)}.")
         how_many = "the name of several reward functions" if name in names else "no reward function of this run"
         raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {remedy}")
-    if config.reward_workers and trainer.environment_factories is not None:
+    if config.reward_workers and view.environment_factories is not None:
         raise ConfigError(
             f"reward_workers={config.reward_workers} with environment_factory: reward functions are called with the "
             "environments, which cannot leave the training process; use reward_workers=0."
         )
-    accelerator = trainer.accelerator
-    settings.refuse_parallelism(accelerator, trainer.get_tp_size())
+    accelerator = view.accelerator
+    settings.refuse_parallelism(accelerator, view.get_tp_size())
     if not shards_parameters(accelerator) and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         raise ConfigError(
             "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
             "once, after the last. Leave it out of gradient_accumulation_kwargs."
         )
     if config.dynamic_sampling:
-        _refuse_dynamic_sampling(trainer, config)
+        _refuse_dynamic_sampling(view, config)
     kwargs: Any = config.gradient_checkpointing_kwargs or {}
-    if trainer.aux_loss_enabled and config.gradient_checkpointing and kwargs.get("use_reentrant"):
+    if view.aux_loss_enabled and config.gradient_checkpointing and kwargs.get("use_reentrant"):
         raise ConfigError(
             "router_aux_loss_coef with gradient_checkpointing_kwargs={'use_reentrant': True}: router logits carry no "
             "gradient there, so the auxiliary loss would have none; leave use_reentrant out, or set "
@@ -103,155 +102,156 @@ def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
         )
 
 
-def _refuse_dynamic_sampling(trainer: Any, config: GRPOConfig) -> None:
+def _refuse_dynamic_sampling(view: TrainerView, config: GRPOConfig) -> None:
     """Refuse dynamic sampling with nothing to draw from, or where it would undo a subclass's work."""
-    rows, prompts = len(trainer.train_dataset), trainer.geometry.prompts_per_rollout
+    rows, prompts = len(view.train_dataset), config.geometry.prompts_per_rollout
     if rows <= prompts:
         raise ConfigError(
             f"dynamic_sampling=True draws further prompts from the rest of the training set, which has {rows} and "
             f"a rollout batch takes {prompts}; use more prompts, or a smaller rollout_batch_size."
         )
-    rule = AdvantageRule(config.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation)
-    if rule.depends_on_the_batch and (method := overridden(trainer, "_generate_and_score_completions")):
+    rule = AdvantageRule(config.advantage_estimator, view.scale_rewards, view.multi_objective_aggregation)
+    if rule.depends_on_the_batch and (method := view.overridden("_generate_and_score_completions")):
         raise ConfigError(
             f"dynamic_sampling=True computes advantages over the batch once it is full, and the advantages of {method} "
             "would be lost; use an estimator that looks at one group at a time (the default does)."
         )
 
 
-def _refuse_images_and_tools(trainer: Any) -> None:
-    """Refuse tools and images that processes cannot run alike, images that change, and images that no one reads."""
-    processes, prepare = trainer.accelerator.num_processes, trainer._rollouts.images.prepare
-    may_be_shown = prepare is not None and bool(trainer.tools or trainer.environment_factories)
-    if may_be_shown and shards_parameters(trainer.accelerator):
+def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
+    """Refuse tools and images that processes cannot run alike, images that change, and images that nothing reads."""
+    processes, prepare = view.accelerator.num_processes, rollouts.images.prepare
+    may_be_shown = prepare is not None and bool(view.tools or view.environment_factories)
+    if may_be_shown and shards_parameters(view.accelerator):
         raise ConfigError(
             "images with tools or an environment under FSDP or DeepSpeed: every process has to run the image tower in "
             "every forward or none, and tools may show an image to one alone; train with DDP."
         )
-    if may_be_shown and trainer.rollout_func is not None:
+    if may_be_shown and view.rollout_func is not None:
         raise ConfigError(
             "a rollout_func together with tools or an environment, and a model that takes images: TRL leaves out the "
             "images of prompts there; take the tools into rollout_func, or leave it out."
         )
-    if trainer.tools and processes > 1 and (why := why_equal(trainer.args, False)) is not None:
+    if view.tools and processes > 1 and (why := why_equal(view.args, False)) is not None:
         raise ConfigError(
             f"tools or an environment on {processes} processes: {why}, and in later turns they have not; use "
             "vllm_tensor_parallel_size=1, a server, or one process."
         )
-    for data in with_length(trainer.train_dataset, trainer.eval_dataset):
+    for data in with_length(view.train_dataset, view.eval_dataset):
         if not may_be_shown:
             check_images(data, prepare)
 
 
-def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
+def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> list[str]:
     """Raise a GrpoExtError for a trainer that cannot be trained; returns what the promise does not cover.
 
     Args:
         config: the user's, before sizes are filled in.
     """
-    policy = trainer.model
+    policy = view.model
     if config.disable_dropout:
-        for module in filter(None, (policy, trainer.ref_model)):
+        for module in filter(None, (policy, view.ref_model)):
             models.disable_random_parts(module)
-    _refuse_settings(trainer, config)
-    if method := overridden(trainer, "_prepare_inputs"):
+    _refuse_settings(view, config)
+    if method := view.overridden("_prepare_inputs"):
         raise ConfigError(
             f"{method} would be given a step's rows and return a RolloutBatch of all processes, not TRL's dictionary; "
             "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
         )
-    settings.check_ends(trainer)
-    refuse_overrides(trainer)
-    settings.check_generation(trainer)
-    check_tokens(trainer)
-    _refuse_images_and_tools(trainer)
+    settings.check_ends(view)
+    refuse_overrides(view)
+    settings.check_generation(view)
+    check_tokens(view)
+    _refuse_images_and_tools(view, rollouts)
     refuse_unknown_head(base_model_of(policy))
     models.refuse_adapters(policy)
-    if method := overridden(trainer, *_UNUSED_HOOKS):
+    if method := view.overridden(*_UNUSED_HOOKS):
         logger.warning(
             f"{method} has no effect here: stock TRL calls it and grpo_ext does not. Loaders and losses are built in "
             "batching.prompt_order and algorithms.losses."
         )
-    models.check_optimizer(trainer.optimizer, policy)
-    if trainer.use_vllm:
-        dataset = trainer.train_dataset
+    models.check_optimizer(view.optimizer, policy)
+    if view.use_vllm:
+        dataset = view.train_dataset
         length = len(dataset) if hasattr(dataset, "__len__") else None
-        check_equal_slices(trainer.geometry, length, config.dataloader_drop_last)
+        check_equal_shares(config.geometry, length, config.dataloader_drop_last)
     uncovered = models.refuse(models.split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
     if config.bitwise_invariant:
-        check_bitwise(trainer)
-    if not trainer.is_deepspeed_enabled:  # which trains float32 copies
+        check_bitwise(view, rollouts)
+    if not view.is_deepspeed_enabled:  # which trains float32 copies
         models.check_half_weights(policy, config.fp16)
     if config.rollout_lag:
-        _check_ahead(trainer, config)
-    settings.check_replay(trainer)
-    trainer._rollouts.recheck = functools.partial(refuse_changes, trainer, built_for(trainer), set())
-    return uncovered + check_lengths(trainer, config.allow_split_dependent)
+        _check_ahead(view, rollouts, config)
+    settings.check_replay(view, rollouts)
+    rollouts.recheck = functools.partial(refuse_changes, view, rollouts, built_for(view, rollouts.images), set())
+    return uncovered + check_lengths(view, config.allow_split_dependent)
 
 
-def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
+def _check_ahead(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> None:
     """Refuse models, data and ways to sample that `rollout_lag` cannot be combined with."""
-    sampling = other_sampling(trainer)
-    noise = list(models.random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
+    sampling = other_sampling(view, rollouts)
+    noise = list(models.random_parts(view.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
         f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
         "copy of them)": sampling,
         f"{''.join(noise[:1])} (two threads would draw from one stream of random numbers; use disable_dropout=True "
         "and no NEFTune)": noise,
         "weights in 8 bits (a copy and the model cannot share their scales, which bitsandbytes hands to the layer that "
-        "runs first; use load_in_4bit)": outlier_thresholds(trainer.model),
-        "images together with tools or an environment (not implemented)": trainer._rollouts.images.carry_images,
+        "runs first; use load_in_4bit)": outlier_thresholds(view.model),
+        "images together with tools or an environment (not implemented)": view.takes_images
+        and bool(view.tools or view.environment_factories),
         "a stream (rows are read before their step; use a data set with a length)": not hasattr(
-            trainer.train_dataset, "__len__"
+            view.train_dataset, "__len__"
         ),
     }
     refuse_combination(f"rollout_lag={config.rollout_lag}", others, "Change that, or use rollout_lag=0.")
-    sharing_copy(trainer.model, set(), next(trainer.model.parameters()).device)  # raises where it cannot
+    sharing_copy(view.model, set(), next(view.model.parameters()).device)  # raises where it cannot
 
 
-def check_bitwise(trainer: Any) -> None:
+def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
     """Raise a ConfigError for parts that would break the same bits."""
-    scorers = [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]
-    client = getattr(trainer._rollouts.worker.engine, "client", None)
-    sampling = other_sampling(trainer)
+    scorers = [type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)]
+    client = getattr(rollouts.worker.engine, "client", None)
+    sampling = other_sampling(view, rollouts)
     others = {
         f"reward models ({', '.join(scorers)}; the bits of a score depend on the batch it is computed in, so use a "
         "function that scores one completion at a time)": scorers,
         "this vLLM engine (it does not report that its bits are the same in every batch; set VLLM_BATCH_INVARIANT=1 "
-        "where it starts, on an NVIDIA GPU)": trainer.use_vllm and not compat.is_batch_invariant(client),
+        "where it starts, on an NVIDIA GPU)": view.use_vllm and not compat.is_batch_invariant(client),
         f"{sampling} (only this trainer's own sampling has the same bits in every split)": sampling,
     }
-    others |= unfit_kernels(trainer.accelerator.device, "linear_attention" in layer_kinds(trainer.model.config))
+    others |= unfit_kernels(view.accelerator.device, "linear_attention" in layer_kinds(view.model.config))
     refuse_combination("bitwise_invariant=True", others, "Turn one of the two off.")
 
 
-def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
+def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[str]) -> None:
     """Warn of what the promise leaves out; a ConfigError for parts that were replaced since the trainer was built.
 
     Args:
         uncovered: sentences of `check_trainer`.
     """
-    refuse_overrides(trainer)
-    if trainer.args.bitwise_invariant:
-        check_bitwise(trainer)
-    settings.check_replay(trainer)
+    refuse_overrides(view)
+    if view.args.bitwise_invariant:
+        check_bitwise(view, rollouts)
+    settings.check_replay(view, rollouts)
     # `accelerate launch` sets the address where it was asked for several processes, also where it then starts one
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
-    if launched and "WORLD_SIZE" not in os.environ and trainer.accelerator.num_processes == 1:
+    if launched and "WORLD_SIZE" not in os.environ and view.accelerator.num_processes == 1:
         logger.warning(
             "This process trains alone, but MASTER_ADDR is set. `accelerate launch` sets it for several processes, and "
             "then starts one where it finds no second accelerator. On a CPU use `torchrun --nproc_per_node 2`; for "
             "machines with one accelerator each add --multi_gpu. If you meant one process, ignore this."
         )
-    sampling = _uncovered_sampling(trainer)
-    for sentence in settings.remarks(trainer):
+    sampling = _uncovered_sampling(view, rollouts)
+    for sentence in settings.remarks(view):
         logger.warning(sentence)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
 
 
-def _uncovered_sampling(trainer: Any) -> str | None:
-    """What the promise does not cover of how completions are sampled, as a sentence; None where it covers all."""
-    override, reason = own_sampling(trainer), why_not_by_key(trainer)
+def _uncovered_sampling(view: TrainerView, rollouts: Rollouts) -> str | None:
+    """What the promise does not cover in sampling, as a sentence; None where it covers everything."""
+    override, reason = own_sampling(view), why_not_by_key(view)
     if override == "rollout_func":
         return (
             "rollout_func may sample in its own way; only the update is covered. A resumed run goes on with the "
@@ -260,15 +260,15 @@ def _uncovered_sampling(trainer: Any) -> str | None:
         )
     if override is not None:
         return f"{override} may sample in its own way; only the update is covered"
-    if trainer.use_vllm and not trainer.args.vllm_seeds:
+    if view.use_vllm and not view.args.vllm_seeds:
         return (
             "vllm_seeds=False: completions depend on the split and on what was sampled before, and a resumed run "
             "samples others; only the update is covered"
         )
-    if trainer.use_vllm:
+    if view.use_vllm:
         rounded = (
             "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
             "completion differs"
         )
-        return None if trainer.args.bitwise_invariant else rounded
+        return None if view.args.bitwise_invariant else rounded
     return reason and f"{reason}: completions are not sampled by key; only the update is covered"

@@ -1,6 +1,6 @@
-"""The demo problem: put three to five letters in order, "dbca>" -> "abcd"; data, reward, measurement, run settings.
+"""The demo problem: put three to five letters in order, "dbca>" -> "abcd"; data, reward and settings of the run.
 
-The reward is a program's verdict (reinforcement learning with verifiable rewards); no training sees the held-out words.
+The reward is verified by a program (reinforcement learning with verifiable rewards); held-out words are never trained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DATA_SEED = 0
 WARM_START_WORDS = 8192
 TRAIN_PROMPTS = 4096
 EVAL_PROMPTS = 256
-LENGTH_SHARE = {3: 0.30, 4: 0.32, 5: 0.38}  # letters: share of the words
+LENGTH_SHARE = {3: 0.30, 4: 0.32, 5: 0.38}  # number of letters: share of the words
 MAX_COMPLETION_LENGTH = 8  # tokens; the longest answer is five letters and the end token
 
 
@@ -42,13 +42,13 @@ class DemoTask:
 class Demo:
     """A problem that `--demo` names."""
 
-    # makes or downloads the model, once; the id or folder of another model takes its place
+    # makes or downloads the model once, or takes the id or folder of another model
     load: Callable[[str | None], DemoTask]
     settings: Mapping[str, Any]  # known before anything is loaded: fields of `GRPOConfig`, and `rewards` by name
 
 
 def sorted_letters_reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    """1.0 where the completion is the answer, letter for letter, else 0.0; a part earns nothing."""
+    """Return 1.0 if the completion is the answer, letter for letter, else 0.0."""
     return [float(completion == gold) for completion, gold in zip(completions, answer)]
 
 
@@ -60,7 +60,7 @@ def _words(rng: random.Random) -> Iterator[str]:
 
 
 def demo_words() -> tuple[list[str], list[str], list[str]]:
-    """(warm start, train, held out) words, the same on every machine; no held-out word is in the other two."""
+    """Return (warm start, train, held out) words, the same on every machine; no held-out word is in the other two."""
     words = _words(random.Random(DATA_SEED))
     held_out: dict[str, None] = {}
     while len(held_out) < EVAL_PROMPTS:
@@ -77,7 +77,7 @@ def _dataset(words: list[str]) -> Dataset:
 
 
 def load_demo() -> DemoTask:
-    """The demo, ready to train; the first call builds the model (seconds) and keeps it in the cache."""
+    """Load the demo; the first call builds the model (seconds) and caches it."""
     warm_start, train, held_out = demo_words()
     return DemoTask(
         about='put letters in order ("dbca>" -> "abcd"); a tiny model, warm-started by a careless teacher',
@@ -89,7 +89,7 @@ def load_demo() -> DemoTask:
 
 
 def demo_config_defaults() -> dict[str, Any]:
-    """`grpo_ext.GRPOConfig` keyword arguments of the demo run: 16 prompts of 8 completions per step."""
+    """Keyword arguments of `grpo_ext.GRPOConfig` for the demo run: 16 prompts of 8 completions per step."""
     return {
         "max_steps": 150,
         "global_batch_size": 128,  # completions, over all processes
@@ -98,10 +98,10 @@ def demo_config_defaults() -> dict[str, Any]:
         "max_completion_length": MAX_COMPLETION_LENGTH,
         "learning_rate": 1e-4,
         "lr_scheduler_type": "linear",
-        # Adam's first updates are of full size whatever the gradient; without a warm-up they can undo the warm start
+        # Adam's first updates have full size whatever the gradient; without a warm-up they can undo the warm start
         "warmup_steps": 10,
-        # above the rounding noise of a gradient element: Adam's default of 1e-8 lets such an element move by a whole
-        # learning rate, which is what float32 then shows of the split
+        # larger than the rounding noise of a gradient element: Adam's default of 1e-8 moves such an element by a whole
+        # learning rate, and in float32 the split then shows
         "adam_epsilon": 1e-6,
         "bf16": False,
         "gradient_checkpointing": False,
@@ -112,13 +112,13 @@ def demo_config_defaults() -> dict[str, Any]:
 
 
 def demo_named(name: str) -> Demo:
-    """The embedded demo, or the `Demo` in a file, `path/to/file.py:name`; a ConfigError where there is none."""
+    """The embedded demo, or the `Demo` in a file, `path/to/file.py:name`; a ConfigError if there is none."""
     if name == EMBEDDED:
         reward = f"{__name__}.{sorted_letters_reward.__name__}"
         return Demo(lambda model: load_demo(), {**demo_config_defaults(), "rewards": [reward], "demo": EMBEDDED})
     if ".py:" not in name:
         raise ConfigError(
-            f"--demo {name} is no demo; use {EMBEDDED}, or path/to/file.py:name of a Demo. recipes/grpo.py also takes "
-            "sums and last_word."
+            f"--demo {name} is not a demo; use {EMBEDDED}, or path/to/file.py:name of a Demo. recipes/grpo.py also "
+            "takes sums and last_word."
         )
     return load_named(name, f"--demo {name}", Demo)

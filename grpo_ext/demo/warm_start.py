@@ -22,10 +22,10 @@ LETTERS = "abcdefgh"
 SEPARATOR = ">"
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
-VERSION = 2  # in the name of the cached folder; raise it when a value below or the words change
+VERSION = 2  # part of the cached folder's name; raise it when a value below or the words change
 SEED = 0
-# Share of correct worked examples by number of letters. Right as a rule only for three letters, so greedy decoding
-# solves little more than those words; for longer ones the right answer is rare but within reach of sampling.
+# Share of correct worked examples by number of letters. Most are correct for three letters only, so greedy decoding
+# solves little more than those words; for longer words the right answer is rare, but sampling finds it.
 RIGHT_SHARE = {3: 0.65, 4: 0.2, 5: 0.08}
 STEPS = 400
 WARMUP_STEPS = 20
@@ -34,7 +34,7 @@ LEARNING_RATE = 3e-3
 
 
 def build_tokenizer(symbols: str = SEPARATOR + LETTERS, positions: int = 64) -> PreTrainedTokenizerFast:
-    """One token per character; no token is added to a prompt by itself; padding on the left, as generation needs it."""
+    """Build a tokenizer with one token per character, no automatic special tokens, and padding on the left."""
     vocabulary = {symbol: i for i, symbol in enumerate([PAD, EOS, UNK, *symbols])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -45,7 +45,7 @@ def build_tokenizer(symbols: str = SEPARATOR + LETTERS, positions: int = 64) -> 
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, positions: int = 64) -> LlamaForCausalLM:
-    """A Llama of about half a million float32 parameters without dropout; the caller's random state stays as it was."""
+    """Build a Llama of about half a million float32 parameters without dropout; keeps the caller's random state."""
     shape: Any = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
     ends: Any = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=positions, **shape, **ends)
@@ -55,38 +55,38 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, positions: int = 
 
 
 def careless_answer(word: str, rng: random.Random) -> str:
-    """The teacher's answer: sorted, or (mostly) the letters as they stand or in falling order."""
+    """The teacher's answer: the sorted letters, or (mostly) the letters as they are or in descending order."""
     if rng.random() < RIGHT_SHARE[len(word)]:
         return "".join(sorted(word))
     return word if rng.random() < 0.5 else "".join(sorted(word, reverse=True))
 
 
 def _worked_examples(words: list[str], tokenizer: Any, rng: random.Random) -> dict[str, torch.Tensor]:
-    """A batch of prompts with careless answers, padded on the left; the loss counts the answer and its end alone."""
+    """A batch of prompts with careless answers, padded on the left; only the answer and its end are in the loss."""
     chosen = rng.choices(words, k=BATCH_SIZE)
     texts = [word + SEPARATOR + careless_answer(word, rng) + EOS for word in chosen]
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     width = batch["input_ids"].shape[1]
-    # an answer has as many tokens as its word has letters, and one more for the end
+    # an answer has one token per letter of its word, and one for the end
     first_answer_column = torch.tensor([width - len(word) - 1 for word in chosen])[:, None]
     labels = batch["input_ids"].masked_fill(torch.arange(width) < first_answer_column, -100)
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels}
 
 
 def train_warm_start(words: list[str]) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The supervised run over careless answers to `words`."""
+    """Train a model on careless answers to `words`, and return it with its tokenizer."""
     tokenizer = build_tokenizer()
     model, rng = build_model(tokenizer, SEED), random.Random(SEED)
     return fit(model, lambda: _worked_examples(words, tokenizer, rng), STEPS), tokenizer
 
 
 def fit(model: LlamaForCausalLM, batch: Callable[[], dict[str, torch.Tensor]], steps: int) -> LlamaForCausalLM:
-    """A supervised run: AdamW, linear decay, cross-entropy, a progress bar; the model, for evaluation."""
+    """Train with AdamW, linear decay, cross-entropy and a progress bar; returns the model in evaluation mode."""
     threads = torch.get_num_threads()
-    # these tensors are too small to split, and on busy cores waiting threads cost ten times more
+    # the tensors are too small to split, and on busy cores waiting threads make it ten times slower
     torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    # disable=None: no bar where the output is a file
+    # disable=None: no bar if the output is a file
     for step in tqdm(range(steps), desc="warm start, once, then cached", unit="step", leave=False, disable=None):
         for group in optimizer.param_groups:
             rise = min(1.0, (step + 1) / WARMUP_STEPS)
@@ -101,7 +101,7 @@ def fit(model: LlamaForCausalLM, batch: Callable[[], dict[str, torch.Tensor]], s
 
 
 def built_once(name: str, build: Callable[[], tuple[Any, Any]]) -> Path:
-    """The folder `name` of the cache, with the model and the tokenizer that `build` returns on the first call.
+    """Return the folder `name` in the cache; the first call saves the model and tokenizer that `build` returns there.
 
     The cache is `$GRPO_EXT_CACHE`, or `~/.cache/grpo_ext`. The folder is complete or absent at any time.
     """

@@ -1,7 +1,7 @@
-"""The sizes of a model that cost and memory follow from, for every architecture.
+"""The sizes of a model that determine cost and memory, for every architecture.
 
-Configurations differ in names, and some from layer to layer; a size that one leaves out counts as zero. Read by the
-trainer (cost of a token), the memory plan and the bench.
+Configurations differ in names, and some differ from layer to layer; a missing size counts as zero. Read by the trainer
+(cost of a token), the memory plan and the bench.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def base_model_of(model: Any) -> Any:
 
 
 def _layer_configs(config: Any) -> list[Any]:
-    """The text configuration of every layer; empty where it does not say how many there are."""
+    """The text configuration of every layer; empty if their number is unknown."""
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):
         return list(text.per_layer_config)
@@ -34,12 +34,12 @@ def _layer_configs(config: Any) -> list[Any]:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """The kind of every layer, in transformers' words; empty where the configuration names none."""
+    """The kind of every layer, in transformers' words; empty if the configuration names none."""
     return [str(kind) for kind in getattr(config.get_text_config(), "layer_types", None) or ()]
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """The first of these settings that is a positive whole number; a setting that differs by layer is none."""
+    """The first of these settings that is a positive integer; a setting that differs by layer does not count."""
     for name in names:
         try:
             value = getattr(config, name, None)
@@ -51,7 +51,7 @@ def _number(config: Any, *names: str) -> int | None:
 
 
 def experts_of(config: Any) -> tuple[int | None, int | None]:
-    """Routed experts of a layer and how many of them run for a token; shared experts are not counted."""
+    """The routed experts of a layer, and how many of them run for a token; shared experts do not count."""
     text = config.get_text_config()
     return _number(text, *_EXPERTS), _number(text, *_ACTIVE)
 
@@ -67,44 +67,43 @@ def has_own_hooks(model: nn.Module) -> bool:
 
 
 def experts_per_token(model: Any) -> int:
-    """How many routed experts run for a token; 1 where the configuration does not say."""
+    """The routed experts that run for a token; 1 if the configuration does not say."""
     return experts_of(model.config)[1] or 1
 
 
 def attention_sizes(config: Any) -> tuple[int, int]:
-    """Attention of all layers together; zero where the configuration does not say.
+    """The sizes of attention, summed over layers without recurrent ones; zero if the configuration does not say.
 
     Returns:
-        Heads times head dimension, and the numbers cached of a token (keys and values), each summed over the layers
-        that attend to all tokens or a window of them; recurrent ones do not.
+        Heads times head dimension, and the numbers cached for a token (keys and values).
     """
     layers = list(_attention_layers(config))
     return sum(width for width, _, _ in layers), sum(cached for _, cached, _ in layers)
 
 
 def cached_numbers(config: Any, tokens: int) -> int:
-    """Numbers in the cache of a sequence of `tokens` tokens: a layer with a window holds at most the window."""
+    """The numbers in the cache of a sequence of `tokens` tokens; a layer with a window holds at most the window."""
     return sum(cached * min(tokens, window or tokens) for _, cached, window in _attention_layers(config))
 
 
 def layer_windows(config: Any) -> set[int | None]:
-    """The sliding windows of the layers that attend, in tokens; None of a layer without one."""
+    """The sliding windows of the attention layers, in tokens; None for a layer without one."""
     return {window for *_, window in _attention_layers(config)}
 
 
 def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
-    """For each layer that attends: heads times head dimension, numbers cached of a token, tokens of its window."""
+    """Yields heads times head dimension, numbers cached for a token and window in tokens, for each attention layer."""
     kinds = layer_kinds(config)
     for number, layer in enumerate(_layer_configs(config)):
         kind = kinds[number] if number < len(kinds) else ""
         heads, hidden = _number(layer, "num_attention_heads"), _number(layer, "hidden_size")
         if heads is None or hidden is None or kind in _WITHOUT_ATTENTION:
             continue
-        # latent attention: keys and values of different widths, of which both products take one each
+        # latent attention: keys and values have different widths, and each product uses one of them
         parts = [_number(layer, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
         latent = sum(part for part in parts if part is not None) if None not in parts else None
         both = latent or 2 * (_number(layer, "head_dim") or hidden // heads)
-        # as transformers' cache reads them: without kinds, every layer has the window that there is
+        # as in transformers' cache: without kinds, every layer has the window
         names = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
         windows = names.get(kind, () if kinds else ("sliding_window", "attention_chunk_size"))
         cached = (_number(layer, "num_key_value_heads") or heads) * both
@@ -112,7 +111,7 @@ def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
 
 
 def weight_sizes(model: Any) -> tuple[int, int]:
-    """Weights that a token is multiplied with, in the layers (of experts, those that run for it) and in the head."""
+    """The weights that a token is multiplied with, in the layers (only experts that run for it) and in the head."""
     experts, active = experts_of(model.config)
     output = getattr(model.get_output_embeddings(), "weight", None)
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
@@ -124,11 +123,11 @@ def weight_sizes(model: Any) -> tuple[int, int]:
 
 
 def _count(parameter: Any) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # whole also where ZeRO-3 has cut it
+    return getattr(parameter, "ds_numel", parameter.numel())  # the whole size under ZeRO-3
 
 
 def _active_share(path: str, parameter: Any, experts: int | None, active: int | None) -> float:
-    """Share of a weight that a token is multiplied with: 1, or of routed experts those that run for it."""
+    """The share of a weight that a token is multiplied with: 1, or the share of routed experts that run for it."""
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
     routed = "experts" in path.split(".")  # shared experts have names of their own
     stacked = len(shape) == 3 and (routed or shape[0] == experts)
@@ -137,7 +136,7 @@ def _active_share(path: str, parameter: Any, experts: int | None, active: int | 
 
 
 def token_cost(policy: Any) -> TokenCost:
-    """What a token costs in this model, from the sizes in its configuration and its weights."""
+    """The cost of a token in a model, from its configuration and its weights."""
     (width, _), (body, head) = attention_sizes(policy.config), weight_sizes(policy)
     body = max(body, 1)
     return TokenCost(attention=2 * width / body, head=4 / 3 * head / body)  # the head runs its forward twice

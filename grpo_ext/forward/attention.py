@@ -1,7 +1,7 @@
 """Attention over a pack: every completion sees its prompt and itself, and nothing is computed for what is masked.
 
 Differs from a 4-D mask over the pack: the scores between different completions are never computed. Registered with
-transformers under its own name, which a model has only while a pack runs (`packed_attention`); nothing global changes.
+transformers under a name that a model has only while a pack runs (`packed_attention`); nothing global changes.
 Torch's flash kernels are called in forward.shared_prefix. Shapes: H heads, N tokens of the pack, D head dimension.
 """
 
@@ -35,15 +35,15 @@ _CALL_COST, _ACCELERATOR_CALL_COST = 2000, 500_000
 _States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value
 
 
-class TakesNoPacks(ModelError):
-    """The model's attention does not follow the layout of a pack, so that completions would see each other."""
+class PackRefused(ModelError):
+    """The model's attention does not follow the layout of a pack: completions would see each other."""
 
 
 def split_is_cheaper(group: PackedGroup, device: torch.device, half: bool = False) -> bool:
-    """The cost rule for one group: attention by segments, or one dense masked call over prompt and completions.
+    """Whether attention by segments costs less than one dense masked call over a prompt and its completions.
 
-    Both are counted in (query, key) pairs: a dense call computes all of them, segments only the visible ones, for
-    one more call each. In `half` precision, where the two round differently, a part of a group follows the whole.
+    Both are counted in (query, key) pairs: a dense call computes all of them, segments only the visible ones, with one
+    more call each. In `half` precision the two round differently, so a part of a group is decided like the whole group.
     """
     call_cost = _CALL_COST if device.type == "cpu" else _ACCELERATOR_CALL_COST
     prompt = group.prompt[1] - group.prompt[0]
@@ -54,10 +54,10 @@ def split_is_cheaper(group: PackedGroup, device: torch.device, half: bool = Fals
 
 
 def visible_mask(group: PackedGroup, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which tokens of a group see which, (n, n) for the n tokens of prompt and completions, rows are queries.
+    """The mask (n, n) of the n tokens of a prompt and its completions, True where a query (row) sees a key.
 
-    A completion's tokens see the whole prompt and what comes before them in the same completion; under a `window` keys
-    less than this many positions back.
+    A completion's tokens see the whole prompt and the tokens before them in the same completion; under a `window` only
+    keys less than this many positions back.
     """
     start, stop = group.prompt[0], max(group.answers[1], group.prompt[1])
     segment = torch.zeros(stop - start, dtype=torch.long, device=device)  # 0: the prompt
@@ -71,13 +71,12 @@ def visible_mask(group: PackedGroup, window: int | None, device: torch.device) -
 
 
 def _reference(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The model's own attention function of that name."""
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
 def _once_per_pack(layout: PackLayout, key: Hashable, make: Callable[[], Any]) -> Any:
-    """What the layers of a pack share: made by the first that asks, and freed with the layout."""
+    """A value that the layers of a pack share: made by the first layer, and freed with the layout."""
     if key not in layout.shared:
         layout.shared[key] = make()
     return layout.shared[key]
@@ -116,7 +115,7 @@ def _share_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
 
 
 def _tokens_first(out: torch.Tensor) -> torch.Tensor:
-    """An output (heads of keys, queries of each, n, D) as (1, n, H, D)."""
+    """Shape (heads of keys, queries of each, n, D) to (1, n, H, D)."""
     return out.permute(2, 0, 1, 3).flatten(1, 2)[None]
 
 
@@ -125,21 +124,21 @@ def packed_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention over a pack, for transformers' `AttentionInterface`: the output (1, N, H, D), and None for the weights.
 
-    Query, key and value are (1, H, N, D); key and value may have fewer heads. Raises TakesNoPacks where the model keeps
-    the layout from its attention layers, or makes a mask of its own.
+    Query, key and value are (1, H, N, D); key and value may have fewer heads. Raises PackRefused where the model
+    does not pass the layout to its attention layers, or builds its own mask.
     """
     name, has_mask = cast(Any, module).config.grpo_ext_attention, isinstance(attention_mask, torch.Tensor)
     if LAYOUT not in options and has_mask:
-        # a padded batch of `plain_attention`, whose layers gradient checkpointing runs again
+        # a padded batch of `plain_attention`, whose layers gradient checkpointing recomputes
         return _reference(module, name)(module, query, key, value, attention_mask, **options)
     if LAYOUT not in options:
-        raise TakesNoPacks(
+        raise PackRefused(
             f"{type(module).__name__} is not given the layout of a pack (the model does not pass it to its layers)"
         )
-    if has_mask:  # which may hold a window that is longer than the completions compared
-        raise TakesNoPacks(f"{type(module).__name__} attends under a mask that the model makes without transformers")
+    if has_mask:  # it may hold a window that is longer than the rows that were compared
+        raise PackRefused(f"{type(module).__name__} uses a mask that the model builds without transformers")
     layout: PackLayout = options.pop(LAYOUT)
-    # the mask of transformers decides, as in the model's own attention; without one, the layer's setting
+    # as in the model's own attention, the mask of transformers decides, or without one the layer's setting
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers.add(module)
     window = _effective_window(layout, window)
@@ -157,7 +156,7 @@ def packed_attention_forward(
 
 
 def _plain(layout: PackLayout, window: int | None, states: _States, scale: float | None) -> torch.Tensor:
-    """Attention (1, N, H, D) that is a softmax of products alone, by the best of torch's kernels."""
+    """Attention (1, N, H, D) without extra terms, by the best of torch's kernels."""
     device, cast_states = states[0].device, _as_sdpa_takes_them(*states)
     if takes_varlen(*cast_states):
         parts = _once_per_pack(layout, (window, device), lambda: to_device(joint_parts(layout, window), device))
@@ -183,10 +182,10 @@ def _by_group(
     mask_of: Callable[[PackedGroup], torch.Tensor],
     by_flash: Callable[[PackedGroup, Sequence[torch.Tensor]], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attention (1, N, H, D) of each group, computed the same whatever other groups the pack has.
+    """Attention (1, N, H, D), group by group, so that a group does not depend on others in the pack.
 
-    `attend` returns the output (1, n, H, D) for query, key, value and a mask; `by_flash`, for a group, that of torch's
-    flash kernel of the CPU.
+    `attend` returns the output (1, n, H, D) for query, key, value and a mask; `by_flash` returns a group's output by
+    torch's flash kernel for CPUs.
     """
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
     outputs, device = [], states[0].device
@@ -205,9 +204,9 @@ def _by_group(
 def _segments(
     group: PackedGroup, states: Sequence[torch.Tensor], mask: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Query, key, value and mask of the prompt and of each completion, whose keys are the prompt's and its own.
+    """Yields query, key, value and mask of the prompt, and of each completion with the prompt's keys before its own.
 
-    `mask` is that of one sequence at least as long as the prompt with any of its completions.
+    `mask` is the mask of one sequence, at least as long as the prompt with any of its completions.
     """
     query, key, value = states
     base = group.prompt[0]
@@ -220,7 +219,7 @@ def _segments(
 
 
 def _as_sdpa_takes_them(*states: torch.Tensor) -> _States:
-    """Cast to autocast's type, as autocast does for `scaled_dot_product_attention` but not for the kernel below it."""
+    """The states in autocast's type; autocast casts for `scaled_dot_product_attention`, but not for its kernels."""
     device = states[0].device.type
     if torch.is_autocast_enabled(device):
         states = tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in states)
@@ -229,7 +228,7 @@ def _as_sdpa_takes_them(*states: torch.Tensor) -> _States:
 
 
 def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> int:
-    """Returns the sliding window, 0 without one, instead of a mask; all else of a mask follows from the layout."""
+    """The sliding window, 0 without one, in the place of a mask; the rest of the mask follows from the layout."""
     return local_size or 0
 
 
@@ -238,7 +237,7 @@ AttentionMaskInterface.register(PACKED, _window)
 
 
 def _configs(model: nn.Module, packed: bool) -> list[Any]:
-    """The configurations in a model whose attention is that of packs, or another one."""
+    """The configurations in a model whose attention is (`packed`) or is not that of packs."""
     configs: Any = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     named = [config for config in configs if getattr(config, "_attn_implementation", None) is not None]
     return [config for config in named if (config._attn_implementation == PACKED) == packed]
@@ -262,7 +261,7 @@ def packed_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def plain_attention(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` attends as it does outside `packed_attention`, for the forward of a padded batch."""
+    """Inside, `model` runs padded batches, also within `packed_attention`."""
     packing = _configs(model, packed=True)
     for config in packing:
         config._attn_implementation = config.grpo_ext_attention

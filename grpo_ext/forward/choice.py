@@ -1,23 +1,25 @@
-"""Which form a model's completions run in (packed, prefix or padded), decided once for each model.
+"""Which form a model's completions run in (packed, prefix or padded), decided once for each model before a run begins.
 
-Differs from TRL, which always pads. `form_check` compares a form with padding before it is used first.
+Differs from TRL, which always pads. `form_check` compares a form with padding on rows made for that (forward.probe).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 
 from ..batching.micro_batches import Form
-from ..runtime.collectives import any_process, gather_lists, together
-from ..runtime.out_of_memory import Halving
+from ..errors import MemoryShortageError
+from ..runtime.collectives import gather_lists, together
+from ..runtime.out_of_memory import is_out_of_memory
 from .architecture import base_model_of
-from .form_check import Trial, discriminating_rows, try_form
+from .form_check import why_form_fails
 from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
 
@@ -29,11 +31,10 @@ _MEANINGS: dict[Form, str] = {
     "prefix": "shared prefixes: a prompt once for its completions, through a cache",
     "padded": "padded: every completion with its prompt",
 }
-_ENOUGH = 32  # completion tokens to compare; where attention is sharp, a few tokens may not show a fault
 
 
 def needs_whole_rows(model: Any) -> str | None:
-    """Why the adapter of a model needs a whole row for every completion, as a sentence; None if it does not."""
+    """The reason why a model's adapter needs a whole row for every completion, as a clause; None if it does not."""
     configs = getattr(model, "peft_config", {}).values()
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
         return "its adapter looks for tokens in every row of a batch"
@@ -42,20 +43,20 @@ def needs_whole_rows(model: Any) -> str | None:
 
 @dataclass
 class _ModelForms:
-    """The forms that may be run, the reasons against some of them in one model, and the completion tokens compared."""
+    """The forms that may be run, the best first, and the reasons against some of them in one model."""
 
     forms: tuple[Form, ...]
     refused: dict[Form, str]
-    compared: int = 0
+    compared: bool = False
 
     @property
     def best(self) -> Form:
-        """The first form that the model runs."""
+        """The first form that is not refused."""
         return next((form for form in self.forms if form not in self.refused), "padded")
 
     @property
     def reasons(self) -> str:
-        """Why it does not run the others, as the parts of a sentence; empty where it runs the first."""
+        """The reasons as clauses; empty where the first form runs."""
         return "; ".join(f"no {_NAMES[form]}: {reason}" for form, reason in self.refused.items())
 
 
@@ -64,50 +65,79 @@ class ForwardChoice:
 
     The cost rule: a pack computes `prompt + sum of completions` tokens, the prefix form `prompt + rows * longest
     completion`, a padded batch `rows * (longest prompt + longest completion)`, each at least as many as the one before.
-    So a model runs packs if it can, else the prefix form if it can. Inside a pack, `forward.attention.split_is_cheaper`
-    decides for each group how its attention is computed.
+    So a model runs packs if it can, or else the prefix form if it can. Inside a pack,
+    `forward.attention.split_is_cheaper` decides how the attention of each group is computed.
 
-    Every method takes a model with its adapters, as an engine wraps it or without that.
+    Every method takes a model with its adapters, with or without the wrapper of an engine.
 
     Args:
         forms: the forms that may be run, the best first; a model that can run none of them pads.
-        may_cut: whether the comparison may run in smaller pieces where memory is short; not where a forward is a
-            collective.
+        sharded: whether a forward is a collective.
         checkpointing_kwargs: arguments of gradient checkpointing; None without it.
-        refused: forms that no model of this run takes, with the reason.
+        refused: forms that no model of this run may run, with the reason.
     """
 
     def __init__(
         self,
         forms: Sequence[Form],
         device: torch.device,
-        may_cut: bool = True,
+        sharded: bool = False,
         checkpointing_kwargs: dict[str, Any] | None = None,
         refused: Mapping[Form, str] | None = None,
     ) -> None:
-        self.forms, self.device, self.checkpointing_kwargs = tuple(forms), device, checkpointing_kwargs
-        self.refused = refused or {}
-        self._memory = Halving("comparing two forms of the forward", "set forward='padded'", may_cut)
-        self._models: dict[int, _ModelForms] = {}  # by the id of the causal language model
+        self.forms, self.device, self.sharded = tuple(forms), device, sharded
+        self.checkpointing_kwargs, self.refused = checkpointing_kwargs, refused or {}
+        self._models: WeakKeyDictionary[Any, _ModelForms] = WeakKeyDictionary()  # by the causal language model
         self._warned: set[str] = set()
 
     def form(self, model: Any) -> Form:
-        """The form that a model runs; warns once of a model that pads, with the reasons."""
+        """The form that a model runs; padded before `compare`."""
+        forms = self._models.get(base_model_of(model))
+        return forms.best if forms is not None and forms.compared else "padded"
+
+    def planned(self, model: Any) -> Form:
+        """The form that a model runs if it compares equal to padding; warns once of a model that pads."""
         return self._of(model).best
 
     def described(self, model: Any) -> str:
-        """How a model runs, and why not in another form, for people."""
+        """The form of a model, and why it does not run in a better one, as text."""
         forms = self._of(model)
         return _MEANINGS[forms.best] + (f" ({forms.reasons})" if forms.reasons else "")
 
-    @property
-    def all_refused(self) -> dict[Form, str]:
-        """The forms that no model takes, or that a model of this run does not take, with the reason."""
-        return {**self.refused, **{form: why for forms in self._models.values() for form, why in forms.refused.items()}}
+    def is_compared(self, model: Any) -> bool:
+        """Whether `compare` has chosen the form of a model."""
+        return self._of(model).compared
+
+    def compare(self, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> None:
+        """Choose the best form whose results agree with padding; all processes together.
+
+        A form that one process refuses is refused on all, and the next one is compared.
+
+        Args:
+            make_rows: the batches to compare, for a causal language model (forward.probe).
+
+        Raises:
+            MemoryShortageError: on every process, where the comparison does not fit on one of them.
+        """
+        forms = self._of(model)
+        while forms.best != "padded":
+            with together("the comparison of two forms", self.sharded):
+                reason = self._why_refused(forms.best, model, make_rows)
+            if (refused := next(filter(None, gather_lists([reason])), None)) is None:
+                break
+            forms.refused[forms.best] = refused
+            self._warn_of_padding(forms)
+            if forms.best != "padded":
+                logger.warning(f"The best form of the forward was refused; completions run as {self.described(model)}.")
+        forms.compared = True
+
+    def share(self, model: Any, twin: Any) -> None:
+        """Let a copy of a model run in the model's form."""
+        self._models[base_model_of(twin)] = self._of(model)
 
     def _of(self, model: Any) -> _ModelForms:
         policy = base_model_of(model)
-        if id(policy) not in self._models:
+        if policy not in self._models:
             reentrant = bool((self.checkpointing_kwargs or {}).get("use_reentrant"))
             refused: dict[Form, str] = {}
             for form in self.forms:
@@ -115,9 +145,9 @@ class ForwardChoice:
                 reason = reason or (why_not_packed(policy) if form == "packed" else why_no_prefix(policy, reentrant))
                 if reason is not None:
                     refused[form] = reason
-            self._models[id(policy)] = _ModelForms(self.forms, refused)
-            self._warn_of_padding(self._models[id(policy)])
-        return self._models[id(policy)]
+            self._models[policy] = _ModelForms(self.forms, refused)
+            self._warn_of_padding(self._models[policy])
+        return self._models[policy]
 
     def _warn_of_padding(self, forms: _ModelForms) -> None:
         # policy and reference often have the same reasons
@@ -125,45 +155,18 @@ class ForwardChoice:
             self._warned.add(forms.reasons)
             logger.warning(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
 
-    def settled(self, model: Any) -> bool:
-        """Whether `check` has nothing left to compare."""
-        return self.form(model) == "padded" or self._of(model).compared >= _ENOUGH
-
-    def check(self, model: Any, rows: TokenRows) -> None:
-        """Before a model's first pack or shared prefix, compare it with padding; all processes together.
-
-        A form that one process refuses is refused on all, and the next one is compared. Completions of one token
-        cannot show a fault, and a few tokens may hide it; then the completions of the next step are compared too.
-
-        Raises:
-            MemoryShortageError: on every process, where the comparison does not fit on one of them.
-        """
-        rows = replace(rows, kept_B=None)  # sampling masks are the same in every form
-        while not self.settled(model):
-            forms = self._of(model)
-            chosen = discriminating_rows(rows.completions_B, rows.same_prompt)
-            if not any_process(chosen is not None):
-                return
-            # a forward may be a collective, so all processes run it
-            with together("the comparison of two forms", sharded=not self._memory.enabled):
-                tried = self._try(forms.best, model, rows, chosen)
-            trials = gather_lists(tried)
-            reason = next((trial.refused for trial in trials if trial.refused), None)
-            if reason is None:
-                # processes may hold the same completions, so those of one of them count
-                forms.compared += max(trial.tokens for trial in trials)
-                return
-            forms.refused[forms.best], forms.compared = reason, 0
-            self._warn_of_padding(forms)
-            if forms.best != "padded":
-                logger.warning(f"Completions do not run as planned: {self.described(model)}.")
-
-    def _try(self, form: Form, model: Any, rows: TokenRows, chosen: slice | None) -> list[Trial]:
-        some = replace(rows.part(chosen or slice(0, 1)), attended_N=None)
-
-        def work(piece: Sequence[int]) -> Trial:
-            part = some.part(slice(piece[0], piece[-1] + 1))
-            trial = try_form(form, model, part, self.device, self.checkpointing_kwargs)
-            return trial if chosen is not None and len(piece) > 1 else replace(trial, tokens=0)
-
-        return self._memory.run(range(len(some)), work)
+    def _why_refused(self, form: Form, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> str | None:
+        try:
+            batches = make_rows(base_model_of(model))
+        except Exception as error:  # a processor may expect prompts like the user's
+            return f"rows to compare it on could not be made ({type(error).__name__}: {error})"
+        try:
+            reasons = (why_form_fails(form, model, rows, self.device, self.checkpointing_kwargs) for rows in batches)
+            return next(filter(None, reasons), None)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryShortageError(
+                f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); set "
+                "forward='padded'."
+            ) from None

@@ -1,123 +1,110 @@
 """Compares a form of the forward with padding: a few completions run both ways, and modules have to agree.
 
-Runs before a model's first pack or first shared prefix (forward.choice). The parts of every layer are compared, and
-modules outside of layers. Log-probabilities alone do not suffice: in half precision a deep model multiplies rounding
-until it hides ignored positions. The rounding is measured: the padded batch runs again with every module's output off
-by a unit in the last place.
+Runs before training begins (forward.choice), on rows made for that (forward.probe). The parts of every layer are
+compared, and modules outside of layers. Log-probabilities alone do not suffice: in half precision a deep model
+amplifies rounding until it hides ignored positions. The rounding is measured: the padded batch runs again with every
+module's output off by a unit in the last place.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
 
 from ..batching.micro_batches import Form
-from ..batching.packing import group_runs
 from ..batching.sizes import ceil_div
 from ..runtime.out_of_memory import is_out_of_memory
 from .architecture import base_model_of
-from .attention import TakesNoPacks
+from .attention import PackRefused
 from .forms import FormBatch, lay_out, run_batch
 from .lm_head import PREFIX
 from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
 from .rows import TokenRows
 
 LIMIT = 4.0  # times the rounding; healthy models reach 1.6 (600 starts), a planted fault 8 and more
-_ROWS = 8  # completions compared at most
-_TOKENS, _CHANNELS = 256, 64  # of a module's output that are compared, at most
+_CHANNELS = 64  # of a module's output that are compared, at most
 _BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt"}
-_DRAWS = 2  # the rounding is estimated from this many perturbed forwards
+_DRAWS = 2  # perturbed forwards that the rounding is estimated from
 
 Outputs = dict[str, torch.Tensor]  # (tokens, channels), by module
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The result of one comparison on one process."""
-
-    refused: str | None = None  # why the model does not run the form, as a sentence without its end
-    tokens: int = 0  # completion tokens compared that can show a fault
-
-
-def discriminating_rows(completions_B: Sequence[int], same: Sequence[bool]) -> slice | None:
-    """Consecutive rows that can show a fault; None if there are none.
-
-    Two completions of one prompt need a second token, which is the first that the other could disturb.
-
-    Args:
-        same: for each row but the first, whether its prompt is that of the row before.
-    """
-    for first, stop in group_runs(same):
-        long_rows = [row for row in range(first, min(stop, len(completions_B))) if completions_B[row] > 1]
-        for row, neighbour in pairwise(long_rows):
-            if neighbour - row < _ROWS:
-                return slice(row, min(row + _ROWS, len(completions_B)))
-    return None
-
-
-def try_form(
+def why_form_fails(
     form: Form,
     model: Callable[..., Any],
     rows: TokenRows,
     device: torch.device | str = "cpu",
     checkpointing_kwargs: dict[str, Any] | None = None,
-) -> Trial:
+) -> str | None:
     """Run some completions in a form and padded, and compare the outputs of modules.
 
-    Every process runs the same number of forwards, unless the model refuses or memory is short.
+    Every process runs the same number of forwards, unless the model refuses or memory runs out.
 
     Args:
         model: as the loop calls it, without gradient checkpointing.
-        checkpointing_kwargs: of gradient checkpointing, under which layers may drop a cache; None without.
+        rows: groups of completions. The first token of a completion shows no fault: its prompt alone predicts it.
+        checkpointing_kwargs: arguments of gradient checkpointing, under which layers may drop a cache; None without it.
+
+    Returns:
+        The reason why the model does not run the form, as a clause; None where both agree.
     """
     policy = base_model_of(model)
     name, padded_batch = type(policy).__name__, lay_out("padded", policy, rows, device)
-    later_S = (rows.places()[1] > 0).to(device)  # no form disturbs what predicts a completion's first token
+    later_S = (rows.places()[1] > 0).to(device)
     run = functools.partial(_outputs, model, policy, later_S=later_S)
     with torch.no_grad():
-        padded, padded_logps = run(padded_batch)  # a model that fails here has a fault of its own
+        try:
+            padded, padded_logps = run(padded_batch)
+        except Exception as error:
+            if rows.images is None or is_out_of_memory(error):  # a fault of the model's own
+                raise
+            return f"{name} fails on an image made for the comparison ({_first_line(error)})"
         try:
             batch = lay_out(form, policy, rows, device)
             outputs, logps = run(batch)
             if form == "prefix" and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
-                return Trial(refused=f"{name} loses the cache under gradient checkpointing")
-        except TakesNoPacks as error:
-            return Trial(refused=str(error))
-        except Exception as error:  # whatever a model does with what it does not expect
+                return f"{name} loses the cache under gradient checkpointing"
+        except PackRefused as error:
+            return str(error)
+        except Exception as error:  # models fail in many ways on input that they do not expect
             if is_out_of_memory(error):
                 raise
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            return Trial(refused=f"{name} fails on {_BATCHES[form]} ({reason})")
+            return f"{name} fails on {_BATCHES[form]} ({_first_line(error)})"
         unit, perturbed = rounding_unit(policy, device), []
         for seed in range(_DRAWS):
             with _perturbed(policy, unit, seed):
                 perturbed.append(run(padded_batch)[0])
-    tokens = int(later_S.sum())
-    if not tokens or not torch.isfinite(padded_logps).all():
-        return Trial()  # nothing to compare; a loss that is not finite is an error of its own
+    if not torch.isfinite(padded_logps).all():
+        return f"log-probabilities of {name} are not finite, so there is nothing to compare"
+    reason = _why_different(outputs, padded, perturbed, unit)
+    gap = float((logps - padded_logps).abs().float().mean())
+    return reason and f"{form} and padded log-probabilities of {name} differ by {gap:.1e} on average, and {reason}"
+
+
+def _why_different(outputs: Outputs, padded: Outputs, perturbed: list[Outputs], unit: float) -> str | None:
     for place in [place for place in padded if place in outputs]:
         ratio = _in_roundings(outputs[place], padded[place], [values[place] for values in perturbed], unit)
         if not ratio <= LIMIT:
-            gap = float((logps - padded_logps).abs().float().mean())
-            return Trial(
-                refused=f"{form} and padded log-probabilities of {name} differ by {gap:.1e} on {len(rows)} "
-                f"completions, and the output of {place} by {ratio:.0f} times the rounding (at most {LIMIT:.0f} is "
-                "rounding): the model does something between tokens that this form does not keep"
+            return (
+                f"the output of {place} by {ratio:.0f} times the rounding (up to {LIMIT:.0f} is rounding): the model "
+                "does something between tokens that this form does not reproduce"
             )
-    return Trial(tokens=tokens)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _keeps_cache(
     model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: dict[str, Any] | None
 ) -> bool:
-    """Whether a forward has the same log-probabilities under gradient checkpointing; True where a run has none."""
+    """Whether a forward has the same log-probabilities under gradient checkpointing; True in a run without it."""
     if checkpointing_kwargs is None:
         return True
     policy.gradient_checkpointing_enable(checkpointing_kwargs)
@@ -130,12 +117,11 @@ def _keeps_cache(
 
 
 def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -> tuple[Outputs, torch.Tensor]:
-    """The outputs of modules at the positions that predict `later_S`, and all completions' log-probabilities."""
+    """Outputs of modules at the positions that predict the `later_S` tokens, and log-probabilities of all tokens."""
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
     # in the prefix form the batch of the completions comes last
-    index = batch.targets.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel())
-    index, outputs = index[:: max(1, ceil_div(len(index), _TOKENS))], Outputs()
+    index, outputs = batch.targets.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel()), Outputs()
 
     def record(module: Any, args: Any, output: Any, name: str) -> None:
         value = output[0] if isinstance(output, tuple) else output
@@ -153,7 +139,7 @@ def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -
 
 
 def _compared_modules(policy: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules outside of layers, and the parts of every layer, such as its attention."""
+    """Yields the modules outside of layers, and the parts of every layer, such as its attention."""
     for path, module in policy.named_modules():
         parts = path.split(".")
         if path and [place for place, part in enumerate(parts) if part.isdigit()] in ([], [len(parts) - 2]):
@@ -168,13 +154,13 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _unit(kind: torch.dtype) -> float:
-    """Rounding of one operation, relative. Sums of float32 and float64 are rounded term by term, so a few units."""
+    """The relative rounding of one operation; a few units for float32 and float64, whose sums round every term."""
     eps = torch.finfo(kind).eps
     return eps / 2 if kind.itemsize <= 2 else eps * 8
 
 
 def rounding_unit(policy: Any, device: torch.device | str) -> float:
-    """Relative rounding of the coarsest arithmetic that a model's settings name."""
+    """The relative rounding of the coarsest arithmetic that a model uses."""
     kinds = {p.dtype for p in policy.parameters() if p.is_floating_point()}
     kinds |= {kind for m in policy.modules() if isinstance(kind := getattr(m, "compute_dtype", None), torch.dtype)}
     kind = torch.device(device).type
@@ -211,7 +197,7 @@ def _perturbed(policy: Any, unit: float, seed: int) -> Iterator[None]:
 
 
 def _in_roundings(values: torch.Tensor, padded: torch.Tensor, perturbed: list[torch.Tensor], unit: float) -> float:
-    """The difference between a form and padding at one place, in units of the rounding there: `unit` at least."""
+    """The difference between a form and padding at one place, in units of the rounding there (at least `unit`)."""
 
     def size(values: torch.Tensor) -> float:
         return float(values.square().mean().sqrt())

@@ -1,10 +1,10 @@
 """The three forms of a forward: packed, prefix and padded.
 
-Differs from TRL, whose forward repeats a prompt for each of its completions and pads. In a pack a prompt runs once and
-its completions after it, without padding. In the prefix form prompts run once with a cache and their completions,
-padded, run on it: for layers that cannot run a pack, as the cache holds the state of linear attention and convolutions
-too. The padded form is TRL's batch, as wide as its own longest row, with `position_ids`, so that absolute positions are
-right under left padding. In every form only positions that predict a completion token go through the head.
+Differs from TRL, whose forward repeats a prompt for each of its completions and pads. In a pack a prompt runs once,
+followed by its completions, without padding. In the prefix form the prompts run once and fill a cache, from which their
+padded completions continue: this also works for linear attention and convolutions, whose state is in the cache. The
+padded form is TRL's batch, as wide as its own longest row, with `position_ids`, so that absolute positions are right
+under left padding. In every form only positions that predict a completion token go through the head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, layer_kinds
-from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, joint_parts_by_window, packed_attention, plain_attention
+from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, joint_parts_by_window, packed_attention, plain_attention
 from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
@@ -31,8 +31,7 @@ from .sampling_masks import SamplingMasks
 from .shared_prefix import Part
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-# arguments of a model, positions that predict the completion tokens (S,), how often each token counts, and its place
-# among the tokens of all rows (N,), as in `FormBatch.source_N`; on the CPU
+# arguments of a model, `Targets.predictor_S`, `FormBatch.counts_BL` and `FormBatch.source_N`, on the CPU
 _Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -40,7 +39,7 @@ _Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def why_not_packed(policy: Any) -> str | None:
-    """Why a model cannot run packs, as a sentence; None if its class and configuration allow it."""
+    """The reason why a model cannot run packs, as a clause; None if its class and configuration allow it."""
     config = policy.config.get_text_config()
     name = getattr(config, "_attn_implementation", None)
     if name == PACKED:
@@ -49,26 +48,26 @@ def why_not_packed(policy: Any) -> str | None:
     if not getattr(policy, "_supports_attention_backend", False):
         return f"{type(policy).__name__} does not use transformers' attention interface"
     if name not in SUPPORTED:
-        return f"attn_implementation={name!r} takes no packs (these do: {', '.join(SUPPORTED)})"
+        return f"attn_implementation={name!r} does not support packs (supported: {', '.join(SUPPORTED)})"
     if getattr(policy, "_is_stateful", False) or not layers <= _KNOWN_LAYERS:
         kinds = ", ".join(sorted(layers - _KNOWN_LAYERS)) or "recurrent"
-        return f"{type(policy).__name__} has layers of another kind ({kinds})"
+        return f"{type(policy).__name__} has layers that packs do not support ({kinds})"
     backbone = policy.base_model
     if not accepts_positions(backbone):
-        return f"{type(policy).__name__} takes no position_ids"
+        return f"{type(policy).__name__} does not take position_ids"
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(backbone).forward).parameters.values()):
-        return f"{type(policy).__name__} passes no further arguments to its layers"
+        return f"{type(policy).__name__} does not pass further arguments to its layers"
     return None
 
 
 def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
-    """Why a model cannot run the prefix form, as a sentence; None if its class and configuration allow it."""
+    """The reason why a model cannot run the prefix form, as a clause; None if its class and configuration allow it."""
     if reentrant and policy.supports_gradient_checkpointing:
         return "gradient checkpointing with use_reentrant=True passes no gradient through a cache"
     if (reason := why_own_cache(policy)) is not None:
         return reason
     if unknown := unknown_layers(policy.config.get_text_config(decoder=True)):
-        return f"{type(policy).__name__} has cache layers of another kind ({', '.join(unknown)})"
+        return f"{type(policy).__name__} has cache layers that the prefix form does not support ({', '.join(unknown)})"
     return None
 
 
@@ -77,17 +76,15 @@ def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
 
 @dataclass(frozen=True)
 class FormBatch:
-    """Rows as a form lays them out for a model."""
+    """A batch of rows, laid out in a form."""
 
     form: Form
     inputs: dict[str, Any]
-    # the completion tokens, and the positions that predict them in the flattened batch: in the prefix form that of the
-    # prompts, and after it that of the completions
-    targets: Targets
+    targets: Targets  # positions refer to the flattened batch: in the prefix form the prompts', then the completions'
     counts_BL: torch.Tensor  # how often the padded batch would have computed each token
     places_2S: torch.Tensor  # of `TokenRows.places`
-    # for each token of the flattened batch its place among the tokens of all rows, on the CPU; -1 for padding, but the
-    # filling of a pack repeats the first token
+    # on the CPU: the place of each token of the flattened batch among the tokens of all rows; -1 for padding, but a
+    # pack is filled up with the first token
     source_N: torch.Tensor
 
 
@@ -106,7 +103,7 @@ def lay_out(
 
     Args:
         policy: the causal language model, without wrappers.
-        with_router, with_entropy: ask for the router logits of a MoE model, for entropies.
+        with_router, with_entropy: request the router logits of a MoE model, entropies.
         multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
         suppressed: sets of token ids that sampling suppressed, which `rows.kept_B` refers to.
         record_experts: record the experts of each token, where `rows` have none to replay.
@@ -139,10 +136,7 @@ def lay_out(
 
 
 def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
-    """The experts that a forward recorded for each token of `rows`; `LIVE` for tokens that did not run.
-
-    A prompt that ran once for several completions has them in the first of these.
-    """
+    """The recorded experts of each token, as in `LogProbs.experts_NC`; `LIVE` for tokens that did not run."""
     assert batch.targets.routing is not None
     recorded_NC, real_N = batch.targets.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
     experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
@@ -151,12 +145,12 @@ def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
-    """Run a model, as the loop calls it, on a batch; raises TakesNoPacks where it does not read the pack."""
+    """Run a model, as the loop calls it, on a batch; raises PackRefused where it ignores the pack."""
     policy = base_model_of(model)
     with in_form(policy, batch.form):
         logps_S, entropies_S, routers = model(**batch.inputs, **{TARGETS: batch.targets})
     if batch.form == "packed" and not batch.inputs[LAYOUT].readers:
-        raise TakesNoPacks(f"{type(policy).__name__} does not attend through transformers' attention interface")
+        raise PackRefused(f"{type(policy).__name__} does not attend through transformers' attention interface")
     router = RouterOutput(routers, batch.counts_BL) if routers else None
     return LogProbs(logps_S, entropies_S, router, batch.places_2S, batch.targets.routing)
 
@@ -171,7 +165,7 @@ def run_rows(
 
 
 def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
-    """Inside, a model runs in a form: forwards, and backward passes that run layers again. May be nested."""
+    """Inside, a model runs in a form: forwards, and backward passes that recompute layers. May be nested."""
     contexts = {"packed": packed_attention, "prefix": cached_under_checkpointing, "padded": plain_attention}
     return contexts[form](policy)
 
@@ -196,10 +190,10 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
     columns = max(width if with_router else width - 1, 2)
     ids, mask = (torch.nn.functional.pad(values, (0, max(columns - width, 0))) for values in (ids, mask))
     attended = mask[:, : prompt + columns]
-    places = rows.image_inputs(range(len(rows)), ids, prompt, pixels=False)
+    places = rows.image_inputs(range(len(rows)), ids, pixels=False)
     position = positions_of(policy, ids, mask, places)
     inputs: dict[str, Any] = {"input_ids": ids[first_G, :prompt], "attention_mask": mask[first_G, :prompt]}
-    images = rows.image_inputs([run.start for run in runs], inputs["input_ids"], prompt)
+    images = rows.image_inputs([run.start for run in runs], inputs["input_ids"])
     inputs |= images
     if position is not None:
         inputs["position_ids"] = position[..., first_G, :prompt]
@@ -224,7 +218,7 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
 
 def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
     ids, mask, width = rows.padded(multiple)
-    images = rows.image_inputs(range(len(rows)), ids, ids.size(1) - width)
+    images = rows.image_inputs(range(len(rows)), ids)
     attended = rows.attention_mask(mask)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attended, **images}
     if (positions := positions_of(policy, ids, mask, images)) is not None:
@@ -235,7 +229,6 @@ def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
 
 
 def _sources(mask_BL: torch.Tensor) -> torch.Tensor:
-    """The number of each token among the real ones; -1 for padding."""
     return torch.full_like(mask_BL, -1).masked_scatter(mask_BL.bool(), torch.arange(int(mask_BL.sum())))
 
 
@@ -250,9 +243,9 @@ def accepts_positions(model: Any) -> bool:
 def positions_of(
     model: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, images: dict[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """The `position_ids` of a padded batch, which count real tokens only; None for a model that takes none.
+    """The `position_ids` of a padded batch, which count real tokens only; None for a model that does not take them.
 
-    (B, L), or (3, B, L) where images have rows and columns; `images` are its image arguments, with or without pixels.
+    Shape (B, L), or (3, B, L) where images have rows and columns. `images` are the image arguments, pixels optional.
     """
     if not accepts_positions(model):
         return None

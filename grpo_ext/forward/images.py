@@ -1,8 +1,7 @@
-"""The images of rows as arguments of a model, prepared row by row when a forward needs them.
+"""The images of completions as arguments of a model, prepared image by image when a forward needs them.
 
-Images of the data set are read again by the row's number; images from tools or environments are part of the row, as
-bytes. Differs from TRL, which prepares the images of all rows of a process at once, once for each completion, and cuts
-the result by rules for each model family. Used by the forwards and by sampling. Shapes: B rows, L columns.
+Differs from TRL, which prepares the images of all rows of a process at once, once for each completion, and cuts the
+result by rules for each model family. Used by the forwards and by sampling. Shapes: B rows, L columns.
 """
 
 from __future__ import annotations
@@ -11,22 +10,24 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..compat import IMAGE_ARGUMENTS, prepare_multimodal_messages
 from ..errors import DataError, ModelError
 
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # one value per token of a prompt
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # one value per token
+_TIFF_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F")  # that PIL writes and reads unchanged
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The output of a processor for one row, without the token ids."""
+    """The output of a processor for some images, without the token ids."""
 
-    tensors: dict[str, torch.Tensor]  # of images, by the names of the model's arguments; empty without images
-    types: dict[str, torch.Tensor]  # of the prompt's tokens, 1-D, by name; empty for most models
+    tensors: dict[str, torch.Tensor]  # by the names of the model's arguments; empty without images
     images: int  # their number
 
 
@@ -51,7 +52,7 @@ def images_in(prompt: Any) -> list[Any]:
 
 
 class PromptProcessor:
-    """Prepares the rows of a model that takes images.
+    """Prepares the images of a model that takes some.
 
     Args:
         template: the chat template and its arguments, as TRL passes them.
@@ -62,36 +63,44 @@ class PromptProcessor:
         self.processor, self.template, self.image_token = processor, template, image_token
 
     def __call__(self, row: dict[str, Any]) -> Prepared:
-        """Prepare the prompt of a row of the data set."""
-        count = 0
+        """Prepare the images of a row of the data set.
+
+        Raises:
+            ModelError: the processor returns other arguments or token types than the forwards pass to a model.
+        """
         if isinstance(row["prompt"], str):
-            prepared = self.processor(text=[row["prompt"]], return_tensors="pt")
-        else:
-            messages = messages_of(row)
-            count = len(images_in(messages))
-            prepared = self.processor.apply_chat_template(
-                conversation=[messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                **self.template,
-            )
-        known = {name: prepared[name] for name in IMAGE_ARGUMENTS if isinstance(prepared.get(name), torch.Tensor)}
-        types = {name: known.pop(name)[0] for name in TOKEN_TYPES if name in known}
-        if count and not known:
+            return Prepared({}, 0)
+        messages = messages_of(row)
+        count = len(images_in(messages))
+        prepared = self.processor.apply_chat_template(
+            conversation=[messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **self.template,
+        )
+        tensors = {name: prepared[name] for name in IMAGE_ARGUMENTS if isinstance(prepared.get(name), torch.Tensor)}
+        types = {name: tensors.pop(name) for name in TOKEN_TYPES if name in tensors}
+        name = type(self.processor).__name__
+        if count and not tensors:
             raise ModelError(
-                f"{type(self.processor).__name__} makes {', '.join(prepared)} of a prompt with images, and none of the "
-                f"arguments that TRL knows ({', '.join(IMAGE_ARGUMENTS)}); use a model whose processor does."
+                f"{name} makes {', '.join(prepared)} of a prompt with images, and none of the arguments that TRL knows "
+                f"({', '.join(IMAGE_ARGUMENTS)}); use a model whose processor does."
             )
-        return Prepared(known, types, count)
+        expected = self.types_of(prepared["input_ids"]) if types else {}
+        if different := [kind for kind, values in types.items() if not torch.equal(values, expected[kind])]:
+            raise ModelError(
+                f"{name} returns {', '.join(different)} other than 1 for the image token ({self.image_token}) and 0 "
+                "for all others, which is how tokens of completions are marked; use a model whose processor does."
+            )
+        return Prepared(tensors, count)
 
     def of(self, images: Sequence[Any]) -> Prepared:
         """Prepare images without a prompt."""
         if not images:
-            return Prepared({}, {}, 0)
-        prepared = self({"prompt": [{"role": "user", "content": ""}], "images": list(images)})
-        return Prepared(prepared.tensors, {}, len(images))
+            return Prepared({}, 0)
+        return self({"prompt": [{"role": "user", "content": ""}], "images": list(images)})
 
     @cached_property
     def _type_names(self) -> list[str]:
@@ -108,61 +117,39 @@ class PromptProcessor:
 class RowImages:
     """The images of some rows."""
 
-    # of each row in the data set; rows of one number have one prompt. Where images are part of the rows, all differ
-    numbers_B: Sequence[int]
-    prepare: Callable[[int], Prepared]  # prepares the row of a number
-    # from ids (B, L) to the types of the tokens; None where `prepare` returns them
-    types_of: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
+    numbers_B: Sequence[int]  # rows with one number have the same images
+    images_of: Callable[[int], Sequence[Any]]  # from a number to the images
+    processor: PromptProcessor
 
     def of(self, rows: Sequence[int]) -> RowImages:
         """The images of some of the rows."""
-        return RowImages([self.numbers_B[row] for row in rows], self.prepare, self.types_of)
+        return RowImages([self.numbers_B[row] for row in rows], self.images_of, self.processor)
 
     @property
     def same(self) -> list[bool]:
         """For each row but the first, whether its images are those of the row before."""
-        return [before == after for before, after in zip(self.numbers_B, self.numbers_B[1:])]
+        return [before == after for before, after in pairwise(self.numbers_B)]
 
     @cached_property
     def _prepared(self) -> dict[int, Prepared]:
-        return {number: self.prepare(number) for number in dict.fromkeys(self.numbers_B)}
+        return {number: self.processor.of(self.images_of(number)) for number in dict.fromkeys(self.numbers_B)}
 
-    def inputs(
-        self,
-        chosen: Sequence[int],
-        ids_BL: torch.Tensor,
-        prompts_B: Sequence[int],
-        prompt_columns: int,
-        pixels: bool = True,
-    ) -> dict[str, torch.Tensor]:
-        """The model's arguments for a batch whose prompts end at the same column.
+    def inputs(self, chosen: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
+        """The model's arguments for a batch.
 
         Args:
             chosen: the rows of the batch, among these.
-            prompts_B: tokens of the prompts; later turns of a conversation may be among them.
-            prompt_columns: columns up to the end of the prompts.
             pixels: include the pixels, and not only the arguments that say where images are.
         """
         rows = [self._prepared[self.numbers_B[row]] for row in chosen]
         names = dict.fromkeys(name for row in rows for name in row.tensors if pixels or name != "pixel_values")
         arguments = {name: joined([row.tensors[name] for row in rows if name in row.tensors]) for name in names}
-        for name in dict.fromkeys(name for row in rows for name in row.types):
-            arguments[name] = torch.zeros(ids_BL.shape, dtype=torch.long)
-            for values, tokens, row in zip(arguments[name], prompts_B, rows):
-                if len(row.types[name]) != tokens:
-                    raise DataError(
-                        f"a prompt has {tokens} tokens, and its row of the data set {len(row.types[name])}, by which "
-                        "the images are placed; a rollout_func or a subclass that changes prompts of a model that "
-                        "takes images has to change the data set instead."
-                    )
-                values[prompt_columns - tokens : prompt_columns] = row.types[name]
-        if self.types_of is not None:
-            arguments |= self.types_of(ids_BL)
+        arguments |= self.processor.types_of(ids_BL)
         return {name: value.to(ids_BL.device) for name, value in arguments.items()}
 
-    def as_trl(self, ids_BL: torch.Tensor, prompts_B: Sequence[int], prompt_columns: int) -> dict[str, Any]:
+    def as_trl(self, ids_BL: torch.Tensor) -> dict[str, Any]:
         """The images in TRL's layout of a batch, for a user's `_get_per_token_logps_and_entropies`."""
-        batch: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL, prompts_B, prompt_columns)
+        batch: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL)
         if "pixel_values" in batch:
             rows = [self._prepared[number] for number in self.numbers_B]
             batch["num_images"] = [row.images for row in rows]
@@ -183,35 +170,48 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(filled)
 
 
-def packed_images(images: Sequence[Any]) -> torch.Tensor:
-    """Images (PIL, paths, addresses, byte arrays (height, width, 3)) as lossless RGB, uint8 (N,); N = 0 for none.
+def packed_images(images: Sequence[Any]) -> bytes:
+    """Images (PIL, paths, addresses, arrays of bytes) as one TIFF file, lossless; empty without images.
 
     Raises:
-        DataError: something else.
+        DataError: an image of another kind, or one that cannot be read.
     """
     if not images:
-        return torch.empty(0, dtype=torch.uint8)
-    from PIL import Image  # not installed where only text is trained on
-    from transformers.image_utils import load_image
-
+        return b""
     try:
-        first, *others = (load_image(i if isinstance(i, (str, Image.Image)) else Image.fromarray(i)) for i in images)
+        first, *others = map(_as_pil, images)
     except (AttributeError, TypeError, ValueError) as error:
         kinds = ", ".join(sorted({type(image).__name__ for image in images}))
         raise DataError(
-            f"a tool or environment shows images as {kinds}, and one cannot be read ({error}); give PIL images, paths, "
-            "addresses, or arrays (height, width, 3) of bytes."
+            f"a prompt, a tool or an environment shows images as {kinds}, and one cannot be read ({error}); give PIL "
+            "images, paths, addresses, or arrays of bytes, (height, width, 3) or (3, height, width)."
         ) from error
     file = io.BytesIO()
-    first.save(file, "TIFF", save_all=True, append_images=others, compression="tiff_adobe_deflate")
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    first.save(file, "TIFF", save_all=True, append_images=others, compression="zstd")
+    return file.getvalue()
 
 
-def unpacked_images(packed: torch.Tensor) -> list[Any]:
-    """The inverse of `packed_images`: PIL images; trailing zeros are ignored."""
-    if not packed.any():
+def _as_pil(image: Any) -> Any:
+    """The image, of a mode that a TIFF file can hold; its pixels are those that a processor makes of it."""
+    from PIL import Image  # not installed where only text is trained on
+    from transformers.image_utils import load_image
+
+    if isinstance(image, str):
+        return load_image(image)
+    if not isinstance(image, Image.Image):
+        values = np.asarray(image)
+        first = values.ndim == 3 and values.shape[0] in (1, 3)  # as transformers decides it
+        image = Image.fromarray((values.transpose(1, 2, 0) if first else values).squeeze())
+    if image.mode == "P" and "transparency" in image.info:
+        return image.convert("RGBA")
+    # a copied file of `datasets` cannot be saved as a frame, but its pixels can
+    return image.copy() if image.mode in _TIFF_MODES else image.convert("RGB")
+
+
+def unpacked_images(packed: bytes) -> list[Any]:
+    """The inverse of `packed_images`: PIL images."""
+    if not packed:
         return []
     from PIL import Image, ImageSequence
 
-    file = io.BytesIO(packed.cpu().numpy().tobytes())
-    return [frame.copy() for frame in ImageSequence.Iterator(Image.open(file))]
+    return [frame.copy() for frame in ImageSequence.Iterator(Image.open(io.BytesIO(packed)))]

@@ -1,8 +1,8 @@
-"""The language-model head that returns log-probabilities of tokens, installed in a model's forward.
+"""A language-model head that returns log-probabilities of tokens, installed in a model's forward.
 
-Differs from TRL's fused head: it computes the positions asked for only, in any layout, and supports the logits of more
-models. Runs inside the forward of the policy and the reference, below their wrappers. Shapes: S tokens
-asked for, H hidden size, V vocabulary.
+Differs from TRL's fused head: it computes only the requested positions, in any layout, and supports the logits of more
+models. Runs inside the forward of the policy and the reference, below their wrappers. Shapes: S requested tokens, H
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _KERNEL_COLUMNS = 32768  # of the vocabulary at a time; TRL's choice
-_UNREAD = ("mpt", "gemma3", "cohere2_vision")  # models that leave these settings of their configuration unread
+_UNREAD = ("mpt", "gemma3", "cohere2_vision")  # models that ignore these settings of their configuration
 
 
 def logit_transform(config: Any, temperature: float = 1.0) -> LogitTransform:
-    """How a model transforms its logits, by the names of settings that transformers' models use."""
+    """The transform of a model's logits, read from its settings under all names in transformers."""
     if config.model_type in _UNREAD:
         return LogitTransform(temperature=temperature)
     config = config.get_text_config()
@@ -76,12 +76,12 @@ def log_probs(
     with_entropy: bool = True,
     masks: SamplingMasks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities (S,) of the targets and entropies (S,), in nats, by the fastest way this device has."""
+    """Log-probabilities (S,) of the targets and entropies (S,), in nats, by the fastest method for the device."""
     whole = transform.vocabulary is None or transform.vocabulary >= weight_VH.size(0)
-    plain = whole and masks is None and hidden_SH.dtype != torch.float64  # what TRL's kernel computes
-    # in bitwise mode torch refuses kernels that change bits from run to run, but it cannot see into those of Triton
+    plain = whole and masks is None and hidden_SH.dtype != torch.float64  # what TRL's kernel supports
+    # in bitwise mode torch refuses kernels whose bits change from run to run, but it does not know Triton's
     open_to_triton = hidden_SH.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
-    # of banned tokens, whose logit is -inf, the kernel makes an entropy that is NaN
+    # the kernel's entropy is NaN with banned tokens, whose logit is -inf
     plain = plain and not (bias_V is not None and bool(bias_V.isneginf().any()))
     if open_to_triton and plain and (kernel := triton_head()) is not None:
         settings = (transform.temperature, _KERNEL_COLUMNS, transform.cap, transform.scale)
@@ -90,9 +90,9 @@ def log_probs(
 
 
 class RouterOutput(NamedTuple):
-    """Router logits of one forward, one (tokens, E) tensor per layer, and how often each token counts (B, L).
+    """Router logits of one forward, one (tokens, E) tensor per layer, and the count of each token, (B, L).
 
-    In a padded batch the counts are the attention mask; in a pack a prompt counts once for each of its completions.
+    The counts of a padded batch are its attention mask; in a pack a prompt counts once for each of its completions.
     """
 
     logits: tuple[torch.Tensor, ...]
@@ -111,10 +111,10 @@ class LogProbs:
     logps_S: torch.Tensor  # of the completion tokens, row by row, in nats
     entropies_S: torch.Tensor | None  # in nats, where requested
     router: RouterOutput | None  # of a MoE model, where requested
-    places_2S: torch.Tensor  # of `TokenRows.places`, on the device
-    routing: Routing | None = None  # of the forward's tokens; None where nothing is recorded or replayed
-    # the experts recorded for each token of the rows, on the CPU; those of a prompt that ran once for several
-    # completions are in the first of these
+    places_2S: torch.Tensor  # `TokenRows.places`, on the device
+    routing: Routing | None = None  # None where nothing is recorded or replayed
+    # the recorded experts of each token of the rows, on the CPU; a prompt that ran once for several completions has
+    # them in the first of these
     experts_NC: torch.Tensor | None = None
 
 
@@ -125,12 +125,12 @@ class Targets(types.SimpleNamespace):
     tokens_S: torch.Tensor  # their ids
     entropy: bool = True  # also return entropies
     router: bool = False  # also return the router logits of a MoE model
-    masks: SamplingMasks | None = None  # the tokens that each was sampled from; None: the whole vocabulary
+    masks: SamplingMasks | None = None  # the tokens that each one was sampled from; None: the whole vocabulary
     routing: Routing | None = None  # records or replays the experts of the input's tokens
 
 
 def _backbone(model: Any) -> Any:
-    """The part of a causal language model before its head; the model itself where there is none."""
+    """The part of a causal language model before its head, or the model itself."""
     return model.base_model if model.base_model is not model else getattr(model, "model", model)
 
 
@@ -148,14 +148,14 @@ def refuse_unknown_head(model: Any) -> None:
         )
     if isinstance(head, BaseTunerLayer):
         raise ModelError(
-            f"the adapter reaches the language-model head of {type(model).__name__}, whose own weight makes the "
-            "log-probabilities: leave it out of target_modules, or train it whole with modules_to_save=['lm_head']."
+            f"the adapter reaches the language-model head of {type(model).__name__}, but log-probabilities use the "
+            "head's own weight: leave it out of target_modules, or train it whole with modules_to_save=['lm_head']."
         )
     inner = getattr(head, "original_module", head)  # PEFT's modules_to_save wraps the head
     if type(inner).forward is not torch.nn.Linear.forward:
         raise ModelError(
             f"the language-model head of {type(model).__name__} is a {type(inner).__name__} with a forward of its own, "
-            "and log-probabilities need the weight of a linear layer. Use a model with a plain, unquantised head."
+            "but log-probabilities need the weight of a linear layer. Use a model with a plain, unquantised head."
         )
     known = {id(p) for part in (backbone, head) for p in part.parameters()}
     further = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
@@ -171,11 +171,11 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
     """Install this head in the forward of `model`, before anything wraps the model.
 
     Called with `grpo_ext_targets=Targets(...)`, the forward returns log-probabilities (S,), entropies (S,) and router
-    logits, the latter two None where not requested; other calls are unchanged.
+    logits, the latter two None unless requested; other calls are unchanged.
 
     Args:
         model: the causal language model; under PEFT, the base model.
-        temperature: the logits are divided by it.
+        temperature: divides the logits.
         cast_to_fp32: compute the head in float32, outside autocast.
     """
     transform = logit_transform(model.config, temperature)
@@ -205,7 +205,7 @@ def _run(
     head = model.get_output_embeddings()  # PEFT and FSDP replace the head later
     hidden_SH = hidden[targets.predictor_S.to(hidden.device)]
     if isinstance(head, FSDPModule):
-        head.unshard()  # the head is an FSDP unit where Accelerate finds no norm before it, and nothing else gathers it
+        head.unshard()  # where Accelerate finds no norm before it, the head is an FSDP unit that nothing else gathers
     weight, bias = head.weight, getattr(head, "bias", None)
     hidden_SH = hidden_SH.to(weight.device)  # `device_map` may put the head elsewhere
     precision: AbstractContextManager[Any] = nullcontext()

@@ -1,8 +1,8 @@
-"""The caches of the prefix form: one that records the prompts' pass, and one that completions continue from.
+"""The caches of the prefix form: one records the prompts' pass, and completions continue from the other.
 
-Differs from transformers' caches, which grow while a model runs: a layer that runs again gets the same inputs from
-these, so gradients flow through them and gradient checkpointing may recompute the layers. Used by forward.forms,
-inside the forward of the head (forward.lm_head). Shapes: P prompts of a micro-batch, B completions.
+Differs from transformers' caches, which grow while a model runs: a layer that runs again reads the same states here, so
+gradients flow through them and gradient checkpointing may recompute the layers. Used by forward.forms, inside the
+forward of the head (forward.lm_head). Shapes: P prompts of a micro-batch, B completions.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _KNOWN = (
 
 
 class Continuation(SimpleNamespace):
-    """The completions' pass after that of the prompts; no dataclass, because FSDP copies dataclass arguments."""
+    """The completions' pass, after the prompts' pass; not a dataclass: FSDP copies dataclass arguments."""
 
     input_ids: torch.Tensor  # (B, T), of the completions, padded on the right
     attention_mask: torch.Tensor  # (B, width of the prompts + T)
-    position_ids: torch.Tensor | None  # (B, T), or (3, B, T) as the model has it; None: it takes none
+    position_ids: torch.Tensor | None  # (B, T) or (3, B, T); None if the model does not take them
     prompt_B: torch.Tensor  # the row of each completion's prompt, int64
     instead: dict[str, torch.Tensor | None]  # arguments that differ from the prompts' pass; None: absent
 
 
 class _Recorded:
-    """A cache layer that records the states of the prompts' pass."""
+    """A cache layer that records the prompts' pass."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.keys, self.values = key_states, value_states
@@ -67,7 +67,7 @@ class _Recorded:
 
 
 class _Frozen:
-    """A cache layer that returns each completion's recorded prompt states before the new ones; stores nothing."""
+    """A cache layer that returns the recorded prompt states of each completion before the new ones; stores nothing."""
 
     prompt_B: torch.Tensor
     prompt_width: int
@@ -107,20 +107,20 @@ def _layers(config: Any, behaviour: type) -> list[Any]:
 
 
 def why_own_cache(policy: Any) -> str | None:
-    """Why a causal language model does not run on transformers' default cache, as a sentence; None if it does."""
+    """The reason why a model does not run on transformers' default cache, as a clause; None if it does."""
     if CACHE not in inspect.signature(policy.forward).parameters:
         return f"{type(policy).__name__} has a forward without an argument {CACHE}"
     return None if policy._supports_default_dynamic_cache() else f"{type(policy).__name__} has a cache of its own"
 
 
 def unknown_layers(config: Any) -> list[str]:
-    """The kinds of a model's cache layers that the prefix form does not know, or "no layers" where it names none."""
+    """The names of a model's cache layers that the prefix form does not know; "no layers" if it names none."""
     layers = DynamicCache(config=config).layers
     return sorted({type(layer).__name__ for layer in layers if type(layer) not in _KNOWN}) if layers else ["no layers"]
 
 
 def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int) -> Cache:
-    """The cache that completions continue from: a copy of the recorded states, one row per completion."""
+    """The cache that completions continue from, with a row of the recorded states for each completion."""
     layers = _layers(config, _Frozen)
     for layer, record in zip(layers, recorded.layers):
         layer.prompt_B, layer.prompt_width = prompt_B, width
@@ -137,7 +137,7 @@ def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int)
 
 @contextmanager
 def cached_under_checkpointing(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, checkpointed layers get caches too; transformers drops its own, which would grow twice. May be nested."""
+    """Inside, checkpointed layers get a cache too; transformers drops its own, which grows twice. May be nested."""
     with ExitStack() as restored:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -150,8 +150,8 @@ def run_after_prompts(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Run prompts, and completions after them, through the layers of a model.
 
-    `prompts` are the backbone's arguments, (P, width), padded on the left. Returns hidden states (tokens of both
-    passes, H), the prompts' first, and each layer's router logits, if asked for.
+    `prompts` are the backbone's arguments, (P, width), padded on the left. Returns the hidden states of both passes,
+    (tokens, H), the prompts' first, and the router logits of each layer, if requested.
     """
     config = backbone.config.get_text_config(decoder=True)
     recorded = Cache(layers=_layers(config, _Recorded))

@@ -1,7 +1,7 @@
 """Models with weights in 4 or 8 bits (bitsandbytes): adapters in float32, and layers that must not be repacked.
 
-Differs from TRL, which trains adapters of such models in bfloat16. Used while a trainer is built, and by the comparison
-of forms. Layers are recognised by their attributes, so bitsandbytes is not imported.
+Differs from TRL, which trains the adapters of such models in bfloat16. Used when a trainer is built, and by the
+comparison of forms. Layers are recognised by their attributes, so bitsandbytes is not imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EIGHT_BIT_UNIT = 1 / 254  # LLM.int8 rounds activations to 127 steps of the larg
 
 
 def outlier_thresholds(model: nn.Module) -> dict[str, float]:
-    """The outlier threshold of every LLM.int8 layer, by name; 0: no column is an outlier."""
+    """The outlier threshold of each LLM.int8 layer, by name; 0: no column is an outlier."""
     states: dict[str, Any] = {path: getattr(module, "state", None) for path, module in model.named_modules()}
     return {path: float(state.threshold) for path, state in states.items() if hasattr(state, "has_fp16_weights")}
 
@@ -31,7 +31,7 @@ def trained_values(model: Any) -> dict[str, torch.Tensor]:
 
 
 def train_in_float32(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
-    """Cast trained parameters of a quantised model to float32, from the values `before` TRL's cast to bfloat16."""
+    """Cast trained parameters of a quantised model to float32; `before`: their values before TRL cast to bfloat16."""
     if not getattr(model, "is_quantized", False):
         return
     for name, parameter in model.named_parameters():
@@ -40,10 +40,10 @@ def train_in_float32(model: nn.Module, before: Mapping[str, torch.Tensor]) -> No
 
 
 def keep_4bit_weights(model: nn.Module) -> None:
-    """Keep bitsandbytes from repacking 4-bit weights, as it does on CPUs in the first forward in evaluation mode.
+    """Keep bitsandbytes from repacking 4-bit weights, which it does on CPUs in the first forward after `eval()`.
 
-    A repacked layer computes in bfloat16 and passes no gradient on, in training mode too; unpacking rounds again. A
-    ModelError where a layer is repacked already.
+    A repacked layer computes in bfloat16 and has no gradient, in training mode too; unpacking rounds again. Raises a
+    ModelError if a layer is already repacked.
     """
     for path, module in model.named_modules():
         if not hasattr(module, "support_avx512bf16_for_cpu"):
@@ -52,7 +52,7 @@ def keep_4bit_weights(model: nn.Module) -> None:
         if getattr(state, "packing_format_for_cpu", False):
             raise ModelError(
                 f"bitsandbytes has repacked the 4-bit weights of {path} for inference, as it does on this CPU in the "
-                "first forward after model.eval() (or from_pretrained), and such a layer passes no gradient on; load "
-                "the model again, and call model.train() before you run it."
+                "first forward after model.eval() (or from_pretrained), and such a layer has no gradient; load the "
+                "model again, and call model.train() before you run it."
             )
         module.support_avx512bf16_for_cpu = False

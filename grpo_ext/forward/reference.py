@@ -17,7 +17,8 @@ from peft import PeftModel
 
 from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
 from ..errors import ConfigError, ModelError
-from ..runtime.collectives import copy_from_main_process
+from ..runtime.collectives import copy_from_main_process, shards_parameters
+from ..view import TrainerView
 from .architecture import base_model_of
 from .lm_head import gathered, install
 from .quantised import keep_4bit_weights, outlier_thresholds
@@ -115,6 +116,28 @@ def _loaded(name: str, load: dict[str, Any], policy: Any) -> Any:
     return model
 
 
+class MovedReference:
+    """The weights of the reference model in a checkpoint, where callbacks have moved them.
+
+    An engine that shards weights saves none.
+    """
+
+    def __init__(self, view: TrainerView) -> None:
+        self.view = view
+        self._start = None if shards_parameters(view.accelerator) else weight_sums(view.ref_model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights; none where they are those of the start."""
+        if self._start in (None, weight_sums(self.view.ref_model)):
+            return {}
+        return dict(self.view.accelerator.unwrap_model(self.view.ref_model).state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Move the reference to where the checkpoint has it."""
+        if state and self.view.ref_model is not None:
+            self.view.accelerator.unwrap_model(self.view.ref_model).load_state_dict(state)
+
+
 def weight_sums(model: Any) -> list[float]:
     """The sum of each parameter of a model, by which a change of its weights shows; empty without a model."""
     parameters = [] if model is None else model.parameters()
@@ -127,20 +150,25 @@ def _is_partitioned(model: Any) -> bool:
 
 
 @torch.no_grad()
-def use_reference(load: Callable[[Any], Any], trainer: Any, config: trl.GRPOConfig) -> None:
-    """Give `trainer` the reference model, and the KL settings that were hidden from TRL's constructor."""
-    trainer.beta = trainer.args.beta = config.beta
-    trainer.args.sync_ref_model = config.sync_ref_model
-    model, accelerator = load(trainer.model), trainer.accelerator
+def use_reference(load: Callable[[Any], Any] | None, view: TrainerView, config: trl.GRPOConfig) -> None:
+    """Load the reference model for a trainer, with the KL settings that were hidden from TRL's constructor.
+
+    Args:
+        load: of `reference_loader`; None changes nothing.
+    """
+    if load is None:
+        return
+    model, accelerator = load(view.model), view.accelerator
     if not _is_partitioned(model):
         copy_from_main_process(model, accelerator.device)
     keep_4bit_weights(model)
-    install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
-    if trainer.is_deepspeed_enabled:
-        trainer.ref_model = prepare_deepspeed(model, accelerator)
-    elif trainer.is_fsdp_enabled:
-        trainer.ref_model = prepare_fsdp(model, accelerator)
+    install(base_model_of(model), view.temperature, view.args.cast_lm_head_to_fp32)
+    if view.is_deepspeed_enabled:
+        model = prepare_deepspeed(model, accelerator)
+    elif view.is_fsdp_enabled:
+        model = prepare_fsdp(model, accelerator)
     else:
-        trainer.ref_model = accelerator.prepare_model(model, evaluation_mode=True)
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+    view.set_reference(model, config.beta, config.sync_ref_model)
     if config.sync_ref_model:
-        trainer.add_callback(SyncRefModelCallback(trainer.ref_model, accelerator))
+        view.add_callback(SyncRefModelCallback(model, accelerator))

@@ -1,7 +1,7 @@
 """Rotary positions whose frequencies depend on the longest sequence of a forward (`longrope`, `dynamic`).
 
-Differs from TRL, where the same completion then has other log-probabilities in another micro-batch: the frequencies are
-set once, to those of the longest sequence the run can have, in policy and reference alike.
+Differs from TRL, where the log-probabilities of a completion then depend on its micro-batch: here the frequencies are
+set once, to those of the longest sequence of the run, in policy and reference alike.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def covered_length(config: Any) -> int | None:
 
 
 def _length_dependent(model: nn.Module) -> Iterator[tuple[str, Any, str | None, int]]:
-    """The rotary modules whose frequencies change with the length of a forward, once for each layer type they serve.
+    """Yields the rotary modules whose frequencies change with the length of a forward, once for each layer type.
 
-    Yields the module as text, the module, the layer type (None where all share one), and the longest sequence in tokens
-    that does not change the frequencies.
+    Each as text, the module, the layer type (None where all share one), and the longest sequence that does not change
+    the frequencies, in tokens.
     """
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
@@ -74,10 +74,10 @@ def _is_pinned(module: Any, kind: str | None) -> bool:
 
 
 def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> str | None:
-    """Give every forward of a run, of policy and reference, the same rotary frequencies.
+    """Give all forwards of a run, of policy and reference, the same rotary frequencies.
 
-    `longest` returns the tokens of the run's longest prompt and completion, or None; it is called only if needed.
-    Returns what still depends on the micro-batch, as a sentence; None where nothing does.
+    `longest` returns the tokens of the run's longest prompt with its completion, or None; it is called only if needed.
+    Returns what still depends on the micro-batch, as a sentence; None if nothing does.
     """
     rotaries = [rotary for model in models for rotary in _length_dependent(model)]
     if not rotaries:

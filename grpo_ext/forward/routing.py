@@ -1,12 +1,12 @@
-"""Replays which experts each token of a mixture-of-experts model was sent to.
+"""Replays the experts that each token of a mixture-of-experts model was sent to.
 
-Two forwards of the same tokens choose other experts where scores lie close, above all in half precision (Ma et al.,
-arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. Weights and the
-load-balancing loss are of the live router's scores, so gradients reach it.
+Two forwards of the same tokens may choose different experts where scores are close, above all in half precision (Ma et
+al., arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. Weights and the
+load-balancing loss use the live router's scores, so gradients reach it.
 
-transformers' routers all choose by `torch.topk` over the scores of the experts. Inside a router's forward that call is
-recorded, or it returns the recorded experts with their live scores. Shapes: N tokens of a forward, X experts, K of them
-chosen by a router, C choices of all routers.
+All routers of transformers choose with `torch.topk` over the scores of the experts. Inside a router's forward that call
+is recorded, or it returns the recorded experts with their live scores. Shapes: N tokens of a forward, X experts, K of
+them chosen by a router, C choices of all routers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ModelError
 from ..runtime.attributes import assigned, replace_forward
 
-LIVE = -1  # instead of an expert: the router chooses
+LIVE = -1  # in the place of an expert: the router chooses
 _CHOICES = (torch.topk, torch.Tensor.topk)
 
 
@@ -34,10 +34,10 @@ _CHOICES = (torch.topk, torch.Tensor.topk)
 class Router:
     """The router of one layer."""
 
-    columns: slice  # of its choices among those of all routers
-    choices: int  # of all routers, for a token
-    experts: int  # how many it chooses from
-    layer: int = -1  # its number among the decoder layers, with and without experts; -1: unknown
+    columns: slice  # its choices among those of all routers
+    choices: int  # choices of all routers for a token
+    experts: int  # experts to choose from
+    layer: int = -1  # number among all decoder layers; -1: unknown
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,37 +46,37 @@ class Router:
 
     @property
     def width(self) -> int:
-        """How many experts it chooses for a token."""
+        """Experts chosen for a token."""
         return self.columns.stop - self.columns.start
 
     def is_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> bool:
-        """Whether a call of `topk` chooses experts; some routers choose groups of experts by another one before."""
+        """Whether a call of `topk` chooses experts; some routers first choose groups of experts."""
         return scores.dim() == 2 and scores.size(1) == self.experts and chosen.size(1) == self.width
 
 
 class Routing:
-    """Experts of a forward's tokens, to record or to replay; no dataclass, because FSDP copies dataclass arguments."""
+    """The experts of a forward's tokens, to record or replay; not a dataclass: FSDP copies dataclass arguments."""
 
     def __init__(self, experts_NC: torch.Tensor | None = None, counts_N: torch.Tensor | None = None) -> None:
         self.experts_NC = experts_NC  # to replay, `LIVE` where the router chooses; None: record
-        self.counts_N = counts_N  # how often the padded batch would have computed each; None: nothing is counted
-        self._choices = 0  # of all routers
-        # by first token, and by first column; a layer that gradient checkpointing runs again counts once
+        self.counts_N = counts_N  # how often the padded batch would have computed each token; None: nothing is counted
+        self._choices = 0  # choices of all routers
+        # by first token and first column, so that a layer that gradient checkpointing recomputes counts once
         self._recorded: dict[int, dict[int, torch.Tensor]] = {}
         self._counted: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def changed(self) -> torch.Tensor | int:
-        """Number of replayed choices for which the live router would have chosen other experts."""
+        """Replayed choices where the live router would have chosen other experts."""
         return sum(changed for changed, _ in self._counted.values())
 
     @property
     def replayed(self) -> torch.Tensor | int:
-        """Number of replayed choices, one for each router and token, weighted with `counts_N`."""
+        """Replayed choices, one for each router and token, weighted by `counts_N`."""
         return sum(replayed for _, replayed in self._counted.values())
 
     def choose(self, router: Router, first: int, scores_NX: torch.Tensor, live: Any) -> Any:
-        """Values and experts (N, K) for a router in the place of `topk`'s `live`; `first`: the first token's number."""
+        """Values and experts (N, K) that replace `topk`'s result `live`; `first`: the number of the first token."""
         live_NK = live[1]
         if self.experts_NC is None:
             self._recorded.setdefault(first, {})[router.columns.start] = live_NK.to(router.dtype)
@@ -93,7 +93,7 @@ class Routing:
         return torch.return_types.topk((scores_NX.gather(1, experts_NK), experts_NK))
 
     def take(self) -> torch.Tensor:
-        """The experts (N, C) of the tokens since the last call; a ModelError where a forward left out a router."""
+        """The experts (N, C) recorded since the last call; a ModelError where a forward skipped a router."""
         passes = [[part for _, part in sorted(parts.items())] for _, parts in sorted(self._recorded.items())]
         self._recorded.clear()
         if not passes or any(sum(part.size(1) for part in parts) != self._choices for parts in passes):
@@ -130,9 +130,9 @@ def _inside(routing: Routing, first: int) -> Iterator[None]:
 
 @contextmanager
 def routed(model: Any, routing: Routing | None, first: int = 0) -> Iterator[None]:
-    """Inside, the routers of a model record or replay; so do those of layers that gradient checkpointing runs again.
+    """Inside, the routers of a model record or replay, also in layers that gradient checkpointing recomputes.
 
-    `first` is the number in the forward of the first of these tokens. Without `routing` nothing happens.
+    `first` is the number of the first token in the forward. Without `routing` nothing happens.
     """
     if routing is None:
         yield
@@ -156,7 +156,7 @@ def _checkpoint(
 
 
 def install_routers(model: Any) -> None:
-    """Let the routers of a model record and replay inside `routed`; a ModelError where they are absent or unknown."""
+    """Let the routers of a model record and replay inside `routed`; a ModelError if they are missing or unknown."""
     layers = list(_layers(model))
     if not layers:
         raise ModelError(
@@ -173,7 +173,6 @@ def install_routers(model: Any) -> None:
 
 
 def _choosing(router: Router, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a router, whose forward is `below`."""
     running = _running.get()
     with nullcontext() if running is None else _Choice(router, *running):
         return below(*args, **kwargs)
@@ -185,37 +184,37 @@ def routers_of(model: Any) -> list[Router]:
 
 
 def _layers(model: Any) -> Iterator[tuple[int, list[Any]]]:
-    """The number and the routers of each layer with experts: one, or with PEFT's `modules_to_save` its copies too."""
+    """Yields the number and the router of each layer with experts, and copies in PEFT's `modules_to_save`."""
     layer = None
     for path, block in model.named_modules():
-        # inside a layer: copies of a block that PEFT wraps whole
+        # PEFT's copies of a block lie inside a layer
         inside = layer is not None and path.startswith(f"{layer}.")
         if inside or not isinstance(getattr(block, "experts", None), nn.Module):
             continue
         layer = path
         modules = [module for name, module in block.named_modules() if name and _is_router(module)]
         if not modules:
-            raise _unknown(f"{path} ({type(block).__name__}) holds no module with whole numbers top_k and num_experts")
+            raise _unknown(f"{path} ({type(block).__name__}) has no module with integers top_k and num_experts")
         yield next((int(part) for part in path.split(".") if part.isdigit()), -1), modules
 
 
 def _is_router(module: nn.Module) -> bool:
     numbers = (getattr(module, name, None) for name in ("top_k", "num_experts"))
-    # a wrapper of PEFT has the attributes of the router that it calls
+    # PEFT's wrapper has the attributes of the router inside
     others = ("experts", "original_module")
     return all(isinstance(number, int) for number in numbers) and not any(hasattr(module, name) for name in others)
 
 
 def _unknown(reason: str) -> ModelError:
     return ModelError(
-        f"routing_replay=True does not know how this model chooses its experts: {reason}. It takes a router that is "
-        "a module with whole numbers top_k and num_experts, and that chooses with torch.topk over the scores of all "
+        f"routing_replay=True does not know how this model chooses its experts: {reason}. It supports routers that "
+        "are modules with integers top_k and num_experts, and that choose with torch.topk over the scores of all "
         "experts. Leave routing_replay out."
     )
 
 
 def _verify(module: Any) -> None:
-    """Check on random inputs that a router returns recorded and replayed experts, with weights; else a ModelError."""
+    """Check on random inputs that a router returns recorded and replayed experts, with weights, or raise."""
     name, generator = type(module).__name__, torch.Generator().manual_seed(0)
     router = Router(slice(0, module.top_k), module.top_k, module.num_experts)
     tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -224,7 +223,7 @@ def _verify(module: Any) -> None:
     if hidden is None:
         raise _unknown(f"{name} has no weight with a row for each expert")
     values = {path: torch.randn(shape, generator=generator) for path, shape in shapes.items()}
-    tokens_NH = torch.randn(8, hidden, generator=generator) / hidden**0.5  # of these, no softmax is zero
+    tokens_NH = torch.randn(8, hidden, generator=generator) / hidden**0.5  # so small that no softmax is zero
 
     def run(routing: Routing) -> Any:
         with torch.no_grad(), _Choice(router, routing):
@@ -240,19 +239,19 @@ def _verify(module: Any) -> None:
         replayed = run(Routing(others))
     except ModelError:
         raise
-    except Exception as error:  # whatever another class of router needs
+    except Exception as error:  # an unknown class of router may need other arguments
         raise _unknown(f"{name} cannot be recorded and replayed on random numbers ({error})") from error
     for what, expected, outputs in (("recorded", recorded, live), ("replayed", others, replayed)):
         returned = _experts_in(outputs, router)
         if returned is None or not torch.equal(expected.sort(1).values, returned.sort(1).values):
-            raise _unknown(f"{name} returns other experts than were {what}")
+            raise _unknown(f"{name} returns experts that differ from those {what}")
     weights = [output for output in replayed if output.is_floating_point() and output.shape == others.shape]
     if any(bool((weights_NK == 0).any()) for weights_NK in weights):
-        raise _unknown(f"{name} gives no weight to experts outside the groups that it chooses before")
+        raise _unknown(f"{name} gives no weight to experts outside the groups that it chooses first")
 
 
 def _experts_in(outputs: Any, router: Router) -> torch.Tensor | None:
-    """The experts (N, K) in what a router returns: as ids, or as the scores (N, X) that are not zero."""
+    """The experts (N, K) in a router's output: ids, or the columns of its non-zero scores (N, X)."""
     width = router.width
     tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
     for tensor in tensors:

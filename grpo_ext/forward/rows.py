@@ -1,16 +1,15 @@
 """Completions with their prompts, without padding: the input of every forward.
 
-Differs from TRL, whose batches are padded throughout: padded batches are converted at TRL's methods alone (`of_padded`,
-`in_columns`), and only the padded forward pads. Rows are on the CPU, where a forward is planned; its tensors are moved
-together (forward.forms). Shapes: B rows, N tokens, S completion tokens, T columns.
+TRL pads its batches throughout. Here only TRL's methods (`of_padded`, `in_columns`) and the padded forward do. Rows
+stay on the CPU, where a forward is planned; its tensors move to the device together (forward.forms). Shapes: B rows,
+N tokens, S completion tokens, T columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -21,7 +20,9 @@ from .sampling_masks import KeptIds
 
 def same_prompts(same_text: list[bool], images: RowImages | None) -> list[bool]:
     """For each row but the first, whether its prompt is that of the row before: the same text, and the same images."""
-    return same_text if images is None else [text and pixels for text, pixels in zip(same_text, images.same)]
+    if images is None:
+        return same_text
+    return [text and pixels for text, pixels in zip(same_text, images.same, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class TokenRows:
     completions_B: Sequence[int]  # tokens of each; 0 for a completion that is masked out
     same_prompt: Sequence[bool]  # for each row but the first, whether its prompt is that of the row before
     images: RowImages | None = None  # of the prompts; None for a model that takes none
-    # whether attention sees each token; None where it sees all. As in TRL, a token that is masked out keeps its
-    # position and gets no log-probability, and the next token is predicted from it
+    # whether attention sees each token; None: it sees all. As in TRL, a masked token keeps its position and gets no
+    # log-probability, and the next token is predicted from it
     attended_N: torch.Tensor | None = None
     kept_B: Sequence[KeptIds] | None = None  # what each completion was sampled from; None: the whole vocabulary
     experts_NC: torch.Tensor | None = None  # to replay (forward.routing); None: the routers choose
@@ -67,7 +68,7 @@ class TokenRows:
     @property
     def starts_B(self) -> list[int]:
         """Index of the first token of each row, and the number of all tokens."""
-        return [0, *accumulate(map(sum, zip(self.prompts_B, self.completions_B)))]
+        return [0, *accumulate(map(sum, zip(self.prompts_B, self.completions_B, strict=True)))]
 
     def part(self, rows: slice) -> TokenRows:
         """Consecutive rows."""
@@ -83,14 +84,9 @@ class TokenRows:
         whole_B = None if self.group_lengths_B is None else self.group_lengths_B[first:last]
         return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_B, experts, whole_B)
 
-    def image_inputs(
-        self, rows: Sequence[int], ids_BL: torch.Tensor, prompt_columns: int, pixels: bool = True
-    ) -> dict[str, torch.Tensor]:
+    def image_inputs(self, rows: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
         """The model's image arguments for `rows`; see `RowImages.inputs`."""
-        if self.images is None:
-            return {}
-        prompts = [self.prompts_B[row] for row in rows]
-        return self.images.inputs(rows, ids_BL, prompts, prompt_columns, pixels)
+        return {} if self.images is None else self.images.inputs(rows, ids_BL, pixels)
 
     def targets(self) -> torch.Tensor:
         """The completion tokens that get log-probabilities, (S,)."""
@@ -106,9 +102,8 @@ class TokenRows:
         return attended.nonzero().T
 
     def _of_completions(self, values_N: torch.Tensor) -> torch.Tensor:
-        starts = self.starts_B
-        pairs = zip(starts, starts[1:], self.prompts_B)
-        return torch.cat([values_N[start + prompt : stop] for start, stop, prompt in pairs])
+        rows = zip(pairwise(self.starts_B), self.prompts_B, strict=True)
+        return torch.cat([values_N[start + prompt : stop] for (start, stop), prompt in rows])
 
     def padded(self, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Ids and mask (B, L) in TRL's layout, widths in whole multiples, and the completion columns T, at least 1."""
@@ -131,25 +126,8 @@ class TokenRows:
 def in_columns(values_S: torch.Tensor, places_2S: torch.Tensor, rows: int, width: int) -> torch.Tensor:
     """Values of `TokenRows.targets`, by `TokenRows.places`, in TRL's layout: (rows, width), zero elsewhere.
 
-    They stay connected to the graph where there are none, so that every process can run its backward pass.
+    They stay connected to the graph even where there are none, so every process can run its backward pass.
     """
     row_S, column_S = places_2S
     empty = values_S.new_zeros(rows * width)
     return empty.index_copy(0, row_S * width + column_S, values_S).view(rows, width)
-
-
-def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token ids and attention mask (B, L) of prompts and completions, from TRL's dictionary."""
-    ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
-    return ids, mask
-
-
-class Unchanged:
-    """Detects whether tensors were replaced or written to."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._before = [(tensor, tensor._version) for tensor in tensors]
-
-    def are(self, *tensors: torch.Tensor) -> bool:
-        """Whether these are the same tensors, in order, unchanged since."""
-        return all(t is before and t._version == version for t, (before, version) in zip(tensors, self._before))

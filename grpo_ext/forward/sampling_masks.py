@@ -1,9 +1,9 @@
 """The tokens that truncated sampling chose from, replayed in every later forward.
 
 Truncated sampling (top-p, top-k, min-p, ...) draws from probabilities renormalised over the tokens that a filter
-kept, so log-probabilities are taken over those ("keep sampling mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
-TRL takes them over the whole vocabulary. Shapes: T tokens of a completion, S of all completions, K ids of all tokens,
-R x C one tile of logits.
+kept, so log-probabilities are over those tokens ("keep sampling mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+In TRL they are over the whole vocabulary. Shapes: T tokens of a completion, S tokens of all completions, K ids of all
+tokens, R x C one tile of logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 class KeptIds(NamedTuple):
     """The ids that each token of a completion was sampled from, on the CPU."""
 
-    # number of ids of each token, int32. 0: the whole vocabulary; -m: all but the m-th set that the run suppresses
+    # number of ids of each token, int32. 0: the whole vocabulary; -m: all but the m-th suppressed set
     counts_T: torch.Tensor
     ids_K: torch.Tensor  # int32, token after token
 
@@ -31,10 +31,10 @@ class KeptIds(NamedTuple):
 class SamplingMasks(NamedTuple):
     """The masks of the logits of S tokens, made tile by tile."""
 
-    # where the ids of each token begin, and where the last end; in NumPy, so that no tile waits for the device
+    # where each token's ids begin, and where the last end; in NumPy, so that no tile waits for the device
     bounds: np.ndarray
     ids_K: torch.Tensor  # the kept ids, token after token
-    rows_K: torch.Tensor  # the token that each belongs to
+    rows_K: torch.Tensor  # the token of each id
     kinds_S: torch.Tensor  # 0: a token with ids; 1: the whole vocabulary; 1 + m: the m-th set of `suppressed`
     suppressed: Sequence[torch.Tensor]
 
@@ -62,6 +62,6 @@ class SamplingMasks(NamedTuple):
 
 
 def _local(ids: torch.Tensor, columns: slice) -> torch.Tensor:
-    """The columns of ids in a tile; the one after its last for ids of other tiles."""
+    """The columns of ids in a tile; the column after its last for ids of other tiles."""
     inside = (ids >= columns.start) & (ids < columns.stop)
     return torch.where(inside, ids, columns.stop).long() - columns.start

@@ -1,8 +1,8 @@
 """Flash attention of packs in parts: segments against themselves, completions against the prompt that they share.
 
-Called by forward.attention with torch's kernel of the CPU for one group, or with that of CUDA for sequences of several
-lengths, which takes a whole pack. Shapes: B batch, H heads, N tokens of the pack or group, n those of a part,
-D head dimension.
+Called by forward.attention: on the CPU for each group, with torch's flash kernel; on CUDA for a whole pack, with the
+kernel for sequences of several lengths. Shapes: B batch, H heads, N tokens of the pack or group, n tokens of a part, D
+head dimension.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..batching.packing import PackedGroup, PackLayout
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# on CUDA: what `torch.nn.attention.varlen` calls, whose own operators change their arguments from version to version.
-# Rows (n, H, D), log-sum-exp (H, n); key and value may have fewer heads
+# on CUDA: the operators below `torch.nn.attention.varlen`, whose own arguments change from version to version. Rows (n,
+# H, D), log-sum-exp (H, n); key and value may have fewer heads
 _varlen = torch.ops.aten._flash_attention_forward.default
 _varlen_backward = torch.ops.aten._flash_attention_backward.default
 
@@ -30,14 +30,14 @@ class Part(NamedTuple):
 
     queries: slice | torch.Tensor
     keys: slice | torch.Tensor
-    causal: bool  # a segment's attention to itself; else that of completions to their prompt
-    # of several sequences: where each begins and ends among queries and keys (int32), and the longest of both
+    causal: bool  # a segment attends to itself; otherwise completions attend to their prompt
+    # for several sequences: their bounds among the queries and among the keys (int32), and the longest of each
     bounds: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
     window: int | None = None  # a query sees keys less than this many positions back
 
 
 def parts_of(group: PackedGroup) -> list[Part]:
-    """One call for every segment of a group and one for all completions; indices start at the group's first token."""
+    """One call for each segment of a group, and one for all its completions; indices count from the group's start."""
     segments = [tokens for tokens in (group.prompt, *group.completions) if tokens[1] > tokens[0]]
     pairs = [(tokens, tokens) for tokens in segments]
     pairs += [(group.answers, group.prompt)] if group.answers[1] > group.answers[0] else []
@@ -49,8 +49,8 @@ def parts_of(group: PackedGroup) -> list[Part]:
 def joint_parts(layout: PackLayout, window: int | None) -> list[Part]:
     """The calls for a whole pack, with tensors on the CPU.
 
-    Without a window two: all segments, and the completions of all prompts. With a window one: the keys of a completion
-    are its own, after those of its prompt that the window reaches.
+    Two without a window: all segments, then the completions of all prompts. One with a window: a completion's keys are
+    the end of its prompt that the window reaches, then its own.
     """
 
     def part(sequences: list[tuple[_Tokens, list[_Tokens]]], causal: bool) -> Part:
@@ -59,7 +59,7 @@ def joint_parts(layout: PackLayout, window: int | None) -> list[Part]:
         for side in (queries, keys):
             lengths = [sum(stop - start for start, stop in ranges) for ranges in side]
             bounds.append(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
-            longest.append(max(2, *lengths))  # with 1 and grouped heads the kernel takes every sequence to have 1 query
+            longest.append(max(2, *lengths))  # with 1 and grouped heads the kernel reads 1 query of each sequence
             places.append(_place([tokens for ranges in side for tokens in ranges]))
         return Part(places[0], places[1], causal, (bounds[0], bounds[1], longest[0], longest[1]), window)
 
@@ -76,29 +76,29 @@ def joint_parts(layout: PackLayout, window: int | None) -> list[Part]:
 
 
 def _place(ranges: list[_Tokens]) -> slice | torch.Tensor:
-    """The tokens of these ranges in order: a slice where each range begins at the end of the one before."""
+    """The tokens of some ranges: a slice if each range begins where the previous one ends."""
     if all(before[1] == after[0] for before, after in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
     return torch.cat([torch.arange(*tokens) for tokens in ranges])
 
 
 def takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the flash kernel for sequences of several lengths takes these states: half precision on CUDA."""
-    if query.device.type != "cuda" or torch.version.hip or query.size(-1) % 8:  # AMD's has another log-sum-exp
+    """Whether the flash kernel for sequences of several lengths supports these states: half precision on CUDA."""
+    if query.device.type != "cuda" or torch.version.hip or query.size(-1) % 8:  # AMD's log-sum-exp differs
         return False
     grouped = query.size(1) != key.size(1)
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, grouped))
 
 
 def _options(part: Part, scale: float | None) -> tuple[bool, dict[str, Any]]:
-    """Whether the kernel for several sequences masks causally, and its named arguments, as `varlen_attn` sets them."""
+    """Whether the kernel for several sequences masks causally, and its keyword arguments, as in `varlen_attn`."""
     if part.window is None:
         return part.causal, {"scale": scale}
     return False, {"scale": scale, "window_size_left": part.window - 1, "window_size_right": 0}
 
 
 def _attend(part: Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, H, n, D) and log-sum-exp (B, H, n) of one call."""
+    """The output (B, H, n, D) and log-sum-exp (B, H, n) of one call."""
     if part.bounds is None:
         return _flash(*states, 0.0, part.causal, scale=scale)
     causal, options = _options(part, scale)
@@ -107,14 +107,14 @@ def _attend(part: Part, states: tuple[torch.Tensor, ...], scale: float | None) -
 
 
 def _attend_backward(part: Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
-    """Gradients of query, key and value; `states` are the gradient of the output, these three, output, log-sum-exp."""
+    """The gradients of query, key and value; `states`: the output's gradient, these three, output, log-sum-exp."""
     if part.bounds is None:
         return _flash_backward(*states, 0.0, part.causal, scale=scale)
     causal, options = _options(part, scale)
     *rows, lse = states
     rows = [x[0].transpose(0, 1) for x in rows]
     unused = lse.new_empty(0)  # the random state of dropout
-    # the kernel reads the log-sum-exp as if it were contiguous, and does not check
+    # the kernel assumes a contiguous log-sum-exp, and does not check
     grads = _varlen_backward(*rows, lse[0].contiguous(), *part.bounds, 0.0, causal, unused, unused, **options)
     return tuple(x.transpose(0, 1)[None] for x in grads)
 
@@ -122,9 +122,9 @@ def _attend_backward(part: Part, states: tuple[torch.Tensor, ...], scale: float 
 class SharedPrefixAttention(torch.autograd.Function):
     """Flash attention of a whole pack, in parts joined by their log-sum-exp.
 
-    A completion's attention is that to its prompt and that to itself; two softmaxes over disjoint keys join exactly
-    (Dao et al., arXiv 2205.14135, section 3.1). With the joint output and log-sum-exp, the kernel's backward gives each
-    part's gradients. Autograd would not: the kernels' backward ignores the gradient of the log-sum-exp.
+    A completion attends to its prompt and to itself; two softmaxes over disjoint keys join exactly (Dao et al., arXiv
+    2205.14135, section 3.1). Given the joint output and log-sum-exp, the kernel's backward computes each part's
+    gradients. Autograd would not: the kernels' backward ignores the gradient of the log-sum-exp.
     """
 
     @staticmethod
@@ -136,7 +136,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         # the kernel's log-sum-exp is float32 for half precision
         kind = torch.float64 if query.dtype == torch.float64 else torch.float32
         lse = torch.empty(tokens, batch, heads, dtype=kind, device=query.device).permute(1, 2, 0)
-        for part in parts:  # a token's own part comes before what it sees of its prompt
+        for part in parts:  # a token's own segment comes before its prompt
             rows = part.queries
             states = query[:, :, rows], key[:, :, part.keys], value[:, :, part.keys]
             result, result_lse = _attend(part, states, scale)

@@ -29,11 +29,11 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a moment, by parameter."""
+    """The weights at one moment, by parameter."""
 
     progress: dict[str, Any]  # of the run, by the names of the Trainer's state
-    policy: Tensors  # its trained parameters, and its buffers
-    reference: Tensors  # its parameters where it moves (`sync_ref_model`), and its buffers
+    policy: Tensors  # trained parameters and buffers
+    reference: Tensors  # parameters, if they move (`sync_ref_model`), and buffers
 
     @property
     def step(self) -> int:
@@ -42,7 +42,7 @@ class Weights:
 
 
 def _saved_buffers(model: nn.Module) -> Tensors:
-    """Buffers that are saved with a model and may change, such as a router's bias: not integers (quantised weights)."""
+    """The floating-point buffers that are saved with a model and may change, such as a router's bias."""
     modules, buffers = dict(model.named_modules()), {}
     for name, buffer in model.named_buffers():
         path, _, attribute = name.rpartition(".")
@@ -55,8 +55,8 @@ def refuse_replaced_forward(model: nn.Module, by_user: bool = False) -> None:
     """Refuse a model whose copy would run the weights of the original.
 
     Args:
-        by_user: also refuse forwards of the model and of its base, unless an earlier trainer of this package replaced
-            them (called before TRL does). Otherwise these are accepted: a copy gets the forwards of its class.
+        by_user: also refuse replaced forwards of the model and its base, unless an earlier trainer of this package
+            replaced them (for a call before TRL replaces them). Otherwise a copy gets the forwards of its class.
 
     Raises:
         ModelError: names the module whose forward was replaced.
@@ -72,7 +72,7 @@ def refuse_replaced_forward(model: nn.Module, by_user: bool = False) -> None:
             raise ModelError(
                 f"the forward of {path or type(module).__name__} was replaced (device_map, cast_lm_head_to_fp32, or by "
                 "hand), so a copy of the model would run the weights that are trained; rollout_lag, and the reference "
-                "of some adapters, need a model on one device as its class has it. Use rollout_lag=0, or beta=0."
+                "of some adapters, need the forwards of the model's class. Use rollout_lag=0, or beta=0."
             )
 
 
@@ -82,13 +82,13 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ModelError(
-            f"{type(model).__name__} cannot be copied ({error}), for rollout_lag or the reference of beta > 0. Use "
-            "rollout_lag=0, and for the reference pass a folder that it was saved to with save_pretrained, or beta=0."
+            f"{type(model).__name__} cannot be copied ({error}), which rollout_lag and the reference of beta > 0 need. "
+            "Use rollout_lag=0, and beta=0 or, for the reference, a folder that save_pretrained has written."
         ) from None
 
 
 def sharing_copy(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
-    """A copy on the device that shares the memory of all parameters but `moving`; its forward is that of its class."""
+    """A copy on the device that shares all parameters except `moving`, with the forward of its class."""
     refuse_replaced_forward(model)
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
@@ -113,16 +113,16 @@ def _tensors(model: nn.Module) -> Tensors:
 
 
 class Snapshot:
-    """Copies of the policy and its reference, which hold the weights of one moment at a time.
+    """Copies of the policy and its reference that hold the weights of one moment at a time.
 
     Args:
-        policy: the model that is trained, as PEFT wraps it; reference: the one beside it, or None.
-        reference_moves: the reference is trained along (`sync_ref_model`).
-        prepare: puts what the run needs around the forward of a copy.
+        policy, reference: the trained model, as PEFT wraps it, and the reference model or None.
+        reference_moves: the reference follows the policy (`sync_ref_model`).
+        prepare: wraps the forward of a copy as the run needs it.
 
     Attributes:
         policy, reference: the copies.
-        abandoned: once it is set, their next forward raises `Abandoned`.
+        abandoned: once set, their next forward raises `Abandoned`.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class Snapshot:
         return Weights(progress, *parts)
 
     def put_in_place(self, weights: Weights) -> None:
-        """Let the copies compute with these weights; a ModelError names parameters that either of them lacks."""
+        """Let the copies compute with these weights; a ModelError names parameters that one side lacks."""
         for tensors, part in zip(self._copied, (weights.policy, weights.reference)):
             if missing := tensors.keys() ^ part.keys():
-                raise ModelError(f"the weights to sample with and the model have other parameters: {sorted(missing)}")
+                raise ModelError(f"the weights to sample with and the model differ in parameters: {sorted(missing)}")
             for name, tensor in tensors.items():
-                tensor.data = part[name].to(self.device)  # those of a checkpoint come from the CPU
+                tensor.data = part[name].to(self.device)  # a checkpoint's weights are on the CPU

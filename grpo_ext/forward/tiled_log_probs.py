@@ -16,31 +16,30 @@ import torch
 
 from .sampling_masks import SamplingMasks
 
-# Rows and columns of a tile of logits. On the CPU 4 MiB in float32: the C library maps and unmaps memory above 32 MiB
+# Rows and columns of a tile of logits. On the CPU 4 MiB in float32: above 32 MiB the C library maps and unmaps memory
 # for every tile, and square tiles read the head and write its gradient least often. Accelerators run larger products
-# faster (not measured). The columns do not depend on the number of rows, so the rounding of a row's sum does not depend
-# on the micro-batch
+# faster (not measured). The columns do not depend on the number of rows: a row's sum rounds alike in every micro-batch
 CPU_TILE, TILE = (1024, 1024), (1024, 32768)
 
 Whole = Callable[..., AbstractContextManager[Any]]
 
-_REMOVED = -1e30  # a logit that sampling removed, or -inf: its probability is 0, and 0 times it is not NaN
+_REMOVED = -1e30  # the logit of a removed token: its probability is 0, and unlike -inf, 0 times it is not NaN
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to the output of its head: `cap * tanh(scale * x / cap) / temperature`."""
+    """The transform of the head's output x: `cap * tanh(scale * x / cap) / temperature`."""
 
     scale: float = 1.0
     cap: float | None = None  # None: no soft-capping
     temperature: float = 1.0
-    vocabulary: int | None = None  # how many of the head's rows are tokens; None for all
+    vocabulary: int | None = None  # number of the head's rows that are tokens; None for all
 
 
 class _Tiles:
     """Logits of one head, tile after tile in the same memory.
 
-    Products are computed in the type of the hidden states, or autocast's; all else in float32, or float64 for float64.
+    Products are computed in the type of the hidden states, or autocast's; the rest in float32, or float64 for float64.
     """
 
     def __init__(
@@ -66,11 +65,10 @@ class _Tiles:
         self._spare = [hidden_SH.new_empty(size, dtype=self.exact) for _ in range(spare)]
 
     def spare(self, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Further memory of a tile's size."""
         return self._spare[which][: like.numel()].view_as(like)
 
     def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Rows, columns and the output (R, C) of the head for them, before soft-capping and scale."""
+        """Yields rows, columns and the head's output (R, C) for them, before soft-capping and scale."""
         for first in range(0, self.vocabulary, self.columns):
             columns = slice(first, min(first + self.columns, self.vocabulary))
             weight_CH = self.weight_VH[columns].to(self.dtype)
@@ -90,7 +88,7 @@ class _Tiles:
     def finish(
         self, x_RC: torch.Tensor, rows: slice, columns: slice, tanh_RC: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits divided by the temperature, in place; `tanh_RC` takes the capped ratio, for the backward pass."""
+        """The logits over the temperature, in place; `tanh_RC` receives the capped ratio, for the backward pass."""
         cap = self.transform.cap
         if cap is not None:
             x_RC.mul_(self.transform.scale / cap).tanh_()
@@ -103,14 +101,14 @@ class _Tiles:
 
 
 def _place(targets_S: torch.Tensor, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of a tile: whether its target is among the columns, and at which of them (0 where it is not)."""
+    """For each row of a tile: whether its target is among the columns, and its column there, or 0."""
     local = targets_S[rows] - columns.start
     inside = (local >= 0) & (local < columns.stop - columns.start)
     return inside, torch.where(inside, local, 0)
 
 
 class _TiledLogProbs(torch.autograd.Function):
-    """Log-probability of each target, and the entropy; the backward pass computes the tiles again."""
+    """The log-probability of each target, and the entropy; the backward pass computes the tiles again."""
 
     @staticmethod
     def forward(
@@ -138,9 +136,9 @@ class _TiledLogProbs(torch.autograd.Function):
             z_RC.sub_(new[:, None])
             lower = top[rows] - new
             rescale = lower.exp()
-            if with_entropy:  # of exp(z - top) * (z - top), which loses no digits where the logits are large
+            if with_entropy:  # sums exp(z - top) * (z - top), which loses no digits where the logits are large
                 e_RC = torch.exp(z_RC, out=tiles.spare(0, z_RC))
-                here = z_RC.mul_(e_RC).nansum(1)  # 0 times -inf is 0 here; any other NaN is in `total` too
+                here = z_RC.mul_(e_RC).nansum(1)  # counts 0 times -inf as 0; any other NaN is in `total` too
                 weighted[rows] = (weighted[rows] + lower * total[rows]) * rescale + here
             else:
                 e_RC = z_RC.exp_()
@@ -154,7 +152,7 @@ class _TiledLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
+        saved = ctx.saved_tensors  # read only once: under checkpointing a second read fails
         with ctx.whole(saved[1], saved[2]):
             grads = _backward(ctx, saved, *gradients)
         return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, saved)), *[None] * 5
@@ -218,7 +216,7 @@ def tiled_log_probs(
 
     Args:
         whole: returns a context in which weight and bias are not partitioned; entered again in the backward pass.
-        masks: the tokens that each target was sampled from, over which probabilities and entropies are taken; None:
-            the whole vocabulary.
+        masks: the tokens that each target was sampled from, which probabilities and entropies are over; None: the
+            whole vocabulary.
     """
     return _TiledLogProbs.apply(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, whole, masks)

@@ -1,6 +1,6 @@
 """Sums whose bits depend on neither the order nor the grouping of their terms.
 
-Floating point addition is not associative; integer addition is. A term is rounded once to a multiple of
+Floating-point addition is not associative; integer addition is. Each term is rounded once to a multiple of
 2**-FRACTION_BITS and added as a 64-bit integer, so any order, any grouping and any number of processes give the same
 sum. Overflow is detected, never wrapped around. Used by step.gradients in bitwise mode.
 """
@@ -14,22 +14,22 @@ import torch
 from ..errors import PrecisionError
 
 FRACTION_BITS = 48  # steps of 3.6e-15; sums up to 16384
-# elements converted at a time: 32 MiB each as float64 and as int64, whatever the size of a tensor
+# elements converted at a time: 32 MiB each as float64 and as int64, whatever the size of the tensor
 _SLICE = 2**22
 
 
 def largest_term(terms: int) -> float:
-    """The largest absolute value of a term with which a sum of `terms` terms cannot overflow."""
+    """The largest absolute value of each of `terms` terms whose sum cannot overflow."""
     return 2.0 ** (62 - FRACTION_BITS) / max(terms, 1)
 
 
 def check_terms(name: str, terms: int, largest: float) -> None:
-    """Raise a PrecisionError where the `largest` of all processes' `terms` is not finite or not within range."""
+    """Raise a PrecisionError if the `largest` of all processes' `terms` is not finite or is out of range."""
     limit = largest_term(terms)
     if not math.isfinite(largest):
         raise PrecisionError(
-            f"the gradient of {name} is not finite, so no sum of it is right; lower the learning rate, or look for "
-            "the first reward, log-probability or weight that is not finite."
+            f"the gradient of {name} is not finite, so it cannot be summed; lower the learning rate, or look for the "
+            "first reward, log-probability or weight that is not finite."
         )
     if largest > limit:
         raise PrecisionError(
@@ -39,7 +39,7 @@ def check_terms(name: str, terms: int, largest: float) -> None:
 
 
 def to_fixed(values: torch.Tensor) -> torch.Tensor:
-    """Nearest multiples of 2**-FRACTION_BITS, as int64 counts of it; only for values within `largest_term`."""
+    """Round to multiples of 2**-FRACTION_BITS and return their int64 counts; only for values within `largest_term`."""
     return values.to(torch.float64, copy=True).mul_(2.0**FRACTION_BITS).round_().to(torch.int64)
 
 
@@ -51,14 +51,14 @@ class FixedPointSum:
         self.largest = torch.zeros((), dtype=torch.float32, device=like.device)
 
     def add(self, values: torch.Tensor) -> None:
-        """Add a term; `check_terms` says later whether it fits, so nothing waits for the device here."""
+        """Add a term; `check_terms` checks later whether it fits, so nothing waits for the device here."""
         for part, sums in zip(values.detach().flatten().split(_SLICE), self.total.view(-1).split(_SLICE)):
-            # NaN wins a maximum; float32 holds the range of smaller types, and float64 terms that large are refused
+            # a maximum with NaN is NaN; float32 covers smaller types, and float64 terms beyond its range are refused
             self.largest = torch.maximum(self.largest, part.abs().max().float())
             sums += to_fixed(part)
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum as a floating point tensor, rounded to float64 and then to `dtype`."""
+        """The sum as a floating-point tensor, rounded to float64 and then to `dtype`."""
         values = torch.empty(self.total.shape, dtype=dtype, device=self.total.device)
         for part, result in zip(self.total.flatten().split(_SLICE), values.view(-1).split(_SLICE)):
             result.copy_(part.to(torch.float64).mul_(2.0**-FRACTION_BITS))

@@ -1,7 +1,7 @@
 """Sampling in the precision of training: the weights that autocast casts in every forward are cast once.
 
-Differs from TRL. There the model of an adapter samples in float32, because PEFT generates with the model inside the one
-whose forward autocasts, and any other model casts all its weights for every token. Used by rollouts.build.
+Differs from TRL, where a model with an adapter samples in float32, because PEFT generates with the inner model and only
+the outer forward autocasts, and where any other model casts all its weights for every token. Used by rollouts.build.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from transformers.pytorch_utils import Conv1D
 
 from ..runtime.collectives import shards_parameters
 
-_CAST = (nn.Linear, Conv1D)  # of these types, not of subclasses, autocast casts all parameters
+_CAST = (nn.Linear, Conv1D)  # autocast casts all parameters of these types, but not of their subclasses
 
 
 @contextmanager
 def half_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, and under autocast to `dtype`, the model computes what autocast computes, with weights cast before.
+    """Inside, and under autocast to `dtype`, the model computes what autocast computes, with weights cast beforehand.
 
-    The float32 parameters of linear layers, adapters included, are replaced by copies, and put back afterwards. Norms,
-    embeddings and buffers stay, because autocast leaves them in float32; so does a layer whose `forward` was replaced.
-    The copies need half of the memory of these parameters, and do not follow them.
+    The float32 parameters of linear layers, adapters included, are replaced by copies, and restored afterwards. Norms,
+    embeddings and buffers stay, because autocast leaves them in float32; so do layers whose `forward` was replaced.
+    The copies take half of the memory of these parameters, and do not follow their updates.
     """
     copies: dict[int, nn.Parameter] = {}
     with ExitStack() as restored:
@@ -45,16 +45,16 @@ def half_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def as_in_training(model: nn.Module, accelerator: Any) -> Iterator[None]:
-    """Inside, a model that is trained with `bf16` or `fp16` generates in that precision; any other as it is.
+    """Inside, a model that is trained with `bf16` or `fp16` generates in that precision, and any other as it is.
 
-    Under FSDP and DeepSpeed, which cast and gather weights themselves, and with quantised weights nothing changes.
+    Nothing changes under FSDP and DeepSpeed, which cast and gather weights themselves, or with quantised weights.
     """
     quantised = any(getattr(module, "is_quantized", False) for module in model.modules())  # PEFT's wrapper lacks it
     half = accelerator.native_amp and accelerator.mixed_precision in ("bf16", "fp16")
     if not half or quantised or shards_parameters(accelerator):
         yield
         return
-    # without autocast's cache, which outlives this block inside an autocast of the user's
+    # without autocast's cache, which outlives this block inside a user's autocast
     with ExitStack() as stack:
         stack.enter_context(accelerator.autocast(AutocastKwargs(cache_enabled=False)))
         stack.enter_context(half_weights(model, torch.get_autocast_dtype(accelerator.device.type)))

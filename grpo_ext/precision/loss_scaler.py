@@ -1,9 +1,9 @@
-"""The dynamic loss scale of fp16 training, in the place of the scaler that Accelerate drives.
+"""The dynamic loss scale of fp16 training: torch's scaler with DeepSpeed's rule for the scale.
 
-The rule is DeepSpeed's (`deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler`, without `consecutive_hysteresis`),
-which OpenRLHF uses too: Micikevicius et al. 2018 (arXiv:1710.03740) with a hysteresis and a minimum. Under DeepSpeed
-the engine scales by itself. `torch.amp.GradScaler` has neither, doubles one step earlier, looks for overflows on one
-process alone, and lets fused optimizers skip steps unseen, so that Accelerate moves the scheduler.
+The rule (`deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler`, without `consecutive_hysteresis`) is that of OpenRLHF
+too: Micikevicius et al. 2018 (arXiv:1710.03740) with a hysteresis and a minimum. `torch.amp.GradScaler` has neither,
+doubles one step earlier, looks for overflows on one process alone, and lets fused optimizers skip steps unseen, so that
+Accelerate moves the scheduler. Under DeepSpeed the engine scales by itself.
 """
 
 from __future__ import annotations
@@ -20,56 +20,54 @@ from ..runtime.collectives import any_process
 _STATE = ("scale", "patience", "steps", "last_overflow", "skipped")
 
 
-class LossScaler:
-    """Scales the loss, unscales the gradients, and skips steps whose gradients overflow.
+class LossScaler(torch.amp.GradScaler):
+    """Scales the loss, unscales the gradients, and skips steps whose gradients overflow; Accelerate calls it.
 
-    Accelerate calls `scale`, `unscale_`, `step` and `update` in the place of those of `torch.amp.GradScaler`.
-    `overflow_anywhere` is a collective: from whether this process found an overflow to whether any did.
+    Args:
+        device: where the scale lies.
+        overflow_anywhere: a collective, from whether this process found an overflow to whether any did.
     """
 
     # the values are DeepSpeed's
-    value = 2.0**16  # what the loss is multiplied by before the backward pass
+    initial = 2.0**16  # what the loss is multiplied by before the backward pass
     window = 1000  # steps without an overflow before the scale doubles
     hysteresis = 2  # overflows before it halves; each skips its step
     minimum = 1.0  # the scale never falls below; an overflow there is an error
 
-    def __init__(self, overflow_anywhere: Callable[[bool], bool]) -> None:
+    def __init__(self, device: torch.device, overflow_anywhere: Callable[[bool], bool]) -> None:
+        super().__init__(device.type, init_scale=self.initial)
+        self._lazy_init_scale_growth_tracker(device)  # otherwise `scale` does, and `value` cannot be set before
         self.overflow_anywhere = overflow_anywhere
         self.patience = self.hysteresis  # overflows until the scale halves, 1 or more
         self.steps = self.skipped = self._reported = 0  # so far; steps include skipped ones
         self.last_overflow = -1  # the step, counted from 0; -1: none
-        self._overflow: bool | None = None  # of the unscaled gradients; None: not unscaled yet
+        self._overflow: bool | None = None  # whether the gradients overflowed; None: they are not unscaled yet
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale, in float32."""
-        return loss.float() * self.value
+    @property
+    def value(self) -> float:
+        """The scale."""
+        return self.get_scale()
+
+    @value.setter
+    def value(self, scale: float) -> None:
+        super().update(scale)
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients by the scale, once, and find out whether one overflowed on any process."""
-        if self._overflow is not None:
-            return
-        overflow_here = False
-        grads: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            grad = parameter.grad
-            local = grad.to_local() if hasattr(grad, "to_local") else grad  # FSDP2's shards
-            grads.setdefault((local.device, local.dtype), []).append(local)
-        for (device, _), same in grads.items():
-            overflow = torch.zeros((), device=device)
-            inverse = torch.tensor(1.0 / self.value, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(same, overflow, inverse)
-            overflow_here = overflow_here or bool(overflow)
-        self._overflow = self.overflow_anywhere(overflow_here)
+        if self._overflow is None:
+            super().unscale_(optimizer)
+            self._overflow = self.overflow_anywhere(any(map(bool, self._found_inf_per_device(optimizer).values())))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """`optimizer.step`, unless there was an overflow."""
         self.unscale_(optimizer)
         return None if self._overflow else optimizer.step(*args, **kwargs)
 
-    def update(self) -> None:
+    def update(self, new_scale: Any = None) -> None:
         """Move the scale after a step, on every process alike."""
         overflow, self._overflow = bool(self._overflow), None
         self.move(overflow)
+        super().update(self._scale)  # also forgets that the gradients were unscaled
 
     def move(self, overflow: bool) -> None:
         """Count a step, which overflowed or did not, and move the scale; a PrecisionError where it cannot fall."""
@@ -77,7 +75,9 @@ class LossScaler:
         if not overflow:
             clean = step - self.last_overflow - 1  # steps before this one
             if clean > 0 and clean % self.window == 0:
-                self.value, self.patience = self.value * 2, self.hysteresis
+                self.patience = self.hysteresis
+                if self.value * 2 <= torch.finfo(torch.float32).max:  # as in torch; gradients of zero never overflow
+                    self.value *= 2
             return
         self.last_overflow, self.skipped = step, self.skipped + 1
         if self.patience > 1:
@@ -87,22 +87,22 @@ class LossScaler:
         else:
             raise PrecisionError(
                 f"gradients overflow with a loss scale of {self.value:g}, its minimum; {self.skipped} of {self.steps} "
-                "steps were skipped so far. No scale mends gradients this large: use a lower learning_rate or "
-                "max_grad_norm, bf16=True, or float32, and see that rewards and losses are of ordinary size."
+                "steps were skipped so far. No loss scale can fix gradients this large: use a lower learning_rate or "
+                "max_grad_norm, bf16=True, or float32, and check that rewards and losses are of ordinary size."
             )
 
     def report(self) -> dict[str, float]:
-        """For a log line; overflows are those since the last one."""
+        """Values for a log line; overflows are counted since the last one."""
         overflows, self._reported = float(self.skipped - self._reported), self.skipped
         skipped = float(self.skipped)
         return {"fp16/loss_scale": self.value, "fp16/overflows": overflows, "fp16/skipped_steps": skipped}
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint: plain numbers."""
+        """State for a checkpoint, as plain numbers."""
         return dict(zip(_STATE, (self.value, self.patience, self.steps, self.last_overflow, self.skipped)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint; one of `torch.amp.GradScaler` gives its scale alone."""
+        """Continue from a checkpoint; one of `torch.amp.GradScaler` has only a scale."""
         state = {**self.state_dict(), **state}
         self.value, self.patience, self.steps, self.last_overflow, self.skipped = (state[name] for name in _STATE)
         self._reported = self.skipped
@@ -115,14 +115,14 @@ def install_loss_scaler(accelerator: Any) -> None:
     device = accelerator.device
     if accelerator.mixed_precision != "fp16" or not accelerator.native_amp:
         raise ConfigError(
-            f"fp16=True needs an accelerator: on {device.type} Accelerate computes in float32 without a word. Use "
+            f"fp16=True needs an accelerator: on {device.type} Accelerate silently computes in float32. Use "
             "bf16=True, or neither."
         )
-    accelerator.scaler = LossScaler(any_process)
+    accelerator.scaler = LossScaler(device, any_process)
 
 
 def reduce_in_float32(accelerator: Any) -> None:
-    """Let FSDP2 add gradients up in float32, on a process and between them; Accelerate takes the half precision."""
+    """Let FSDP2 sum gradients in float32, within and between processes; Accelerate's default is half precision."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     policy = getattr(plugin, "mixed_precision_policy", None)
     if plugin is not None and dataclasses.is_dataclass(policy) and getattr(plugin, "fsdp_version", 1) == 2:

@@ -1,7 +1,7 @@
-"""Where a number that is not finite came from: the weights, the first module that produced it, or the loss.
+"""Finds where a number that is not finite came from: the weights, the first module that produced it, or the loss.
 
-A loss scale mends gradients that overflow, never a forward pass that does. Runs only after a step's loss was not
-finite, before the optimizer acts on it.
+A loss scale can fix gradients that overflow, but not a forward pass. Runs only after a step's loss was not finite,
+before the optimizer acts on it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..runtime.collectives import first_of_all_processes
 
 
 def is_finite(value: Any) -> bool:
-    """Whether all floating point tensors in a value are."""
+    """Whether all floating-point tensors in a value are finite."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def bad_weight(model: torch.nn.Module) -> str | None:
-    """The first parameter that is not finite, if there is one."""
+    """Name the first parameter that is not finite, if there is one."""
     return next((name for name, parameter in model.named_parameters() if not is_finite(parameter.detach())), None)
 
 
 @contextmanager
 def first_module(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Inside, the list gets the first module, inner before outer, that makes non-finite numbers of finite ones."""
+    """Inside, the list gets the first module, inner before outer, whose inputs are finite and whose output is not."""
     first: list[str] = []
 
     def look(module: torch.nn.Module, inputs: Any, output: Any, name: str) -> None:
@@ -46,7 +46,7 @@ def first_module(model: torch.nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def explaining(what: str, model: torch.nn.Module, fp16: bool, sharded: bool) -> Iterator[None]:
-    """Inside, forwards of a step whose loss is not finite run again without gradients, to find where that began.
+    """Inside, forwards of a step whose loss is not finite run again without gradients, to find the cause.
 
     At the end, on every process, a PrecisionError names the weight or the first module that is not finite.
     """
@@ -60,11 +60,11 @@ def explaining(what: str, model: torch.nn.Module, fp16: bool, sharded: bool) -> 
 def explanation(weight: str | None, module: str | None, fp16: bool) -> str:
     """The cause and the remedy, for an error's message."""
     if weight is not None:
-        return f"the parameter {weight} is not finite any more; go on from a checkpoint before that, with a lower rate"
+        return f"the parameter {weight} is not finite; resume from an earlier checkpoint, with a lower learning rate"
     advice = (
-        "float16 holds numbers up to 65504 and no loss scale mends a forward pass: use bf16=True or float32"
+        "float16 holds numbers up to 65504, and no loss scale can fix a forward pass: use bf16=True or float32"
         if fp16
-        else "see that the model's inputs and weights are of ordinary size"
+        else "check that the model's inputs and weights are of ordinary size"
     )
     if module is not None:
         return f"the forward pass overflowed, first in {module}; {advice}"

@@ -1,8 +1,8 @@
 """Weight gradients in float32 under autocast, so that the update in half precision does not depend on the split.
 
-Autocast rounds the gradient of a float32 weight in every backward pass, and a sum of rounded parts depends on how a
-step was cut. Here the same half-precision operands are multiplied, and the product is summed and returned in float32,
-as Megatron and TransformerEngine do for accuracy. Outputs and gradients of inputs keep their bits.
+Autocast rounds the gradient of a float32 weight in every backward pass, and a sum of rounded parts depends on how the
+step was cut. Here the same half-precision operands are multiplied, but the product is summed and returned in float32,
+as Megatron and TransformerEngine do for accuracy. Outputs and input gradients keep their bits.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
 
     Covers linear layers, `Conv1D`, convolutions, and matrix products in the forward of a module that owns the weight.
     Embeddings, norms and grouped products of experts are float32 under autocast anyway; the head sums in float32.
+    Backward passes have to run inside, too.
 
-    Left out (docs/precision.md has names): weights that are computed from other weights or that the model itself casts,
-    `einsum`, norms of half-precision states on a CPU, kernels with gradients of their own. Backward passes run inside.
+    Not covered (docs/precision.md has names): weights that are computed from other weights or that the model itself
+    casts, `einsum`, norms of half-precision states on a CPU, kernels with their own gradients.
     """
     with ExitStack() as restored:
         for module in model.modules():
@@ -40,9 +41,9 @@ def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
                 forward: Callable[..., Any] = types.MethodType(_linear_forward, module)
             elif not _reads_weights(module):
                 continue
-            else:  # torch.compile knows a method again that is made anew, and compiles it once
+            else:  # methods: torch.compile recognises one that is built again, and compiles it once
                 forward = types.MethodType(_own_in_mode, module) if replaced is None else partial(_in_mode, replaced)
-            # in reverse; one that is left behind would look like a forward that a user replaced
+            # callbacks run in reverse; an attribute left behind would look like a forward that a user replaced
             restored.callback(attributes.update, {} if replaced is None else {"forward": replaced})
             restored.callback(attributes.pop, "forward")
             attributes["forward"] = forward
@@ -50,7 +51,7 @@ def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def _reads_weights(module: nn.Module) -> bool:
-    """Whether the module's forward reads weights of its own, or of parts that hold them for it."""
+    """Whether the module's forward reads weights of its own, or those of children that only hold them."""
     if isinstance(module, (nn.Embedding, nn.ParameterDict, nn.ParameterList)):
         return False
     parts = [module, *(child for child in module.children() if isinstance(child, _READ_BY_PARENTS))]
@@ -65,7 +66,7 @@ def _own_in_mode(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _in_mode(type(module).forward, module, *args, **kwargs)
 
 
-# by this name pickle finds the module's own forward again
+# the name by which pickle finds the module's own forward
 _linear_forward.__name__ = _own_in_mode.__name__ = "forward"
 
 
@@ -75,7 +76,7 @@ def _in_mode(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Products(TorchFunctionMode):
-    """Inside, the functions of `_INSTEAD` are replaced by ours, whose first argument they are."""
+    """Inside, functions of torch in `_INSTEAD` are replaced by ours, which take the original as first argument."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = _INSTEAD.get(func)
@@ -83,7 +84,7 @@ class _Products(TorchFunctionMode):
 
 
 def _half(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.dtype | None:
-    """The dtype to which autocast casts a float32 weight, where it or its bias is trained; else None."""
+    """The dtype to which autocast casts a float32 weight, if it or its bias is trained; else None."""
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     usable = trained and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
     cast = usable and weight.dtype == torch.float32 and torch.is_autocast_enabled(weight.device.type)
@@ -92,7 +93,7 @@ def _half(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.dtype
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """A matrix product, or a batch of them, of half-precision operands, summed and returned in float32."""
-    # with create_graph=True autograd needs a derivative, which `out_dtype` lacks
+    # with create_graph=True autograd needs a derivative, and `out_dtype` has none
     if left.device.type == "cuda" and torch.version.hip is None and not torch.is_grad_enabled():
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
@@ -139,12 +140,12 @@ def _matmul(func: Any, *factors: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if kwargs or len(factors) != 2:
         return func(*factors, **kwargs)
     left, right = factors
-    # of two matrices the weight is the left one if it is a parameter, else the right one, which may be a view of one
+    # the weight is the left matrix if that is a parameter, else the right one, which may be a view of a parameter
     if left.dim() == 2 and isinstance(left, nn.Parameter) and right.dim() > 1 and _half(left) is not None:
         return _linear(functional.linear, right.mT, left).mT.contiguous()
     if right.dim() == 2:
         return func(left, right) if _half(right) is None else _linear(functional.linear, left, right.t())
-    # not experts that are chosen by index, one for each token: no sum of tokens is rounded there
+    # excludes experts that are indexed once per token: no sum over tokens is rounded there
     batched = left.dim() == right.dim() == 3 and len(left) == len(right) and isinstance(right, nn.Parameter)
     dtype = _half(right) if batched else None
     return func(left, right) if dtype is None else _Product.apply(left.to(dtype), right, None)

@@ -1,8 +1,8 @@
 """One call of a reward function: bounded in time, retried, checked, and recorded with what it logs.
 
 Differs from TRL: NaN, infinity and non-numbers are errors that name the function, the row and the value, instead of
-silent zeros; `None` stays "does not apply"; a call that hangs or fails can be ended and retried. Used by
-rewards.runner; rollouts bound tools and environments by `in_time`, and `join` gathers the records.
+silent zeros; `None` still means "does not apply"; a call that hangs or fails can be ended and retried. Used by
+rewards.runner; rollouts limit tools and environments with `in_time`, and `join` gathers the records.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ChunkRewards = tuple[list[float | None], RewardCall]  # the rewards of a call, a
 
 
 class CallTimeout(TimeoutError):
-    """A call that did not return within the time that a setting gives it."""
+    """A call that did not return within the time that a setting allows."""
 
     remedy = (
-        "a larger reward_timeout gives it more time, reward_retries makes the call again, and reward_on_failure='none' "
-        "goes on without."
+        "a larger reward_timeout gives it more time, reward_retries repeats it, and reward_on_failure='none' goes "
+        "on without its rewards."
     )
 
     def __init__(self, seconds: float | None, setting: str) -> None:
@@ -44,15 +44,15 @@ class CallTimeout(TimeoutError):
 
 
 def start(function: Callable[[], Any]) -> Future[Any]:
-    """Run a function on a thread of its own, in the context of this one."""
+    """Run a function on its own thread, in the context of this one."""
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # so that it cannot be cancelled, as a thread cannot be stopped
+    future.set_running_or_notify_cancel()  # no longer cancellable, because a thread cannot be stopped
     context = contextvars.copy_context()
 
     def work() -> None:
         try:
             future.set_result(context.run(function))
-        except BaseException as error:  # of any kind; the calling thread raises it
+        except BaseException as error:  # the calling thread raises it
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
@@ -63,7 +63,7 @@ def result_in_time(future: Future[Any], seconds: float | None, setting: str, end
     """The result of a future; without one after `seconds`, or once `ended` is done, it is cancelled.
 
     Raises:
-        CallTimeout: there is none. A thread keeps running, because a thread cannot be stopped.
+        CallTimeout: there is none. A thread keeps running, because it cannot be stopped.
         CallCancelled: `ended` is done.
     """
     done, _ = wait([future] if ended is None else [future, ended], seconds, FIRST_COMPLETED)
@@ -76,16 +76,16 @@ def result_in_time(future: Future[Any], seconds: float | None, setting: str, end
 
 
 def in_time(function: Callable[[], Any], seconds: float | None, setting: str) -> Any:
-    """What `function` returns, within a time limit, as `result_in_time`; None: no limit."""
+    """The result of `function` within a time limit (None: no limit); errors as of `result_in_time`."""
     return function() if seconds is None else result_in_time(start(function), seconds, setting)
 
 
 class CallCancelled(CancelledError):
-    """A call that was ended with all others."""
+    """A call that was ended together with all others."""
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether no further attempt is made: other processes end with the same error, or the call cannot succeed."""
+    """Whether there is no further attempt: all processes end with this error, or the call cannot succeed."""
     return isinstance(error, (ConfigError, CallCancelled)) or on_all_processes(error)
 
 
@@ -113,7 +113,7 @@ class GuardedCall:
         return self.run(lambda: in_time(attempt, self.faults.timeout, "reward_timeout"))
 
     def run_on(self, loop: asyncio.AbstractEventLoop, ended: Future[Any]) -> ChunkRewards:
-        """Call an asynchronous function on a loop that another thread runs, until `ended` is done; see `run`."""
+        """Call an asynchronous function on the loop of another thread, until `ended` is done; see `run`."""
 
         async def attempt() -> Attempt:
             coroutine, record = call_function(self.function, self.keywords, self.record)
@@ -132,10 +132,10 @@ class GuardedCall:
 
         Args:
             attempt: calls the function once.
-            sleep: waits between two attempts, for so many seconds.
+            sleep: waits so many seconds between two attempts.
 
         Raises:
-            CallCancelled: the call was ended with all others.
+            CallCancelled: the call was ended together with all others.
             RewardError: the last attempt failed, or it returned something that is not a reward.
             ConfigError: the function cannot be loaded in the other process.
         """
@@ -161,7 +161,7 @@ class GuardedCall:
         logger.warning(f"reward function '{self.record.function}' failed ({failure}); {tries}.")
 
     def _failed(self, error: Exception) -> ChunkRewards:
-        """No rewards after the last attempt; a RewardError where a failure is an error."""
+        """No rewards after the last attempt, or a RewardError."""
         failure, name, rows = _text(error), f"reward function '{self.record.function}'", self.record.rows
         if self.faults.on_failure == "none":
             logger.warning(f"{name} failed ({failure}); its {rows} completions get None (reward_on_failure='none').")
@@ -175,7 +175,7 @@ class GuardedCall:
         raise RewardError(f"{name} raised {failure}; {getattr(error, 'remedy', remedy)}") from error
 
     def _checked(self, rewards: Any) -> list[float | None]:
-        """The rewards as floats or `None`; a RewardError that names what is not one."""
+        """The rewards as floats or `None`; a RewardError for anything else."""
         returned = f"reward function '{self.record.function}' returned"
         remedy = f"return one number or None for each of the {self.record.rows} completions."
         try:
@@ -204,7 +204,6 @@ def _short(value: Any) -> str:
 
 
 def _as_float(value: Any) -> float:
-    """The number, or NaN for a value that is not a number."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
@@ -221,9 +220,9 @@ def metrics_of(calls: Sequence[RewardCall]) -> dict[str, list[float]]:
 
 
 def columns_of(calls: Sequence[RewardCall], rows: int) -> dict[str, list[Any]]:
-    """Columns of the completions table with one entry for each of `rows` completions, None where none was logged.
+    """Columns of the completions table, with an entry for each of `rows` completions; None where nothing was logged.
 
-    Where several functions log the same column, the last one counts.
+    Where several functions log one column, the last one counts.
     """
     table: dict[str, list[Any]] = {}
     for call in calls:
@@ -231,7 +230,7 @@ def columns_of(calls: Sequence[RewardCall], rows: int) -> dict[str, list[Any]]:
             if len(values) != call.rows:
                 logger.warning_once(
                     f"reward function '{call.function}' logged {len(values)} value(s) in the column '{column}' for "
-                    f"{call.rows} completions; log one for each. Missing values are None, surplus ones are left out."
+                    f"{call.rows} completions; log one for each. Missing values become None, extra ones are dropped."
                 )
             values = values[: call.rows]
             table.setdefault(column, [None] * rows)[call.first : call.first + len(values)] = values

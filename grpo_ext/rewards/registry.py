@@ -1,6 +1,6 @@
-"""Reward functions by name: TRL's, those of plugins, yours, and two that TRL lacks (number check, length penalty).
+"""Reward functions by name: TRL's, your own, those of plugins, and two new ones (number check, length penalty).
 
-Unlike TRL's, the math rewards take plain completions too, and the gold answer from `answer` where a data set has no
+Unlike TRL's, the math rewards also take plain completions, and the gold answer from `answer` where a data set has no
 `solution`. recipes/grpo.py calls `resolve_rewards`.
 """
 
@@ -21,7 +21,7 @@ from ..loading import load_named
 
 RewardFunction = Callable[..., Sequence["float | None"]]
 
-# A minus is a sign unless it stands after a word, a digit or a closing bracket ("10-5" holds 10 and 5).
+# A minus is a sign unless it follows a word, a digit or a closing bracket ("10-5" contains 10 and 5).
 _NUMBER = re.compile(
     r"(?<!\w)(?<!\d\.)(?P<sign>(?<![)}])[-\u2212])?(?:\$(?P<inner>-)?)?"
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d])|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}\b)?|(?<![\w.])\.\d+)"
@@ -38,7 +38,7 @@ def numbers_in(text: str) -> list[Decimal]:
 
 
 def _answer_in(text: str) -> str:
-    """The content of the last `\\boxed{...}`, inner braces included; the text, where there is none."""
+    """The content of the last `\\boxed{...}`, with inner braces; without one the whole text."""
     *before, inside = _BOXED.split(text)
     depth = 1
     for end, character in enumerate(inside if before else ""):
@@ -57,7 +57,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion, which is a string, or a list of messages of which the last counts."""
+    """The text of a completion: a string, or the last of a list of messages."""
     if isinstance(completion, str):
         return completion
     content = completion[-1]["content"] if completion else ""
@@ -67,7 +67,7 @@ def completion_text(completion: Any) -> str:
 
 
 def _gold(reward: str, columns: dict[str, Any], *names: str) -> list[Any]:
-    """The gold answer of each completion, from the first of these columns that has one; None where none has."""
+    """The gold answer of each completion, from the first of these columns that has one, or None."""
     if golds := [columns[name] for name in names if columns.get(name) is not None]:
         return [next((gold for gold in row if gold is not None), None) for row in zip(*golds, strict=True)]
     raise DataError(
@@ -81,8 +81,8 @@ def exact_number(completions: list[Any], **columns: Any) -> list[float | None]:
 
     Args:
         completions: (B,) strings or lists of messages.
-        columns: the gold in `answer` or `solution`: strings or numbers. A gold without a number gives None, which TRL
-            leaves out of the mean.
+        columns: `answer` or `solution`, strings or numbers. A gold answer without a number gives None, which TRL leaves
+            out of the mean.
 
     Raises:
         DataError: neither column is there.
@@ -102,20 +102,20 @@ def _length_penalty(max_completion_length: int) -> RewardFunction:
 
 
 def _adapted(function: RewardFunction, needs_gold: bool = False) -> RewardFunction:
-    """A reward function of TRL, for plain completions too, and with the gold answer in `answer` or `solution`."""
+    """TRL's function, for plain completions too, with the gold answer from `solution` or `answer`."""
 
     @functools.wraps(function)
     def reward(completions: list[Any], **columns: Any) -> Sequence[float | None]:
         messages = [[{"role": "assistant", "content": completion_text(c)}] for c in completions]
         if needs_gold:
             golds = _gold(function.__name__, columns, "solution", "answer")
-            columns["solution"] = ["" if gold is None else str(gold) for gold in golds]  # without one it gives None
+            columns["solution"] = ["" if gold is None else str(gold) for gold in golds]  # "" gives None
         return function(completions=messages, **columns)
 
     return reward
 
 
-# by short name: from `trl.rewards` and a function that gives the budget in tokens to the reward function
+# by short name: makes the reward function from `trl.rewards` and a function that returns the budget in tokens
 _BUILT_IN: dict[str, Callable[[Any, Callable[[], int]], RewardFunction]] = {
     "exact_number": lambda trl, budget: exact_number,
     "length_penalty": lambda trl, budget: _length_penalty(budget()),
@@ -124,7 +124,7 @@ _BUILT_IN: dict[str, Callable[[Any, Callable[[], int]], RewardFunction]] = {
     "cosine": lambda trl, budget: _adapted(trl.get_cosine_scaled_reward(max_len=budget()), needs_gold=True),
     "think_format": lambda trl, budget: _adapted(trl.think_format_reward),
     "repetition": lambda trl, budget: _adapted(trl.get_repetition_penalty_reward()),
-    # the last fifth of the budget is punished, as in DAPO (4096 of 20480 tokens)
+    # punishes the last fifth of the budget, as in DAPO (4096 of 20480 tokens)
     "soft_overlong": lambda trl, budget: _adapted(
         trl.get_soft_overlong_punishment(max_completion_len=budget(), soft_punish_cache=max(budget() // 5, 1))
     ),
@@ -134,7 +134,7 @@ PLUGIN_GROUP = "grpo_ext.rewards"  # entry points: name -> `(completions, **colu
 
 
 def reward_names() -> list[str]:
-    """The short names that `resolve_rewards` knows, those of plugins included."""
+    """The short names that `resolve_rewards` knows, including those of plugins."""
     return sorted({*_BUILT_IN, *entry_points(group=PLUGIN_GROUP).names})
 
 
@@ -145,14 +145,14 @@ def resolve_rewards(names: list[str], max_completion_length: int | None = None) 
 
     Args:
         names: in the order of `reward_weights`.
-        max_completion_length: tokens; what `length_penalty`, `soft_overlong` and `cosine` measure against.
+        max_completion_length: tokens, the budget of `length_penalty`, `soft_overlong` and `cosine`.
 
     Raises:
-        ConfigError: no such name, module, file or function; math-verify missing; no budget where one is needed; a
+        ConfigError: an unknown name, module, file or function; math-verify is missing; no budget where one is needed; a
             plugin that cannot be imported, or has the name of another reward.
     """
     if not names:
-        raise ConfigError(f"No reward was named, and GRPO needs at least one; use {_known()}.")
+        raise ConfigError(f"GRPO needs at least one reward; use {_known()}.")
     return [_resolve(name, max_completion_length) for name in names]
 
 
@@ -164,12 +164,12 @@ def _resolve(name: str, budget: int | None) -> RewardFunction:
     plugins = {entry.value for entry in entry_points(group=PLUGIN_GROUP, name=name)}
     if len(offers := sorted(plugins) + ["grpo_ext"] * (name in _BUILT_IN)) > 1:
         raise ConfigError(
-            f"The reward '{name}' is offered by {' and '.join(offers)}; ask for package.module.function, or uninstall "
-            "the plugin."
+            f"The reward '{name}' is defined by {' and '.join(offers)}; use package.module.function, or uninstall the "
+            "plugin."
         )
     if name in _MATH and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            f"The reward '{name}' checks with math-verify, which is not installed; `pip install math-verify`, or use "
+            f"The reward '{name}' needs math-verify, which is not installed; `pip install math-verify`, or use "
             "exact_number."
         )
     if name in _BUILT_IN:
@@ -186,7 +186,7 @@ def _resolve(name: str, budget: int | None) -> RewardFunction:
 def _budget(name: str, budget: int | None) -> int:
     if budget is None or budget < 1:
         raise ConfigError(
-            f"The reward '{name}' measures against the completion budget, and max_completion_length={budget}; "
-            "give max_completion_length, in tokens, 1 or more."
+            f"The reward '{name}' depends on the completion budget, and max_completion_length={budget}; set it to 1 or "
+            "more tokens."
         )
     return budget

@@ -1,8 +1,8 @@
 """Calls reward functions and reward models for the completions of one process.
 
 Differs from TRL's `_calculate_rewards`: a function is called once for each chunk of completions, its result is checked,
-a failed call may be retried, and processes exchange no data. The rollout worker calls it; `join` gathers rewards and
-logs. B completions of this process, F reward functions.
+a failed call may be retried, and processes exchange no data. Called by the rollout worker; `join` gathers rewards and
+logs. Shapes: B completions of this process, F reward functions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .worker import RewardCall
 from .workers import RewardWorkers
 
 logger = get_logger(__name__)
-# columns of a data set that reward functions do not get: those that TRL leaves out, and names of arguments
+# columns that reward functions do not get: TRL leaves them out, or they are names of arguments
 _NO_COLUMNS = ("prompt", "completion", "completion_ids", "log_metric", "log_extra")
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it returns a coroutine: a function, a partial of one, or an object whose `__call__` does."""
+    """Whether calling a function, a partial or an object with `__call__` returns a coroutine."""
     while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -59,14 +59,14 @@ class RewardRows:
     prompts: list[Any]  # texts, or lists of messages, as the completions
     completions: list[Any]
     completion_ids: list[Any]
-    environments: list[Any] | None = None  # that of each completion
-    retired: Collection[int] = ()  # the `id` of each environment without a reward: a call has not come back
+    environments: list[Any] | None = None  # of each completion
+    retired: Collection[int] = ()  # the `id` of each environment without a reward, because a call hangs
     first: int = 0  # place of the first of these completions in the rollout batch, over all processes
-    chunk: int | None = None  # completions in one call, of which the rows are a multiple; None: all in one call
-    state: Any = None  # of the Trainer, for the functions
+    chunk: int | None = None  # completions in one call, a divisor of their number; None: all in one call
+    state: Any = None  # the Trainer's, an argument of the functions
     recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)  # the user's `log_metric`, `log_extra`
-    names: Sequence[str] = ()  # of columns; those of `inputs` alone depend on the split where rows have different keys
-    ended: Future[None] = field(default_factory=Future)  # done once a call failed for good, which ends the others
+    names: Sequence[str] = ()  # of the columns of all processes, whose rows may have different keys
+    ended: Future[None] = field(default_factory=Future)  # done once a call has failed for good, so that others end
 
     def columns(self) -> dict[str, Any]:
         """The keywords with one value for each completion."""
@@ -77,7 +77,7 @@ class RewardRows:
         return columns
 
     def keywords_of(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """A function's keywords. TRL's function that calls `get_reward` gets None for a retired environment."""
+        """A function's keywords; TRL's function that calls `get_reward` gets None for retired environments."""
         keywords = dict(
             prompts=self.prompts, completions=self.completions, completion_ids=self.completion_ids, **self.columns()
         )
@@ -90,27 +90,27 @@ class RewardRows:
 class RewardRunner:
     """Calls reward functions and reward models."""
 
-    device: torch.device  # of the inputs of reward models
+    device: torch.device  # for the inputs of reward models
     faults: Faults = field(default_factory=Faults)
-    workers: RewardWorkers | None = None  # run synchronous functions; None: they run here, in order
-    async_loop: asyncio.AbstractEventLoop | None = None  # None where the trainer was built without such functions
+    workers: RewardWorkers | None = None  # run synchronous functions; None: those run in this process, in order
+    async_loop: asyncio.AbstractEventLoop | None = None  # None without asynchronous functions
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext  # around a function's work, by its name
 
     def pack_functions(self, sources: RewardFunctions) -> None:
-        """Pickle the synchronous functions for `workers`; a ConfigError for one that cannot be sent to them."""
+        """Pickle the synchronous functions for `workers`; a ConfigError where one cannot be pickled."""
         for name, function in zip(sources.names, sources.functions, strict=True):
             if self.workers is not None and not isinstance(function, nn.Module) and not is_async(function):
                 self.workers.add(function, name)
 
     def compute(self, sources: RewardFunctions, rows: RewardRows) -> tuple[torch.Tensor, list[RewardCall]]:
-        """The rewards, float32 (B, F) on the CPU, NaN where a function does not apply; and what each call logged.
+        """The rewards, float32 (B, F) on the CPU, NaN where a function does not apply; and the logs of each call.
 
-        Models and synchronous functions run in the order of the functions, then all asynchronous ones at once. With
-        `workers` the chunks of all synchronous functions are submitted before the first of them is awaited.
+        Models and synchronous functions run in order, then all asynchronous ones at once. With `workers` the chunks of
+        all synchronous functions are submitted before the first is awaited.
 
         Raises:
             RewardError: a function failed, or returned something that is not a reward.
-            ConfigError: a function cannot be sent to the processes of `workers`.
+            ConfigError: a function cannot be sent to `workers`.
         """
         rewards_BF = torch.zeros(len(rows.completions), len(sources.functions))
         if not rows.completions:
@@ -127,7 +127,7 @@ class RewardRunner:
                     rewards = [torch.nan if reward is None else reward for part, _ in results for reward in part]
                     rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32)
                     records += [_handed_over(record, rows.recorders) for _, record in results]
-            except BaseException:  # the first chunk that fails for good ends the others
+            except BaseException:  # the first chunk that fails ends the others
                 rows.ended.set_result(None)
                 if self.workers is not None:
                     self.workers.kill()
@@ -142,7 +142,7 @@ class RewardRunner:
         return rewards_BF, records
 
     def _begin(self, sources: RewardFunctions, number: int, rows: RewardRows) -> list[Callable[[], ChunkRewards]]:
-        """A function for each chunk that returns its rewards; asynchronous chunks and those of `workers` run by now."""
+        """Start the chunks of a function on `workers` or a loop; a function for each returns its rewards."""
         function, name = sources.functions[number], sources.names[number]
         if isinstance(function, nn.Module):
             return [partial(self._run_model, sources, number, rows)]
@@ -157,19 +157,19 @@ class RewardRunner:
             return [call.run_here if self.workers is None else self.workers.submit(call).result for call in calls]
         if self.async_loop is None:
             raise RewardError(
-                f"reward function '{name}' is asynchronous, and the trainer was built without an asynchronous function;"
-                " pass it as reward_funcs when the trainer is built."
+                f"reward function '{name}' is asynchronous, and the trainer was built without asynchronous functions; "
+                "pass it as reward_funcs when the trainer is built."
             )
         return [start(partial(call.run_on, self.async_loop, rows.ended)).result for call in calls]
 
     def join_remaining_forwards(self, sources: RewardFunctions, rows: RewardRows) -> None:
-        """Run only the reward models, on completions that do not count, where their forward is a collective."""
+        """Run the reward models on completions that do not count, where their forward is a collective."""
         for number, function in enumerate(sources.functions):
             if isinstance(function, nn.Module):
                 self._run_model(sources, number, rows)
 
     def _run_model(self, sources: RewardFunctions, number: int, rows: RewardRows) -> ChunkRewards:
-        """The first logit of a reward model for each completion; all completions are in one forward."""
+        """The first logit of a reward model for each completion, in one forward."""
         processor = sources.processing_classes[number]
         texts = [prompt + completion for prompt, completion in zip(rows.prompts, rows.completions, strict=True)]
         for row, text in enumerate(texts):
@@ -185,7 +185,7 @@ class RewardRunner:
 
 
 def _handed_over(record: RewardCall, recorders: Mapping[str, Callable[..., None]]) -> RewardCall:
-    """The record of a call, without the logs that the user's `recorders` take; they are called with these."""
+    """Pass the logs of a call to the user's `recorders`; returns the record without them."""
     if (log_metric := recorders.get("log_metric")) is not None:
         for name, value in record.metrics:
             log_metric(name, value)

@@ -1,6 +1,6 @@
-"""What runs in a process of `reward_workers`, and how reward functions get there.
+"""Code that runs in a process of `reward_workers`, and how reward functions get there.
 
-The process imports neither the training script nor, by itself, torch. rewards.workers starts it.
+The process does not import the training script, nor torch unless a function does. Started by rewards.workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy
 from ..errors import ConfigError
 from ..loading import FILE_MODULE_PREFIX, load_file
 
-# a launcher's variables: a library that reads them would try to join the training processes
+# a launcher's variables; a library that reads them would try to join the training processes
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_")
 _PR_SET_PDEATHSIG = 1
@@ -29,14 +29,14 @@ _PR_SET_PDEATHSIG = 1
 
 def pack(value: Any) -> bytes:
     """Pickle a value that holds functions for another interpreter: those of `__main__` by value, the others by name."""
-    pickled, modules = cloudpickle.dumps(value), sys.modules.copy()  # which another thread may add to
+    pickled, modules = cloudpickle.dumps(value), sys.modules.copy()  # another thread may add to it
     names = [name for name in modules if name.startswith(FILE_MODULE_PREFIX) and name.encode() in pickled]
     files = {name: modules[name].__file__ for name in names}
     return pickle.dumps((sys.path, files, pickled))
 
 
 def unpack(packed: bytes) -> Any:
-    """Unpickle what `pack` returned; imports the modules that it names from their files in the process of `pack`."""
+    """Unpickle what `pack` returned, after importing the modules that it names from their files."""
     path, files, value = pickle.loads(packed)
     sys.path.extend(part for part in path if part not in sys.path)
     for name, file in files.items():
@@ -49,15 +49,15 @@ def unpack(packed: bytes) -> Any:
 class RewardCall:
     """One call of a reward function, with what it logged by `log_metric` and `log_extra`.
 
-    A call holds the same completions for every number of processes, so its metrics and columns are the same too.
+    A call has the same completions for every number of processes, so its metrics and columns are the same too.
     """
 
-    function: str  # its name
-    number: int  # its place among the reward functions
+    function: str  # the name
+    number: int  # the place among the reward functions
     first: int  # place of the call's first completion in the rollout batch, over all processes
     rows: int  # completions of the call
-    metrics: list[tuple[str, float]] = field(default_factory=list)  # names and values, in the order logged
-    # values by column, at best one for each completion of the call
+    metrics: list[tuple[str, float]] = field(default_factory=list)  # names and values, in order
+    # values by column; there ought to be one for each completion of the call
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
     def moved(self, places: int) -> RewardCall:
@@ -88,20 +88,20 @@ class RemoteError(Exception):
 
 
 def begin() -> None:
-    """Prepare a new process: Ctrl-C does not reach it, and on Linux it ends with its training process."""
+    """Set up a new process: Ctrl-C does not reach it, and on Linux it ends with its training process."""
     for name in [n for n in os.environ if n in _LAUNCHED or n.startswith(_LAUNCHERS)]:
         del os.environ[name]
     if hasattr(os, "setsid"):
         os.setsid()
-    if sys.platform == "linux":  # by the kernel, so that code that holds the interpreter lock ends too
+    if sys.platform == "linux":  # the kernel also ends code that holds the interpreter lock
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-_loaded: dict[int, Callable[..., Any]] = {}  # the functions of this process, by the key that they were sent with
+_loaded: dict[int, Callable[..., Any]] = {}  # the functions of this process, by their keys
 
 
 def load(key: int, packed: bytes, name: str) -> None:
-    """Load a function and the modules that it names, to be called by its key; a ConfigError where that fails."""
+    """Load a function and the modules that it names under a key; a ConfigError where that fails."""
     try:
         _loaded[key] = unpack(packed)
     except BaseException as error:
@@ -112,7 +112,7 @@ def load(key: int, packed: bytes, name: str) -> None:
 
 
 def call_loaded(key: int, seed: int, keywords: dict[str, Any], record: RewardCall) -> Attempt:
-    """`call_function` for a function that this process has loaded; what it raises becomes a RemoteError."""
+    """`call_function` with a loaded function; its errors become a RemoteError."""
     function = _loaded[key]
     random.seed(seed)
     numpy.random.seed(seed)

@@ -1,7 +1,7 @@
-"""Processes that call reward functions beside training (`reward_workers`), and can be killed.
+"""Processes that call reward functions beside training (`reward_workers`) and can be killed.
 
 loky starts, watches and kills them: fresh interpreters that do not import the training script, so a script needs no
-`if __name__ == "__main__"`. Each process has an executor of its own, so killing one call ends no other. Used by
+`if __name__ == "__main__"`. Each process has its own executor, so killing one call ends no other. Used by
 rewards.runner; rewards.worker runs in the process.
 """
 
@@ -37,26 +37,26 @@ class WorkerDied(RuntimeError):
     """The process of a call ended before it answered."""
 
     remedy = (
-        "reward_retries makes the call again, reward_on_failure='none' goes on without, and fewer reward_workers take "
-        "less memory."
+        "reward_retries repeats the call, reward_on_failure='none' goes on without its rewards, and fewer "
+        "reward_workers need less memory."
     )
 
 
 class RewardWorkers:
-    """The processes of one training process, each of one thread of a pool, which starts it at a call if none runs."""
+    """The reward processes of one training process: each thread of a pool starts one at its first call."""
 
     def __init__(self, number: int, seed: int) -> None:
         self.number, self.seed = number, seed
-        self._ended = threading.Event()  # set by `kill` for the calls of that time; later ones have another
-        # by `id`, which is not reused while the function is referenced
+        self._ended = threading.Event()  # set by `kill` for current calls; later ones have another
+        # by `id`, which is not reused while the function is alive
         self._packed: dict[int, tuple[Callable[..., Any], bytes]] = {}
-        # by thread: a process, and the functions that it has loaded
+        # by thread: a process, and the keys of the functions that it has loaded
         self._processes: dict[int, tuple[ProcessPoolExecutor, set[int]]] = {}
-        # a process ends with the thread that started it (rewards.worker.begin), so these live as long as this object
+        # a process ends with the thread that started it (rewards.worker.begin), so threads live as long as this object
         self._threads = ThreadPoolExecutor(number, "reward worker")
 
     def add(self, function: Callable[..., Any], name: str) -> None:
-        """Pickle a function, before it is called; a ConfigError where it cannot be sent to another process."""
+        """Pickle a function before its first call; a ConfigError where it cannot be pickled."""
         if id(function) in self._packed:
             return
         try:
@@ -64,12 +64,12 @@ class RewardWorkers:
         except Exception as error:
             raise ConfigError(
                 f"reward function '{name}' cannot be sent to the processes of reward_workers={self.number} "
-                f"({type(error).__name__}: {error}); let it open files and connections and make clients and locks at "
-                "its first call, or set reward_workers=0."
+                f"({type(error).__name__}: {error}); let it open files and connections and create clients and locks "
+                "at its first call, or set reward_workers=0."
             ) from error
 
     def submit(self, guarded: GuardedCall) -> Future[ChunkRewards]:
-        """Make a call in the next process that is free; errors as of `add`."""
+        """Call a function in the next free process; errors as of `add`."""
         self.add(guarded.function, guarded.record.function)
         ended = self._ended
         return self._threads.submit(
@@ -77,12 +77,12 @@ class RewardWorkers:
         )
 
     def _attempt(self, guarded: GuardedCall, ended: threading.Event) -> Attempt:
-        """Call a function in the process of this thread; raises CallCancelled once `ended` is set."""
+        """Call a function in the process of this thread; a CallCancelled once `ended` is set."""
         keywords, record, state = dict(guarded.keywords), guarded.record, guarded.keywords["trainer_state"]
         if (step := getattr(state, "global_step", None)) is not None:
-            # its class would import transformers there, and its log grows with the run
+            # its class would import transformers there, and its log grows during a run
             keywords["trainer_state"] = SimpleNamespace(**{**vars(state), "log_history": []})
-        # random numbers of a call do not depend on the worker, the split or an attempt that failed
+        # random numbers of a call do not depend on the process, the split or failed attempts
         seed = zlib.crc32(f"{self.seed} {step} {record.number} {record.first}".encode())
         request = (id(guarded.function), seed, keywords, record, guarded.faults.timeout)
         for again in (True, False):
@@ -91,7 +91,7 @@ class RewardWorkers:
             try:
                 return self._call(*request)
             except WorkerDied as died:
-                # a cluster tells all processes that the run is to end, and the training process decides when
+                # a cluster sends SIGTERM to all processes, and the training process decides when to stop
                 if not ended.is_set() and not (again and "SIGTERM" in str(died)):
                     raise
         raise CallCancelled("the processes of reward_workers were ended")
@@ -99,10 +99,7 @@ class RewardWorkers:
     def _call(
         self, key: int, seed: int, keywords: dict[str, Any], record: RewardCall, seconds: float | None
     ) -> Attempt:
-        """Run `rewards.worker.call_loaded` in this thread's process within `seconds`, after loading; None: no limit.
-
-        Raises a CallTimeout after killing the process, WorkerDied where it ended, or what the function raises.
-        """
+        """Run `call_loaded` in this thread's process; after `seconds` kill it, with a CallTimeout (None: no limit)."""
         thread = threading.get_ident()
         process = self._processes.get(thread)
         if process is None:
@@ -123,13 +120,13 @@ class RewardWorkers:
             raise CallTimeout(seconds, "reward_timeout") from None
 
     def _kill(self, thread: int) -> None:
-        """End the process of a thread and those that it has started; from any thread."""
+        """End the process of a thread and its children; from any thread."""
         executor, _ = self._processes.pop(thread, (None, None))
         if executor is not None:
             executor.shutdown(kill_workers=True)
 
     def kill(self) -> None:
-        """End all processes and the calls that were submitted; the next call starts processes again."""
+        """End all processes and submitted calls; the next call starts processes again."""
         self._ended.set()
         self._ended = threading.Event()
         for thread in list(self._processes):

@@ -4,9 +4,9 @@ Rollout batch r is sampled with the weights at the moment when training of rollo
 with those at the start). So which weights sample which prompts is fixed beforehand, and speed changes nothing. Differs
 from asynchronous trainers that take what is ready first.
 
-A thread runs the local phase of a rollout batch on a `Snapshot` of the models, without a collective
-(`runtime.collectives.alone`). At the step that needs the rollout batch, the main thread joins the parts of all
-processes. So the main thread alone runs collectives, in one order.
+A thread runs the local phase of a rollout batch on a `Snapshot` of the models, without a collective (see
+`local_collectives`). At the step that needs the rollout batch, the main thread joins the parts of all processes. So the
+main thread alone runs collectives, in one order.
 """
 
 from __future__ import annotations
@@ -28,15 +28,37 @@ from typing import Any
 import torch
 
 from ..batching.prompt_order import StepDataset, StepRows
+from ..config import GRPOConfig
 from ..errors import ProcessError, RolloutError
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import alone
+from ..runtime.collectives import local_collectives
 from .environments import Pools
-from .local import LocalRollout, Terms
+from .local import LocalRollout, RolloutSettings
 from .worker import RolloutWorker
 
 _CLOSE_S, _EXIT_S = 5.0, 60.0  # a reward that hangs may not keep the run, or the program, for longer
+
+
+@dataclass(frozen=True)
+class CpuThreads:
+    """CPU threads of training and of sampling ahead; None: as many as torch has."""
+
+    training: int | None = None
+    sampling: int | None = None
+
+
+def divide_threads(args: GRPOConfig, device: torch.device) -> CpuThreads:
+    """How training and sampling ahead share the CPU: by halves, where both compute on it."""
+    if not args.rollout_lag:
+        return CpuThreads()
+    if args.bitwise_invariant:
+        return CpuThreads(sampling=args.bitwise_threads)
+    if device.type != "cpu":
+        return CpuThreads()
+    threads = torch.get_num_threads()
+    sampling = max(1, threads // 2)
+    return CpuThreads(max(1, threads - sampling), sampling)
 
 
 @dataclass(frozen=True)
@@ -46,14 +68,14 @@ class Job:
     Attributes:
         step: the first optimizer step that trains it, from 0.
         rows: of this process.
-        weights: those that sample it; terms: the other settings, read from the trainer at submission.
+        weights: those that sample it; settings: read from the trainer at submission.
         sampled: this process's part, and the seconds of the thread's phases.
     """
 
     step: int
     rows: StepRows
     weights: Weights
-    terms: Terms
+    settings: RolloutSettings
     sampled: Future[tuple[LocalRollout, dict[str, float]]]
 
 
@@ -88,7 +110,7 @@ class RolloutThread:
         if self._device.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
         since = time.perf_counter()
-        with alone(), contextlib.ExitStack() as stack:
+        with local_collectives(), contextlib.ExitStack() as stack:
             for kind, dtype in self._autocast.items():  # without a cache, as weights change inside
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             while (item := self._work.get()) is not None:
@@ -127,7 +149,7 @@ class RolloutsAhead:
         steps: the steps of the training set; max_steps: how many of them the run takes.
         send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
             server holds one set of weights at a time, so they are sent once it has answered all requests.
-        jobs: submitted rollout batches, in order; the first stays until the step after it is trained on begins.
+        jobs: submitted rollout batches, in order; the first stays until it is joined.
         pools: the thread's environments, to use again.
         own_tokenizer: the state of the trainer's tokenizer, and the thread's copies; None before the first.
     """
@@ -146,14 +168,12 @@ class RolloutsAhead:
     _next: int | None = field(default=None, init=False)  # the first step of the next rollout batch to submit
 
     def steps_to_submit(self, step: int, current: tuple[int, int] | None, lag: int) -> list[int]:
-        """First steps of the rollout batches that the weights before `step` sample; drops the job of `current`.
+        """First steps of the rollout batches that the weights before `step` sample.
 
         Args:
             current: the name of the rollout batch that is trained on.
             lag: rollout batches after that of this step, at most.
         """
-        while self.jobs and self.jobs[0].rows.request.name == current:
-            self.jobs.popleft()
         while not self._starts_rollout(step):
             step -= 1
         if self._next is None:
@@ -164,32 +184,30 @@ class RolloutsAhead:
     def _starts_rollout(self, step: int) -> bool:
         return self.steps.request(step).layout.starts_rollout
 
-    def submit(self, step: int, weights: Weights, terms: Terms) -> None:
+    def submit(self, step: int, weights: Weights, settings: RolloutSettings) -> None:
         """Let the thread sample the rollout batch that begins with an optimizer step."""
         rows = self.steps.rows(self.steps.request(step))
-        self.jobs.append(self._job(step, rows, weights, terms))
+        self.jobs.append(self._job(step, rows, weights, settings))
         self._next = step + 1
 
-    def _job(self, step: int, rows: StepRows, weights: Weights, terms: Terms) -> Job:
+    def _job(self, step: int, rows: StepRows, weights: Weights, settings: RolloutSettings) -> Job:
         if self.send is not None and self._sent is not weights:
             self.drain()
             self.snapshot.put_in_place(weights)
             self.send()
             self._sent = weights
-        sampled = self.thread.submit(functools.partial(self._sample, rows, weights, terms))
-        return Job(step, rows, weights, terms, sampled)
+        sampled = self.thread.submit(functools.partial(self._sample, rows, weights, settings))
+        return Job(step, rows, weights, settings, sampled)
 
     def _sample(
-        self, rows: StepRows, weights: Weights, terms: Terms, idle: float
+        self, rows: StepRows, weights: Weights, settings: RolloutSettings, idle: float
     ) -> tuple[LocalRollout, dict[str, float]]:
         """This process's part of a rollout batch, and the seconds of its phases; runs on the thread."""
         worker, snapshot = self.worker, self.snapshot
         snapshot.put_in_place(weights)
-        if terms.hooks.rewards:  # the main thread reads these environments while the thread resets others
+        if settings.sampling.hooks.rewards:  # the main thread reads these environments while the thread resets others
             self.pools.clear()
-        local = worker.sample(rows, terms)
-        models = [model for model in (snapshot.policy, snapshot.reference) if model is not None]
-        local.forms = tuple(map(worker.forwards.choice.form, models))
+        local = worker.sample(rows, settings)
         return local, worker.clock.take() | {"wait_train": idle}
 
     def part_of(self, rows: StepRows) -> LocalRollout:
@@ -201,17 +219,17 @@ class RolloutsAhead:
         """
         job, request = self.jobs[0], rows.request
         if rows:
-            job = self._job(job.step, rows, job.weights, job.terms)
+            job = self._job(job.step, rows, job.weights, job.settings)
         elif (submitted := job.rows.request.name) != request.name:
             raise RolloutError(
                 f"the loader is at (epoch, rollout batch) {request.name}, and what was sampled ahead is for {submitted}"
-                "; a subclass or a callback has moved one of the two."
+                "; a subclass or a callback has put sampling out of step with the loader."
             )
         self._wait_for([job])
         error = job.sampled.exception()
         if error is not None:  # also one that would end the program, so that all processes learn of it
             failure = error if isinstance(error, Exception) else ProcessError(f"the sampling thread ended by {error!r}")
-            return LocalRollout(request, job.terms, failure=failure)
+            return LocalRollout(request, job.settings, failure=failure)
         local, seconds = job.sampled.result()
         self.clock.add(seconds)
         return local

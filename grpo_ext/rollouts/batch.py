@@ -26,8 +26,7 @@ from ..forward.sampling_masks import KeptIds
 from ..runtime.collectives import gather_lists
 from .ragged import Ragged, padded
 
-# columns of a model that takes images: the row of the data set, or all images where tools or environments may show some
-ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
+ROW_IMAGES = "row_images"  # of a model that takes images (`rollouts.images`)
 # columns of this trainer's sampler (`rollouts.token_record`)
 KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS = "kept_counts", "kept_ids", "sampler_logps"
 EXPERTS = "experts"
@@ -58,11 +57,12 @@ class RolloutBatch:
             - old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: of the policy that sampled, the
               reference, and the inference engine; each only where the run needs it.
             - importance_sampling_ratio: of the policy to the engine, (B, 1) or one for each token.
-            - row_number, row_images: of a model that takes images.
-            - sampler_logps, kept_counts, kept_ids: of `TokenRecord`; the latter two are no part of TRL's dictionary.
-            - experts: of the tokens of prompt and completion, (N, C); no part of TRL's dictionary either.
+            - row_images: of a model that takes images, the bytes of a file with all that a completion shows; rows with
+              the same images share one object.
+            - sampler_logps, kept_counts, kept_ids: see `TokenRecord`; the latter two are not in TRL's dictionary.
+            - experts: of the tokens of prompt and completion, (N, C); not in TRL's dictionary.
         groups: which group of the rollout batch each completion belongs to.
-        constants: what a user's override adds that has no entry per completion.
+        constants: entries of a user's override without one value per completion.
         widths: padded widths of prompts and completions in every micro-batch; None: as wide as its longest need.
         items_per_token: TRL's `num_items_in_batch` over the tokens that carry loss, where an override returns another
             number of them; TRL's token mean divides by it.
@@ -104,7 +104,8 @@ class RolloutBatch:
     @property
     def prompt_lengths(self) -> list[int]:
         """Tokens of each prompt, from the first that attention sees."""
-        return [total - first for total, (first, _) in zip(self["prompt_ids"].lengths, _spans(self["prompt_mask"]))]
+        spans = _spans(self["prompt_mask"])
+        return [total - first for total, (first, _) in zip(self["prompt_ids"].lengths, spans, strict=True)]
 
     @property
     def completion_lengths(self) -> list[int]:
@@ -121,7 +122,7 @@ class RolloutBatch:
     def gaps(self) -> list[bool]:
         """For each completion, whether a user's override masks a token between others that attention sees."""
         columns = (self["prompt_mask"], self.prompt_lengths, self["completion_mask"], self.completion_lengths)
-        return [int(prompt.sum() + row.sum()) < n + m for prompt, n, row, m in zip(*columns)]
+        return [int(prompt.sum() + row.sum()) < n + m for prompt, n, row, m in zip(*columns, strict=True)]
 
     def sizes(self, multiple: int = 1) -> StepSizes:
         """Tokens of the prompts and completions; a completion that is masked out has none.
@@ -129,7 +130,7 @@ class RolloutBatch:
         Where rows of a group have different prompts (environments), every row counts as a group of its own.
         """
         lengths, rows, groups = self.prompt_lengths, range(len(self)), self.groups
-        prompts = [ids[len(ids) - n :] for ids, n in zip(self["prompt_ids"], lengths)]
+        prompts = [ids[len(ids) - n :] for ids, n in zip(self["prompt_ids"], lengths, strict=True)]
         shared = all(torch.equal(prompts[row - 1], prompts[row]) for row in rows[1:] if groups[row - 1] == groups[row])
         return StepSizes(groups if shared else rows, lengths, self.completion_lengths, multiple)
 
@@ -145,7 +146,7 @@ class RolloutBatch:
 
         An advantage that is NaN counts, so that it shows in the loss.
         """
-        pairs = enumerate(zip(self["advantages"], self.loss_masks))
+        pairs = enumerate(zip(self["advantages"], self.loss_masks, strict=True))
         return [row for row, (advantage, mask) in pairs if bool((advantage != 0).any()) and bool(mask.any())]
 
     # ---- For a forward and a loss ---------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class RolloutBatch:
         prompts, completions = self.prompt_lengths, self.completion_lengths
 
         def tokens(before: Ragged, after: Ragged) -> list[torch.Tensor]:
-            parts = zip(before, after, prompts, completions)
+            parts = zip(before, after, prompts, completions, strict=True)
             return [part for p, c, n, m in parts for part in (p[len(p) - n :], c[:m])]
 
         ids = tokens(self["prompt_ids"], self["completion_ids"])
@@ -165,7 +166,7 @@ class RolloutBatch:
         same = same_prompts(same, images)
         experts = None
         if EXPERTS in self.columns:
-            parts = [row_NC[: n + m] for row_NC, n, m in zip(self[EXPERTS], prompts, completions)]
+            parts = [row_NC[: n + m] for row_NC, n, m in zip(self[EXPERTS], prompts, completions, strict=True)]
             pairs = zip(same, itertools.pairwise(parts), prompts)  # rows of one prompt may have other experts
             same = [text and torch.equal(one[:n], other[:n]) for text, (one, other), n in pairs]
             experts = torch.cat(parts)
@@ -174,7 +175,7 @@ class RolloutBatch:
             attended = torch.cat(tokens(self["prompt_mask"], self["completion_mask"])).bool()
         kept_B = None
         if KEPT_COUNTS in self.columns:
-            rows = zip(self[KEPT_COUNTS], self[KEPT_IDS], completions)
+            rows = zip(self[KEPT_COUNTS], self[KEPT_IDS], completions, strict=True)
             kept_B = [KeptIds(counts_T, ids_K).first(n) for counts_T, ids_K, n in rows]
         return TokenRows(torch.cat(ids), prompts, completions, same, images, attended, kept_B, experts)
 
@@ -187,14 +188,13 @@ class RolloutBatch:
             if name in _NOT_OF_TRL:
                 continue
             if not isinstance(column, Ragged):
-                batch[name] = column.view(-1, 1) if name == ROW_NUMBER else column  # type: ignore[union-attr]
+                batch[name] = column
                 continue
             # a ratio of 1 is no correction; the VESPO weight sums its logarithm over the padding too
             neutral = 1 if name in ("tool_mask", "importance_sampling_ratio") else 0
             fill = pad_token_id if name in ("prompt_ids", "completion_ids") else neutral
-            left, exact = name.startswith("prompt_"), name == ROW_IMAGES
-            width = 1 if exact else prompt if left else completion
-            batch[name] = padded(list(column), fill, "left" if left else "right", multiple, width)
+            side, width = ("left", prompt) if name.startswith("prompt_") else ("right", completion)
+            batch[name] = padded(list(column), fill, side, multiple, width)
         return batch
 
 
@@ -206,7 +206,7 @@ def _spans(mask: Ragged) -> list[tuple[int, int]]:
     places, starts = ones.tolist(), mask.bounds
     return [
         (places[first] - start, places[last - 1] + 1 - start) if first < last else (length, 0)
-        for first, last, start, length in zip(before, before[1:], starts, mask.lengths)
+        for (first, last), start, length in zip(itertools.pairwise(before), starts[:-1], mask.lengths, strict=True)
     ]
 
 
@@ -253,14 +253,14 @@ _REQUIRED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "
 def gather_scored(scored: Mapping[str, Any], num_rows: int, num_generations: int) -> RolloutBatch:
     """Gather the dictionaries that a user's `_generate_and_score_completions` returned on all processes; one exchange.
 
-    Columns keep their padding, and fields that TRL does not know are kept. Images are left out: every forward prepares
-    them again.
+    Columns keep their padding, and fields that TRL does not know are kept. Images are left out, because every forward
+    prepares them.
 
     Args:
         num_rows: rows that the override was called with; 0 on a process without prompts.
 
     Raises:
-        RolloutError: on every process, where an override returned no advantages (or tokens or masks), another number of
+        RolloutError: on every process, where an override returned no advantages (tokens, masks), a wrong number of
             rows, or a field that others lack.
     """
     images = images_among(scored)
@@ -290,7 +290,7 @@ def gather_scored(scored: Mapping[str, Any], num_rows: int, num_generations: int
 
 
 def _column(name: str, value: Any, rows: int) -> Column | None:
-    """An entry of TRL's dictionary with one value for each row; None for any other."""
+    """An entry of TRL's dictionary as a column; None where it has no value for each row."""
     if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
         if name in _OF_TOKENS and value.dim() == 2:
             return Ragged(value.flatten(0, 1), [value.size(1)] * rows)

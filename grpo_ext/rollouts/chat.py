@@ -1,7 +1,7 @@
-"""Prompts to token ids and back: the chat template, the response parser and the tools that a prompt shows.
+"""Turns prompts into token ids and completions into messages: chat template, response parser, tools in the prompt.
 
-Differs from TRL, whose trainer does this: a `Chat` can be copied for a thread, with a tokenizer of its own. Used for
-prompts (`tokenize`), after the first turn (`decode`) and between turns.
+Differs from TRL, whose trainer does this: a `Chat` can be copied for a thread, with its own tokenizer. Used for prompts
+(`tokenize`), after the first turn (`decode`) and between turns.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..errors import DataError
 from ..forward.images import images_of
 from .transcript import Messages, Transcript
 
-# a message without content says something where it has one of these
+# a message needs one of these
 _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
 
 
 def check_prompt(prompt: Any) -> None:
     """Raise a DataError for a prompt that is neither a text nor a list of messages, each with a role and a content."""
     for message in () if isinstance(prompt, str) else prompt if isinstance(prompt, list) else [prompt]:
-        says = isinstance(message, Mapping) and any(message.get(name) is not None for name in _CONTENTS)
-        if not isinstance(prompt, list) or not says or message.get("role") is None:
+        has_content = isinstance(message, Mapping) and any(message.get(name) is not None for name in _CONTENTS)
+        if not isinstance(prompt, list) or not has_content or message.get("role") is None:
             raise DataError(
                 f"the prompt {reprlib.repr(prompt)} is neither a text nor a list of messages that each have a 'role' "
                 f"and a 'content' ({reprlib.repr(message)}); with dataset.map decode token ids, put a single message "
@@ -37,30 +37,21 @@ def check_prompt(prompt: Any) -> None:
 
 @dataclass(frozen=True)
 class Chat:
-    """The chat template of a rollout batch.
+    """The chat template of a rollout batch."""
 
-    Attributes:
-        processing_class: the tokenizer; the processor of a model that takes images.
-        tools: standalone ones and those of every environment; empty: no completion calls any.
-        environment_tools: the tools shown in prompts of an environment, by its name; None without environments.
-        chat_template: with `chat_template_kwargs`, its further arguments; None: the tokenizer's.
-        embedded: token ids below this one have a row in the model's embedding; None: not known.
-        own_tokenizer: TRL's `_tokenizer`, which reads what the model wrote; None: that of `processing_class`.
-        suffix: the user's `_get_tool_suffix_ids`; None: `suffix_ids` is TRL's.
-    """
-
-    processing_class: Any
-    tools: Sequence[Callable[..., Any]] = ()
+    processing_class: Any  # the tokenizer, or the processor of a model that takes images
+    tools: Sequence[Callable[..., Any]] = ()  # standalone ones and those of every environment; empty: none is called
+    # the tools shown in prompts of an environment, by its name; None without environments
     environment_tools: Mapping[str | None, Sequence[Callable[..., Any]]] | None = None
-    chat_template: str | None = None
+    chat_template: str | None = None  # None: the tokenizer's
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    embedded: int | None = None
-    own_tokenizer: Any = None
-    suffix: Callable[[Messages], list[int]] | None = None
+    embedded: int | None = None  # rows of the model's embedding; None: unknown
+    own_tokenizer: Any = None  # TRL's `_tokenizer`, which decodes completions; None: that of `processing_class`
+    suffix: Callable[[Messages], list[int]] | None = None  # the user's `_get_tool_suffix_ids`; None: TRL's
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, also where a processor holds it."""
+        """The tokenizer; of a processor the one inside."""
         return self.own_tokenizer or getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
@@ -83,7 +74,7 @@ class Chat:
         if isinstance(prompt, str):
             if images:
                 raise DataError(
-                    f"a row has {len(images)} image(s), and its prompt is the text {prompt[:40]!r}; images stand in "
+                    f"a row has {len(images)} image(s), and its prompt is the text {prompt[:40]!r}; images belong in "
                     "messages: write [{'role': 'user', 'content': ...}], and the chat template is applied later."
                 )
             return prompt
@@ -93,7 +84,7 @@ class Chat:
         return prompt
 
     def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
-        """Token ids of prompts, each with the tools of its environment; a DataError for what the template refuses."""
+        """Token ids of prompts, each with the tools of its environment; a DataError where the template refuses one."""
         ids: list[list[int]] = []
         for prompt, name in zip(prompts, environment_names, strict=True):
             check_prompt(prompt)
@@ -107,7 +98,7 @@ class Chat:
         return prepare_multimodal_messages(messages) if self.takes_images else messages
 
     def check_ids(self, ids: Sequence[int], what: str) -> None:
-        """Raise a DataError where `what` has no tokens, or one that the model's embedding has no row for."""
+        """Raise a DataError where `what` has no tokens, or a token without a row in the model's embedding."""
         if not ids:
             raise DataError(f"{what} has no tokens; filter such rows out.")
         if self.embedded is not None and (bad := [token for token in ids if not 0 <= token < self.embedded]):
@@ -128,7 +119,7 @@ class Chat:
                 return_dict=True,
                 **self.chat_template_kwargs,
             )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             if (self.chat_template or getattr(self.processing_class, "chat_template", None)) is None:
                 raise DataError(
                     "the tokenizer has no chat_template for prompts of messages; set tokenizer.chat_template and pass "
@@ -136,8 +127,8 @@ class Chat:
                 ) from None
             raise DataError(
                 f"the chat template does not take {reprlib.repr(messages)} ({type(error).__name__}: {error}); "
-                "set a chat_template that does, or change the prompts: texts need none, and where it refuses the role "
-                "'system', put that text before the user's."
+                "set a chat_template that does, or change the prompts: texts need no template, and where it refuses "
+                "the role 'system', put that text before the user's."
             ) from error
         return rendered["input_ids"][0]
 
@@ -145,15 +136,15 @@ class Chat:
         """The tokens between the model's tool calls and its next turn; a DataError where a template rewrites the calls.
 
         Args:
-            with_end: the end token of the calls too, after which some templates break the line.
+            with_end: include the end token of the calls; some templates add a line break after it.
         """
         if self.suffix is not None:
             return list(self.suffix(answers))
-        # after a call of the first of these tools, because some templates repeat its name
+        # the answers follow a call of the first tool, because some templates repeat its name
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
         before: Messages = [
             {"role": "user", "content": "dummy"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},  # processors want a content
+            {"role": "assistant", "content": "", "tool_calls": [call]},  # processors need a content
         ]
         before, answers = self._as_shown(before), self._as_shown(answers)
         prefix, ids = self._render(before, prompt=False), self._render([*before, *answers])
@@ -161,15 +152,15 @@ class Chat:
             prefix = prefix[: len(prefix) - prefix[::-1].index(end) - with_end]
         if ids[: len(prefix)] != prefix:
             raise DataError(
-                f"the chat template renders a call of the tool {answers[0]['name']!r} in another way where its answer "
-                "follows, so an answer cannot be added to a completion; use a template that only adds to what it wrote."
+                f"the chat template renders a call of the tool {answers[0]['name']!r} differently once its answer "
+                "follows, so an answer cannot be added to a completion; use a template that only appends."
             )
         return ids[len(prefix) :]
 
     # ---- Ids to messages ------------------------------------------------------------------------------------------
 
     def decode(self, transcripts: Sequence[Transcript]) -> None:
-        """Set completion and calls of transcripts after their first turn."""
+        """Set the completion and the tool calls of transcripts after their first turn."""
         if not transcripts:
             return
         schemas = (getattr(self.tokenizer, name, None) for name in ("response_template", "response_schema"))
@@ -183,7 +174,7 @@ class Chat:
                 t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
 
     def add_message(self, transcript: Transcript, tokens: int) -> None:
-        """Add the message that the model wrote with the last `tokens` tokens, and set its calls; none without tools."""
+        """Add the message in the last `tokens` tokens, and set its tool calls; without tools there are none."""
         ids = transcript.prompt_ids + transcript.ids
         start = len(ids) - tokens
         shown = list(self.tools_of(transcript.environment_name))

@@ -1,8 +1,8 @@
 """The decoding loop of rollouts: each different prompt of a chunk runs once, and finished rows leave the batch.
 
 Differs from transformers' `GenerationMixin._sample`: that runs every copy of a prompt, keeps finished rows until the
-longest is done, and copies the whole cache for every token. Runs inside `generate(custom_generate=...)`, so what a
-configuration means is left to transformers. Shapes: B rows, P prompts, T new tokens.
+longest is done, and copies the whole cache for every token. Runs inside `generate(custom_generate=...)`, so that
+transformers interprets the configuration. Shapes: B rows, P prompts, T new tokens.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ..runtime.attributes import assigned
 from .keyed import NEW_TOKENS, OwnTokens, on_own_tokens, padding_widths, setting_of, without_padding
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
-_LOOK_EVERY = {"cuda": 16}  # tokens between two looks at which rows have ended; on other devices 1
-_HEADROOM = 64  # tokens of room a growing layer keeps at least
-# kinds of criteria: limits, which cut a row off; tokens and strings, which end it, as every other does
+_LOOK_EVERY = {"cuda": 16}  # tokens between two checks for ended rows; on other devices 1
+_HEADROOM = 64  # the fewest tokens that a growing layer allocates ahead
+# kinds of criteria: limits cut a row off; end tokens, stop strings and all other criteria end it
 _KINDS: list[Any] = [(MaxLengthCriteria, MaxTimeCriteria), EosTokenCriteria, StopStringCriteria]
 
-EndedRows = list[tuple[list[int], bool]]  # the new tokens of rows; whether something ended them before a limit did
+EndedRows = list[tuple[list[int], bool]]  # the new tokens of each row, and whether it ended before a limit
 
 
 def remaining_rows(done: Sequence[bool], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows that are not done, in a new order, and the places in it that rows from the end of the batch take."""
+    """The rows that are not done, in a new order, and its places that rows from the end of the batch take."""
     count = len(done) - sum(done)
     places = [row for row in range(count) if done[row]]
     from_the_end = iter([row for row in range(count, len(done)) if not done[row]])
@@ -45,17 +45,17 @@ def remaining_rows(done: Sequence[bool], device: torch.device) -> tuple[torch.Te
 
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer with room to grow: a new token is written in place, instead of copying all that came before."""
+    """A cache layer that allocates ahead: a new token is written in place, and earlier ones are not copied."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._room: list[torch.Tensor] | None = None  # of which keys and values are the first tokens
+        self._room: list[torch.Tensor] | None = None  # keys and values are views of its first tokens
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append states (B, heads, tokens, dim); returns all states so far."""
-        if (length := self.get_seq_length()) == 0:  # prompts, whose rows are about to be repeated
+        if (length := self.get_seq_length()) == 0:  # the rows of prompts are about to be repeated
             return super().update(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
@@ -63,13 +63,13 @@ class GrowingLayer(DynamicLayer):
         if self._room is None or self._room[0].size(2) < total:
             added = total + max(_HEADROOM, total // 4) - length
             self._room = [torch.nn.functional.pad(states, (0, 0, 0, added)) for states in (self.keys, self.values)]
-        for room, states in zip(self._room, (key_states, value_states)):
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
             room[:, :, length:total] = states
         self.keys, self.values = (room[:, :, :total] for room in self._room)
         return self.keys, self.values
 
     def keep(self, index: torch.Tensor, places: torch.Tensor) -> None:
-        """Keep these rows; only the rows at `places` are copied (`remaining_rows`)."""
+        """Keep these rows; copies only those at `places` (`remaining_rows`)."""
         if self._room is None:
             self.reorder_cache(index)  # type: ignore[arg-type]
             return
@@ -81,9 +81,9 @@ class GrowingLayer(DynamicLayer):
 
 
 class RolloutCache(DynamicCache):
-    """The cache `generate` would make for a model, with room to grow in its full-attention layers.
+    """The cache that `generate` would make for a model, with `GrowingLayer` for full attention.
 
-    Under autocast it holds keys and values in autocast's type, to which attention casts them.
+    Under autocast it stores keys and values in autocast's type, because attention casts them to it.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
@@ -105,37 +105,37 @@ class RolloutCache(DynamicCache):
 
 
 def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
-    """Whether prompts can run once and rows can leave the batch; else transformers' own loop runs."""
+    """Whether `compact_decode` can run; else transformers' own loop does."""
     policy = base_model_of(model)
     if needs_whole_rows(model) is not None or why_own_cache(policy) is not None:
         return False
-    if hasattr(policy.base_model, "get_rope_index"):  # keeps positions for every row of the batch
+    if hasattr(policy.base_model, "get_rope_index"):  # stores positions of every row of the batch
         return False
     dynamic = config.cache_implementation in (None, "dynamic")
     return dynamic and config.use_cache is not False and not config.prefill_chunk_size
 
 
 def own_generate(model: Any) -> str | None:
-    """The name of a `generate` of the model's own (of its class, or replaced on it); None where it is transformers'.
+    """The name of the model's own `generate` (of its class, or assigned to it); None where it is transformers'.
 
-    PEFT's wrappers hand over to the model inside, so that one decides.
+    PEFT's wrappers call the model inside, so that model decides.
     """
     function = getattr(model.generate, "__func__", model.generate)
     if getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.distributed."):
-        function = function.__wrapped__  # FSDP2 gathers the weights around it
+        function = function.__wrapped__  # FSDP2 wraps it to gather weights
         function = getattr(function, "__func__", function)
     module = getattr(function, "__module__", None) or type(function).__module__
     name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
     if module.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
         return own_generate(model.get_base_model())
-    # the name too, because a library may have replaced the method of the class
+    # compares the name too, because a library may have replaced the method of the class
     plain = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
     return None if plain else name
 
 
 @contextlib.contextmanager
 def without_router_logits(config: Any) -> Iterator[None]:
-    """Inside, no router logits are returned: their load-balancing loss fails under the attention mask of a cache."""
+    """Turn off router logits: their load-balancing loss fails with the attention mask of a cache."""
     with contextlib.ExitStack() as stack:
         for part in (config, config.get_text_config()):
             if getattr(part, "output_router_logits", False):
@@ -144,7 +144,7 @@ def without_router_logits(config: Any) -> Iterator[None]:
 
 
 def unique(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """Index of the first row of each different key, and for every row the number of its key among them."""
+    """Index of the first row of each different key, and for every row the number of its key."""
     firsts: dict[Hashable, int] = {}
     for row, key in enumerate(keys):
         firsts.setdefault(key, row)
@@ -153,26 +153,27 @@ def unique(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
 
 
 def end_tokens(config: GenerationConfig) -> list[int]:
-    """The end tokens of a configuration; a negative one says that there is none."""
+    """The end tokens of a configuration; negative ones mean none and are left out."""
     ends = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).view(-1).tolist()
     return [end for end in ends if end >= 0]
 
 
 class Ends(StoppingCriteriaList):
-    """transformers' criteria, and what they say of each row: nothing in the result tells padding from tokens.
+    """transformers' stopping criteria, with a record of where and why each row ended, which `generate` does not return.
 
     Attributes:
         lengths_B: new tokens of each row of the call.
-        ended_B: a criterion ended the row; False: a limit of length or of time cut it off.
-        rows_B: the rows that are left, among all; done_B: which of them are done.
-        looks_at_each: a criterion reads more than the last token, so the host looks at every token; else it may look at
-            several at once, and the first end token of a row is its end.
+        ended_B: a criterion ended the row; False: a limit of length or time cut it off.
+        rows_B: the numbers of the rows that are left.
+        done_B: which of the rows that are left are done.
+        looks_at_each: a criterion reads more than the last token, so the host checks after every token; else it may
+            check several tokens at once, and a row ends at its first end token.
     """
 
     def __init__(self, criteria: Sequence[Any], ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         super().__init__(criteria)
         limits, tokens, strings = ([c for c in self if isinstance(c, kind)] for kind in _KINDS)
-        self._limits, self._strings = StoppingCriteriaList(limits), strings  # strings are looked for in padding too
+        self._limits, self._strings = StoppingCriteriaList(limits), strings  # find strings in padding too
         self._others: list[Any] = [c for c in self if not isinstance(c, tuple(_KINDS))]
         self._tokens = torch.cat([c.eos_token_id.to(ids.device).view(-1) for c in tokens] or [ids.new_empty(0)])
         self.looks_at_each = bool(strings or self._others) or any(isinstance(c, MaxTimeCriteria) for c in limits)
@@ -181,13 +182,13 @@ class Ends(StoppingCriteriaList):
         self.done_B, self.ended_B = self.lengths_B.bool(), self.lengths_B.bool()
 
     def __call__(self, input_ids: Any, scores: Any, new: int = 1, **kwargs: Any) -> Any:
-        """Which rows are done, after `new` tokens since the last look."""
+        """Which rows are done; `new` tokens were added since the last call."""
         ended_B = torch.isin(input_ids[:, -new:], self._tokens).any(1)
         if self.looks_at_each:
             for criterion in self._others:
                 ended_B = ended_B | criterion(input_ids, scores, **kwargs)
             for criterion in self._strings:
-                read = functools.partial(criterion, scores=None)  # transformers' loop hands over none
+                read = functools.partial(criterion, scores=None)  # as in transformers' loop
                 ended_B = ended_B | without_padding(read, self.padding_B, torch.empty_like(ended_B), input_ids)
             self.lengths_B[self.rows_B] += ~self.done_B
             self.ended_B[self.rows_B] |= ended_B & ~self.done_B
@@ -195,13 +196,12 @@ class Ends(StoppingCriteriaList):
         return self.done_B
 
     def keep(self, index: torch.Tensor) -> None:
-        """Keep these of the rows that are left."""
         self.rows_B, self.done_B = self.rows_B[index], self.done_B[index]
         if self.padding_B:
             self.padding_B = [self.padding_B[row] for row in index.tolist()]
 
     def rows(self, ids_BT: torch.Tensor) -> EndedRows:
-        """The rows of the call among its new tokens."""
+        """The rows of the call, from all new tokens."""
         if not self.looks_at_each:  # the first end token of each row
             is_end_BT = torch.isin(ids_BT, self._tokens)
             self.ended_B = is_end_BT.any(1)
@@ -211,10 +211,10 @@ class Ends(StoppingCriteriaList):
 
 
 def rows_by_ids(ids_BT: torch.Tensor, model: Any, config: GenerationConfig) -> EndedRows:
-    """The rows among new tokens of a loop that returns nothing else (a model's own, a search).
+    """The rows of a loop that returns only ids (a model's own, a search).
 
-    A row goes up to its first end token, or else ends before the padding, and what is shorter than the limit has
-    ended: neither depends on the other rows.
+    A row goes up to its first end token, or else up to the padding, and a row shorter than the limit has ended; neither
+    depends on the other rows.
     """
     rows, known, limit = [], set(end_tokens(config)), setting_of(model, config, "max_new_tokens") or NEW_TOKENS
     for ids in ids_BT.tolist():
@@ -225,7 +225,7 @@ def rows_by_ids(ids_BT: torch.Tensor, model: Any, config: GenerationConfig) -> E
 
 
 def steps_by_token(model: Any, config: GenerationConfig) -> bool:
-    """Whether transformers' `generate` runs its loop `_sample`, and no search or speculation."""
+    """Whether transformers' `generate` runs its loop `_sample`: no search and no speculation."""
     merged = copy.deepcopy(config)
     merged.update(**model.generation_config.to_dict(), defaults_only=True)  # as `generate` does
     return merged.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -243,20 +243,16 @@ def plain_decode(
 
 
 class _Rows:
-    """Rows of tokens that grow together; a row that has ended may leave.
+    """Rows of tokens that grow together; `ids` (B, tokens) includes prompts. A row that has ended may leave.
 
-    On CUDA the host looks at which rows have ended once in several tokens, so that it need not wait for every one.
-
-    Attributes:
-        ids: (B, tokens), prompts included.
-        ends: how they ended.
+    On CUDA the host checks for ended rows once in several tokens, so that it does not wait for every token.
     """
 
     def __init__(self, ids: torch.Tensor, ends: Ends, pad: int) -> None:
         self.ids, self.ends, self._pad = ids, ends, pad
         self._prompts = ids.size(1)
         self._left: list[tuple[torch.Tensor, torch.Tensor]] = []  # numbers and ids of rows before some left
-        self._seen = self._prompts  # tokens of a row at the last look
+        self._checked = self._prompts  # tokens of a row at the last check
         self._look_every = 1 if ends.looks_at_each else _LOOK_EVERY.get(ids.device.type, 1)
 
     def append(self, tokens: torch.Tensor) -> None:
@@ -264,22 +260,20 @@ class _Rows:
         self.ids = torch.cat([self.ids, tokens.masked_fill(self.ends.done_B, self._pad)[:, None]], dim=1)
 
     def ended(self, scores: torch.Tensor) -> list[bool]:
-        """Which rows have ended; none between two looks."""
+        """Which rows have ended; none between two checks."""
         length = self.ids.size(1)
-        new = length - self._seen
+        new = length - self._checked
         if new < self._look_every and length != self.ends.max_length:
             return [False] * len(self.ids)
-        self._seen = length
+        self._checked = length
         return self.ends(self.ids, scores, new).tolist()
 
     def keep(self, index: torch.Tensor) -> None:
-        """Keep these rows."""
         self._left.append((self.ends.rows_B, self.ids))
         self.ids = self.ids[index]
         self.ends.keep(index)
 
     def output(self) -> EndedRows:
-        """All rows."""
         parts = [*self._left, (self.ends.rows_B, self.ids)]
         output = self.ids.new_full((len(parts[0][0]), self.ids.size(1)), self._pad)
         for numbers, ids in parts:
@@ -306,7 +300,7 @@ def compact_decode(
     Args:
         input_ids: (P, width), each prompt once.
         rows_B: for every row the number of its prompt.
-        of_prompts: arguments that only the forward of the prompts takes (images).
+        of_prompts: names of arguments that only the forward of the prompts takes (images).
     """
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
@@ -337,7 +331,6 @@ def compact_decode(
 
 
 def _next(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Logits of the next token (B, V), and the model's arguments for it, the cache among them."""
     return outputs.logits[:, -1].float(), model._update_model_kwargs_for_generation(outputs, model_kwargs)
 
 

@@ -1,8 +1,8 @@
-"""Engines: what samples the next tokens of transcripts. Here: the model's own `generate`, by key and in chunks.
+"""Engines sample the next tokens of transcripts. Those here call the model's `generate`, by key and in chunks.
 
-Differs from TRL, which generates for all rows of a process at once from one generator: here the random number of a
-token depends on the transcript's key and its position alone. Chunks are cut by global order: where each is a call of
-its own, it has the same shapes on every number of processes. Called by the worker, once for every turn.
+Differs from TRL, which generates all rows of a process at once with one generator: here the random number of a token
+depends only on the transcript's key and the token's position. Chunks are cut in global order, so a chunk in a call of
+its own has the same shapes for every number of processes. Called by the worker, once for every turn.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .keyed import KeyedChoice, greedy_config, sampling_filters, why_not_by_key
 from .ragged import padded
 from .transcript import Sampled, Transcript
 
-_ROOM = 1.25  # of a cache that grows, at most, times what it holds
-_SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and what filters and the choice make of it
+_ROOM = 1.25  # the most that a growing cache allocates, relative to what it holds
+_SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and copies of filters and choice
 
 
 class Engine(Protocol):
@@ -47,7 +47,7 @@ class Engine(Protocol):
         """New tokens of each transcript, in order.
 
         Args:
-            config: transformers' settings as they are for this rollout batch; None with vLLM.
+            config: transformers' settings for this rollout batch; None with vLLM.
             num_generations: transcripts of a prompt, which stand together.
         """
         ...
@@ -55,31 +55,19 @@ class Engine(Protocol):
 
 @dataclass
 class EngineSettings:
-    """Settings of sampling. A run that resumes may take its chunk sizes from the checkpoint; most others are fixed.
-
-    Attributes:
-        tokenizer: for stop strings.
-        filler: a token, for rows that no result contains.
-        pad: the padding token of TRL's dictionary.
-        chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
-        rows_per_call: completions of a `generate` call, at most, where it samples several chunks; None: of a chunk.
-        multiple: the width of a batch is rounded up to a multiple of this (TRL's `pad_to_multiple_of`).
-        compact: each different prompt runs once, and finished rows leave the batch.
-        sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
-        fp16: for the explanation of scores that are not finite.
-    """
+    """Settings of sampling. A resumed run may take its chunk sizes from the checkpoint."""
 
     device: torch.device
-    tokenizer: Any
-    filler: int
-    pad: int
-    chunk_size: int | None = None
-    rows_per_call: int | None = None
-    multiple: int | None = None
-    compact: bool = True
-    sharded: bool = False
+    tokenizer: Any  # for stop strings
+    filler: int  # the token of rows that reach no result
+    pad: int  # the padding token of TRL's dictionary
+    chunk_size: int | None = None  # most completions of a chunk; None with vLLM, which batches by itself
+    rows_per_call: int | None = None  # most completions of a `generate` call over several chunks; None: one chunk
+    multiple: int | None = None  # TRL's `pad_to_multiple_of`
+    compact: bool = True  # each different prompt runs once, and finished rows leave the batch
+    sharded: bool = False  # a forward is a collective, because processes share the weights (FSDP, DeepSpeed)
     replay: Replay = NO_REPLAY
-    fp16: bool = False
+    fp16: bool = False  # named in the explanation of scores that are not finite
 
     def resize_chunks(self, geometry: BatchGeometry) -> None:
         """Set the sizes of chunks and of `generate` calls."""
@@ -91,9 +79,9 @@ class EngineSettings:
         return _whole_groups(self.chunk_size, num_generations)
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """The transcripts of each `generate` call, in order; later turns keep the calls of the first.
+        """The transcripts of each `generate` call, in order; later turns are cut like the first.
 
-        A process starts at the border of a chunk (`batching.sizes.process_prompts`), so places on a process cut the
+        The first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
         chunks of the whole rollout batch.
         """
         size = _whole_groups(self.rows_per_call or self.chunk_size, num_generations)
@@ -109,39 +97,33 @@ def _whole_groups(rows: int | None, num_generations: int) -> int | None:
 
 @dataclass
 class TransformersEngine:
-    """Samples with the `generate` of a model.
+    """Samples with the `generate` of a model."""
 
-    Attributes:
-        model: returns the policy, as PEFT wraps it.
-        generating: a context that prepares the model for generation and returns it.
-        images_of: returns the images of transcripts; None for a model that takes none.
-        memory: the number of completions that fit into one `generate`.
-    """
-
-    model: Callable[[], Any]
-    generating: Callable[[], contextlib.AbstractContextManager[Any]]
+    model: Callable[[], Any]  # returns the policy, with PEFT's wrapper
+    generating: Callable[[], contextlib.AbstractContextManager[Any]]  # prepares the model for generation and yields it
     settings: EngineSettings
-    images_of: Callable[[Sequence[Transcript]], RowImages | None]
-    memory: Halving
+    images_of: Callable[[Sequence[Transcript]], RowImages | None]  # None for a model that takes no images
+    memory: Halving  # the number of completions that fit into one `generate`
 
     def why_not_by_key(self, config: GenerationConfig) -> str | None:
-        """What keeps tokens from following from keys and prompts alone; None where nothing does."""
+        """Why tokens depend on more than keys and prompts; None where they do not."""
         return own_generate(self.model()) or why_not_by_key(self.model(), config)
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`; where a forward is a collective every process comes here for every turn."""
+        """See `Engine`; where a forward is a collective, every process calls this for every turn."""
         assert config is not None
         chunks = self.settings.chunks(transcripts, num_generations)
         calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
         stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
         sampled: list[Sampled] = []
         policy = self.model()
-        own = {} if own_generate(policy) else {"stop_strings": None}  # they are in `config`: `build.sampling_config`
+        # `config` has the stop strings (`build.sampling_config`)
+        without_strings = {} if own_generate(policy) else {"stop_strings": None}
         with (
             without_router_logits(policy.config),
-            assigned(policy.generation_config, **own),
+            assigned(policy.generation_config, **without_strings),
             self.generating() as model,
         ):
             for number in range(calls):
@@ -158,7 +140,7 @@ class TransformersEngine:
         return not whole and self.why_not_by_key(config) is None and decodes_compactly(model, config)
 
     def _expected_rows(self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig) -> int | None:
-        """How many completions of a chunk fit into the free memory at their longest; None where that is not known."""
+        """How many completions of a chunk fit into the free memory at full length; None where that is unknown."""
         free = available_bytes(self.settings.device)
         if free is None or config.max_new_tokens is None:
             return None
@@ -197,23 +179,23 @@ def sample_chunk(
     """New tokens of each row, by one call of the model's `generate`.
 
     Args:
-        config: a sampling configuration; every setting means what it means in transformers.
+        config: a sampling configuration; settings mean what they mean in transformers.
         images: of the rows, for a model that takes images.
-        keyed: sample by key; False: transformers samples, as TRL calls it.
+        keyed: sample by key; False: transformers samples, as in TRL.
         compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).
 
     Raises:
-        PrecisionError, RolloutError: the model's scores are no distribution; `generate` returns other rows.
+        PrecisionError: the model's scores are not a distribution.
+        RolloutError: `generate` returned a wrong number of rows.
     """
     prompts = [row.prompt_ids + row.ids for row in rows]
-    firsts = numbers = list(range(len(rows)))
-    if compact:
-        pictures = [None] * len(rows) if images is None else images.numbers_B
-        firsts, numbers = unique(list(zip(map(tuple, prompts), pictures, strict=True)))
+    images_B = [None] * len(rows) if images is None else images.numbers_B
+    different = zip(map(tuple, prompts), images_B, strict=True) if compact else range(len(rows))
+    firsts, numbers = unique(list(different))
     contexts, inputs = [len(prompts[i]) for i in firsts], _model_inputs([prompts[i] for i in firsts], settings)
     width = inputs["input_ids"].size(1)
     if images is not None:
-        inputs |= images.inputs(firsts, inputs["input_ids"], contexts, width)
+        inputs |= images.inputs(firsts, inputs["input_ids"])
     choice = recorder = None
     if keyed:
         filters, recorder = sampling_filters(model, config, settings.replay)
@@ -228,7 +210,7 @@ def sample_chunk(
         raise PrecisionError("while sampling, the scores of the next token were not finite")
     rows_B = output if isinstance(output, list) else decoding.rows_by_ids(output[:, width:], model, config)
     if len(rows_B) != len(rows):
-        raise RolloutError(f"generate returned {len(rows_B)} rows for {len(rows)} prompts; each prompt needs its own.")
+        raise RolloutError(f"generate returned {len(rows_B)} rows for {len(rows)} prompts; each prompt needs one.")
     if recorder is None:
         return [Sampled(ids, ended=ended) for ids, ended in rows_B]
     lengths = [len(ids) for ids, _ in rows_B]
@@ -238,7 +220,6 @@ def sample_chunk(
 
 
 def _model_inputs(prompts: Sequence[Sequence[int]], settings: EngineSettings) -> dict[str, Any]:
-    """Prompts, padded on the left, and their attention mask."""
     ids = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
     input_ids = padded(ids, settings.pad, "left", settings.multiple)
     attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", settings.multiple)
@@ -248,9 +229,9 @@ def _model_inputs(prompts: Sequence[Sequence[int]], settings: EngineSettings) ->
 def _with_loop(
     inputs: Any, model: Any, config: GenerationConfig, settings: EngineSettings, choice: Any, numbers: Any
 ) -> GenerationConfig:
-    """Let `generate` run a loop that says how rows end, with `numbers` one that runs each prompt once."""
+    """Let `generate` run a loop that reports how rows end; with `numbers`, one that runs each prompt once."""
     of_prompts = tuple(inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES})
-    if config.stop_strings:  # transformers takes no tokenizer beside a function
+    if config.stop_strings:  # transformers does not take a tokenizer together with `custom_generate`
         criterion = StopStringCriteria(settings.tokenizer, config.stop_strings)
         inputs["stopping_criteria"] = StoppingCriteriaList([criterion])
         config = copy.deepcopy(config)
@@ -259,7 +240,7 @@ def _with_loop(
         rows_B = torch.tensor(numbers, device=settings.device)
         decode = functools.partial(decoding.compact_decode, rows_B=rows_B, choice=choice, of_prompts=of_prompts)
         inputs |= {"custom_generate": decode, CACHE: RolloutCache(model, settings.device)}
-    elif decoding.steps_by_token(model, config):  # transformers does not tell a function whether processes keep step
+    elif decoding.steps_by_token(model, config):  # transformers does not pass on `synced_gpus`
         synced = settings.sharded and torch.distributed.is_initialized()
         inputs["custom_generate"] = functools.partial(decoding.plain_decode, synced_gpus=synced)
     return config
@@ -267,7 +248,7 @@ def _with_loop(
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """Samples with transformers' continuous batching, by `turn`, TRL's `_generate_single_turn`."""
+    """Samples with transformers' continuous batching, through TRL's `_generate_single_turn` (`turn`)."""
 
     turn: Callable[..., Any]
     model: Callable[[], Any]

@@ -1,7 +1,7 @@
 """Compares vLLM's log-probabilities of the tokens it sampled with the trainer's own: have the weights arrived?
 
-An engine that samples with other weights trains as quietly as one that does not: importance-sampling ratios absorb the
-difference, or nothing does. vLLM returns the log-probabilities with the completions, so no request is added.
+An engine that samples with other weights raises no error: importance-sampling ratios absorb the difference, or nothing
+does. vLLM returns the log-probabilities with the completions, so the check adds no request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ..errors import RolloutError
 from .batch import RolloutBatch
 
-# sampling parameters of vLLM that change no distribution
+# sampling parameters of vLLM that do not change the distribution
 NEUTRAL = {
     *("seed", "n", "max_tokens", "logprobs", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
     *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "temperature", "top_p", "top_k", "min_p"),

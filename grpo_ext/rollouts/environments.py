@@ -1,4 +1,4 @@
-"""Environments: which instance a completion acts in, and what its `reset` adds to the prompt.
+"""Environments: chooses the instance that a completion acts in, and adds to its prompt what `reset` returns.
 
 Differs from TRL: `reset` has a time limit, and an environment with a call that never returned is not used again.
 Called where a rollout begins.
@@ -25,8 +25,8 @@ class Environments:
     Args:
         factories: by name; a single factory has the name None. None: a run without environments. Where there are
             several, the column `environment` of a row chooses one, and `reset` does not get that column.
-        pools: instances to use again, by name; None: there are none yet.
-        retired: instances that are not used any more, by `id`; kept alive, so that an `id` is not reused.
+        pools: instances to reuse, by name; None: no instances yet.
+        retired: instances that are no longer used, by `id`; kept alive so that an `id` is not reused.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Environments:
         self.retired: dict[int, Any] = {} if retired is None else retired
 
     def begin(self, transcripts: Sequence[Transcript], seconds: float | None = None) -> None:
-        """Give each transcript its environment, reset, and its prompt, with what the environment adds to it.
+        """Give each transcript its environment, after a reset, and its prompt with the observation.
 
-        Without environments the prompt is the row's. With them a row may have no prompt.
+        Without environments the prompt is the row's. With environments a row need not have a prompt.
 
         Raises:
             DataError: a row names an unknown environment.
@@ -68,23 +68,23 @@ class Environments:
             except Exception as error:
                 cause = str(error) if isinstance(error, CallTimeout) else f"{type(error).__name__}: {error}"
                 raise RolloutError(
-                    f"`reset` of environment {type(t.environment).__name__}: {cause}; a rollout cannot begin without "
-                    "what it returns: a text, a list of content parts, or None."
+                    f"`reset` of environment {type(t.environment).__name__}: {cause}; a rollout needs what `reset` "
+                    "returns: a text, a list of content parts, or None."
                 ) from error
 
     def uses(self, environment: Any) -> bool:
-        """Whether an environment is still used; one with a call that hangs is not."""
+        """Whether an environment is still used; False after a call that hangs."""
         return id(environment) not in self.retired
 
     def retire(self, environment: Any) -> None:
-        """Stop using an environment whose call hangs, because its thread may still change it; its reward is None."""
+        """Stop using an environment whose call hangs: its thread may still change it. Its reward is None."""
         self.retired[id(environment)] = environment
         for pool in self.pools.values():
             pool[:] = filter(self.uses, pool)
 
 
 def check_names(datasets: Sequence[Any], factories: Any) -> None:
-    """Raise a DataError for data sets whose rows name no environment, or an unknown one."""
+    """Raise a DataError for rows that name no environment, or an unknown one."""
     for dataset in datasets if isinstance(factories, dict) else ():
         for name in set(dataset["environment"]) if "environment" in dataset.column_names else {None}:
             _check_name(name, factories)
@@ -101,7 +101,6 @@ def _check_name(name: str | None, factories: Mapping[str | None, Any]) -> None:
 
 
 def _with_observation(prompt: Messages, observation: str | list[Any] | None) -> Messages:
-    """A new prompt, with the observation at the end of its last message."""
     if observation is None:
         return prompt
     content = prompt[-1]["content"]

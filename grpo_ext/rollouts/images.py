@@ -1,62 +1,50 @@
-"""Where the images of rows come from: read again from the data set, or packed with the completions.
+"""The images of completions: those of transcripts while sampling, and their column of the rollout batch afterwards.
 
-Images are packed where tools, environments or a user's override may show some that no data set holds. Used by the
-engine and by every forward.
+A completion holds all images that it shows, whether the data set, a tool, an environment or a user's override has them,
+as the bytes of a file. Completions of one prompt share these bytes. Used by the engine and by every forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ..batching.prompt_order import StepRows
 from ..errors import DataError
 from ..forward.images import PromptProcessor, RowImages, images_in, messages_of, packed_images, unpacked_images
 from ..runtime.collectives import any_process
-from .batch import ROW_IMAGES, ROW_NUMBER, Column
-from .ragged import Ragged
+from .batch import ROW_IMAGES, Column
 from .transcript import Transcript
 
 
 @dataclass
 class ImageSource:
-    """Where the images of a run's completions come from."""
+    """Finds the images of a run's completions."""
 
-    prepare: PromptProcessor | None = None  # makes the model's arguments from a row; None: it takes no images
-    carry_images: bool = False  # every completion carries all images of its row, as a column
-    prompts: dict[bool, Any] = field(default_factory=dict)  # latest data set, by training or not
+    prepare: PromptProcessor | None = None  # makes the model's arguments from images; None: the model takes none
 
     def of_transcripts(self, transcripts: Sequence[Transcript]) -> RowImages | None:
         """The images that transcripts show so far; None for a model that takes none."""
-        if (prepare := self.prepare) is None:
+        if self.prepare is None:
             return None
-        if self.carry_images:
-            return self._of_packed(prepare, [packed_images(transcript.images) for transcript in transcripts])
-        rows = {transcript.number: transcript.row for transcript in transcripts}
-        return RowImages([t.number for t in transcripts], lambda number: prepare(rows[number]))  # type: ignore[misc]
+        return RowImages(_numbers(transcripts), lambda number: transcripts[number].images, self.prepare)
 
     def columns_of(self, transcripts: Sequence[Transcript], masked: Sequence[bool]) -> dict[str, Column]:
         """The column that `of_batch` reads, if any; `masked` completions keep the images of their prompts only."""
         if self.prepare is None:
             return {}
-        if not self.carry_images:
-            return {ROW_NUMBER: torch.tensor([transcript.number for transcript in transcripts])}
         shown = [t.prompt_alone() if out else t for t, out in zip(transcripts, masked, strict=True)]
-        return {ROW_IMAGES: Ragged.of([packed_images(transcript.images) for transcript in shown])}
+        numbers = _numbers(shown)
+        packed = {number: packed_images(shown[number].images) for number in dict.fromkeys(numbers)}
+        return {ROW_IMAGES: [packed[number] for number in numbers]}
 
-    def of_batch(self, fields: Mapping[str, Any], training: bool) -> RowImages | None:
+    def of_batch(self, fields: Mapping[str, Any]) -> RowImages | None:
         """The images of completions, from the columns of a rollout batch or of TRL's dictionary."""
-        if (prepare := self.prepare) is None:
+        packed = fields.get(ROW_IMAGES)
+        if self.prepare is None or packed is None:  # the latter in a batch of the user's own
             return None
-        if (packed := fields.get(ROW_IMAGES)) is not None:
-            return self._of_packed(prepare, list(packed))
-        if (numbers := fields.get(ROW_NUMBER)) is None:  # a batch of the user's own
-            return None
-        prompts = self.prompts[training]
-        return RowImages(torch.as_tensor(numbers).flatten().tolist(), lambda number: prepare(prompts[number]))
+        return RowImages(_first_places(packed), lambda number: unpacked_images(packed[number]), self.prepare)
 
     def refuse_mixed(self, rows: StepRows) -> None:
         """Raise a DataError, on every process, for prompts with and without images in one batch; a collective."""
@@ -71,6 +59,12 @@ class ImageSource:
                 "prompt an image, or train with DDP."
             )
 
-    @staticmethod
-    def _of_packed(prepare: PromptProcessor, packed: Sequence[torch.Tensor]) -> RowImages:
-        return RowImages(range(len(packed)), lambda row: prepare.of(unpacked_images(packed[row])), prepare.types_of)
+
+def _numbers(transcripts: Sequence[Transcript]) -> list[int]:
+    """For each transcript the place of the first one with the same images."""
+    return _first_places([(t.number, place if t.number is None else None) for place, t in enumerate(transcripts)])
+
+
+def _first_places(values: Sequence[Hashable]) -> list[int]:
+    places: dict[Hashable, int] = {}
+    return [places.setdefault(value, place) for place, value in enumerate(values)]

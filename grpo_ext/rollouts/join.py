@@ -1,8 +1,8 @@
 """The join: the one exchange of a rollout batch's data between processes.
 
 Differs from TRL, which gathers rewards, lengths, logs and texts in some ten places of two methods, as if every process
-had as many rows. Here each process sends its share once, of any size. Advantages over whole groups, log values and the
-table of completions are computed from the shares of all, the same on every process.
+had the same number of rows. Here each process sends its share once, of any size. Advantages over whole groups, log
+values and the table of completions are computed from the shares of all, the same on every process.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, RolloutError
+from ..errors import RolloutError
 from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_lists, together
 from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, RolloutBatch, concatenated
 from .images import ImageSource
-from .local import LocalRollout, Terms
+from .local import LocalRollout, RolloutSettings
 from .ragged import Ragged
 from .transcript import Transcript
 
@@ -49,7 +49,6 @@ class Share:
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
     first: int = 0  # place of its first completion in the rollout batch, which its reward calls count from
-    forms: tuple[str, ...] = ()
 
 
 @dataclass
@@ -74,28 +73,26 @@ class Round:
         return len(self.entries)
 
 
-def exchange(local: LocalRollout, images: ImageSource) -> list[Share]:
-    """The shares of all processes; a collective. Where one failed, or models ran different forwards, all raise."""
+def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> list[Share]:
+    """The shares of all processes; a collective. Where one failed, all raise.
+
+    Args:
+        shows_images: the table of completions shows images.
+    """
     with together("the exchange of a rollout batch"):
         if local.failure is not None:
             raise local.failure
-        share = _share(local, images)
-    shares = gather_lists([share])
-    if len({share.forms for share in shares}) > 1:
-        raise ConfigError(
-            "processes disagree on how completions run through the model, as some of them compare equal on one "
-            "process alone; set forward='padded'."
-        )
-    return shares
+        share = _share(local, images, shows_images)
+    return gather_lists([share])
 
 
 def join(
     shares: Sequence[Share],
-    terms: Terms,
+    settings: RolloutSettings,
     rank: int,
     rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
 ) -> Round:
-    """Join the shares of all processes; a RolloutError for rewards of other completions, or groups that are not whole.
+    """Join the shares of all processes; a RolloutError where rewards and completions do not match, or groups are cut.
 
     Args:
         rewards_by_user: what the user's `_calculate_rewards` returned for all completions, and the calls of reward
@@ -107,13 +104,13 @@ def join(
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
     else:
         rewards_BF, calls = rewards_by_user[0], [*calls, *rewards_by_user[1]]
-    entries, group = [entry for share in shares for entry in share.entries], terms.num_generations
+    entries, group = [entry for share in shares for entry in share.entries], settings.sampling.num_generations
     if len(rewards_BF) != len(entries) or len(entries) % group:
         raise RolloutError(
             f"there are {len(rewards_BF)} rewards for {len(entries)} completions in groups of {group}; every "
             "completion needs its rewards, and every group has to be whole."
         )
-    advantages = terms.rule.advantages(rewards_BF, terms.weights_F, group)
+    advantages = settings.rewards.rule.advantages(rewards_BF, settings.rewards.weights_F, group)
     columns = concatenated([share.columns for share in shares if share.columns])
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
     return Round(
@@ -126,17 +123,17 @@ def join(
     )
 
 
-def _share(local: LocalRollout, images: ImageSource) -> Share:
-    transcripts, terms = local.real_transcripts, local.terms
+def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Share:
+    transcripts = local.real_transcripts
     columns: dict[str, Column] = {}
     if transcripts:
         columns = trl_columns(local, transcripts)
-        columns |= images.columns_of(transcripts, terms.masked(transcripts))
+        columns |= images.columns_of(transcripts, local.settings.sampling.masked(transcripts))
     entries = [
         Entry(
             prompt=transcript.prompt,
             completion=transcript.completion,
-            images=(transcript.images or None) if terms.logs_images else None,
+            images=(transcript.images or None) if shows_images else None,
             prompt_tokens=len(transcript.prompt_ids),
             tokens=sum(transcript.mask),
             truncated=not transcript.ended,
@@ -146,18 +143,18 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
         )
         for transcript in transcripts
     ]
-    return Share(columns, entries, local.rewards_BF, local.reward_calls, local.first, local.forms)
+    return Share(columns, entries, local.rewards_BF, local.reward_calls, local.first)
 
 
 def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:
-    """The columns of a rollout batch but advantages and images, under TRL's names.
+    """The columns of a rollout batch, except advantages and images, under TRL's names.
 
     Args:
         whole: keep all tokens of a masked-out completion. Otherwise one stays: TRL takes the last T columns by
             `[:, -T:]`, which are all of them for T = 0.
     """
-    terms = local.terms
-    masked = terms.masked(transcripts)
+    sampling = local.settings.sampling
+    masked = sampling.masked(transcripts)
     lengths = [1 if out and not whole else len(t.ids) for t, out in zip(transcripts, masked, strict=True)]
     loss_masks = masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked, strict=True)]
     columns: dict[str, Column] = {
@@ -170,32 +167,31 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks, strict=True)]
         columns["tool_mask"] = Ragged.of(loss_masks)
     if all(t.record is not None for t in transcripts):
-        columns |= _sampler_columns(transcripts, lengths, terms.replay.masks)
-    elif terms.replay.masks and not local.request.empty:
-        raise RolloutError("sampling_mask='replay': no tokens that were kept came with some completions.")
-    if terms.replay.experts:
+        columns |= _sampler_columns(transcripts, lengths, sampling.replay.masks)
+    elif sampling.replay.masks and not local.request.empty:
+        raise RolloutError("sampling_mask='replay': some completions came without the tokens that were kept.")
+    if sampling.replay.experts:
         experts = [t.experts[: len(t.prompt_ids) + n] for t, n in zip(transcripts, lengths) if t.experts is not None]
         if len(experts) != len(transcripts):
-            raise RolloutError("routing_replay=True: no experts came with some completions.")
+            raise RolloutError("routing_replay=True: some completions came without experts.")
         columns[EXPERTS] = Ragged.of(experts)
     for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
         if logps is not None:  # none of the tokens of a completion that is masked out
             pairs = zip(logps, lengths, strict=True)
             columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in pairs])
-    if transcripts and transcripts[0].logps is not None:  # NaN where the engine could not tell
+    if transcripts and transcripts[0].logps is not None:  # NaN where the engine did not report it
         rows = ([math.nan if value is None else value for value in t.logps or ()] for t in transcripts)
         columns["sampling_per_token_logps"] = Ragged.of(
             [torch.tensor(row[:n]) for row, n in zip(rows, lengths, strict=True)]
         )
     names = ("old_per_token_logps", "sampling_per_token_logps")
-    if (rule := terms.ratios) is not None and all(name in columns for name in names):
+    if (rule := local.settings.logprobs.ratios) is not None and all(name in columns for name in names):
         ratios = [rule.ratios(*row) for row in zip(*(columns[name] for name in names), loss_masks, strict=True)]
         columns["importance_sampling_ratio"] = torch.stack(ratios) if rule.of_sequences else Ragged.of(ratios)
     return columns
 
 
 def _sampler_columns(transcripts: Sequence[Transcript], lengths: Sequence[int], replay: bool) -> dict[str, Column]:
-    """What the sampler recorded of the first tokens of each transcript."""
     records = [t.record.first(n) for t, n in zip(transcripts, lengths, strict=True) if t.record is not None]
     columns: dict[str, Column] = {SAMPLER_LOGPS: Ragged.of([record.logps_T for record in records])}
     if replay:
@@ -205,7 +201,7 @@ def _sampler_columns(transcripts: Sequence[Transcript], lengths: Sequence[int], 
 
 
 def _kept_mass(transcript: Transcript) -> float:
-    """The mass that the filters kept, summed over the tokens that the model wrote; NaN where it is not known."""
+    """The mass that the filters kept, summed over the tokens that the model wrote; NaN where unknown."""
     if transcript.record is None:
         return math.nan
     return float((transcript.record.mass_T * torch.tensor(transcript.mask)).sum())

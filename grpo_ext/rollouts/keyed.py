@@ -1,4 +1,4 @@
-"""Keyed sampling: the random number of a token depends on the key of its row and on its position alone.
+"""Keyed sampling: the random number of a token depends only on the key of its row and on its position.
 
 Differs from transformers' sampling, which draws from one generator for the whole batch. Used by rollouts.engine.
 Shapes: B rows, V vocabulary.
@@ -23,8 +23,8 @@ from .token_record import Recorder
 from .transcript import Transcript
 
 FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-# Settings with which a row depends on its key and its own tokens alone (tests sample at several widths of padding), and
-# those that sampling does not read. Any other may make it depend on more, as may one of a new transformers.
+# Settings under which a row depends only on its key and its own tokens (tests sample at several widths of padding), and
+# settings that sampling does not read. Any other, and any new one of transformers, may make it depend on more.
 COVERED = {
     *(*FILTERS, "bad_words_ids", "begin_suppress_tokens", "do_sample", "eos_token_id", "forced_eos_token_id"),
     *("exponential_decay_length_penalty", "max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size"),
@@ -42,17 +42,17 @@ _NEUTRAL: dict[str, set[Any]] = {
     **{"encoder_repetition_penalty": {1}, "encoder_no_repeat_ngram_size": {0}},
     "cache_implementation": {"dynamic", "static", "offloaded", "offloaded_static", "hybrid"},
 }
-# processors that read the tokens of a row, padding included
+# processors that read all tokens of a row, padding included
 _READERS: list[type] = [transformers.NoRepeatNGramLogitsProcessor, transformers.RepetitionPenaltyLogitsProcessor]
 _READERS += [transformers.SequenceBiasLogitsProcessor]
-# filters by running sums of probabilities
+# filters that sum probabilities up
 _ADD_UP = (transformers.TopHLogitsWarper, transformers.TopPLogitsWarper, transformers.TypicalLogitsWarper)
-MOST_KEPT = 512  # tokens of a replayed mask, where top_k says no number
+MOST_KEPT = 512  # tokens of a replayed mask without top_k
 _DRAW = 16  # tokens whose random numbers are drawn at once
 BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
-NEW_TOKENS = 20  # of a row, where no setting says how many; transformers' default
+NEW_TOKENS = 20  # of a row by default, as in transformers
 
-# settings that change scores by what was written before, or at single positions, and their values without effect
+# settings that change scores by earlier tokens, or at single positions, and their values without effect
 _NOT_REPLAYED: dict[str, Any] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length"), 0),
@@ -64,9 +64,9 @@ _NOT_REPLAYED: dict[str, Any] = {
 class KeyedChoice(LogitsProcessor):
     """Samples the token of each row by its key.
 
-    As the last processor of a greedy `generate` it leaves only that token: with `do_sample=False` the processors passed
-    to `generate` run after the model's, in their order, so the filters can stand before this one. rollouts.decoding
-    calls `tokens` instead.
+    As the last processor of a greedy `generate` it leaves only that token. With `do_sample=False` the processors passed
+    to `generate` run after the model's, in their order, so the filters run before this one. rollouts.decoding calls
+    `tokens` instead.
     """
 
     def __init__(self, rows: Sequence[Transcript], prompt_width: int, recorder: Recorder, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class KeyedChoice(LogitsProcessor):
         return chosen.scatter_(1, tokens_B[:, None], 0.0)  # type: ignore[return-value]
 
     def tokens(self, input_ids: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
-        """Token ids (B,) after `input_ids` (B, tokens so far); any token where the scores are no distribution."""
+        """Token ids (B,) after `input_ids` (B, tokens so far); arbitrary where the scores are not a distribution."""
         scores_BV = self.recorder.bounded(scores_BV)
         position = input_ids.size(1) - self.prompt_width
         if position not in self._drawn:
@@ -98,31 +98,31 @@ class KeyedChoice(LogitsProcessor):
         return tokens_B
 
     def keep(self, index: torch.Tensor) -> None:
-        """Go on with these rows only."""
+        """Drop all other rows."""
         self.keys_B, self.offsets_B = self.keys_B[index], self.offsets_B[index]
         self._uniforms_BT = self._uniforms_BT[index]
         self.recorder.keep(index)
 
     def was_broken(self) -> bool:
-        """Whether scores were no distribution; the host waits for the device."""
+        """Whether scores were not a distribution; the host waits for the device."""
         return bool(self._largest == self._vocabulary)
 
 
 def setting_of(model: Any, config: GenerationConfig, name: str) -> Any:
-    """A setting of sampling; like `generate`, what the configuration leaves open is the model's own."""
+    """A setting of sampling: the configuration's, or else the model's, as in `generate`."""
     value = getattr(config, name, None)
     return getattr(model.generation_config, name, None) if value is None else value
 
 
 def why_not_by_key(model: Any, config: GenerationConfig) -> str | None:
-    """What may make a row depend on more than its key and its own tokens; None where nothing does."""
+    """Why a row may depend on more than its key and its own tokens; None where it does not."""
     policy = base_model_of(model)
     for name in ("_get_logits_processor", "_get_stopping_criteria", "_sample", "_prefill"):
         if getattr(getattr(policy, name), "__func__", None) is not getattr(GenerationMixin, name):
             return f"{type(policy).__name__}.{name}"
     values = {name: setting_of(model, config, name) for name in sorted(vars(GenerationConfig()).keys() - COVERED)}
     if setting_of(model, config, "max_new_tokens") is not None:
-        del values["max_length"]  # which is not read
+        del values["max_length"]  # it is not read
     used = [
         f"{n}={v!r}" for n, v in values.items() if v is not None and v is not False and v not in _NEUTRAL.get(n, ())
     ]
@@ -133,17 +133,17 @@ def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
     """The settings of transformers' filters."""
     values = {name: setting_of(model, config, name) for name in FILTERS}
     if values["top_k"] is None:
-        values["top_k"] = 50  # transformers' default, where neither says anything
+        values["top_k"] = 50  # transformers' default
     return values
 
 
 def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `filter_values` that leave out tokens, as transformers reads them."""
+    """The settings among `filter_values` that leave out tokens, as transformers reads them."""
     return {name: value for name, value in values.items() if value is not None and _truncates(name, value)}
 
 
 def truncating_in(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of TRL's settings that leave out tokens; `generation_kwargs` may hold others."""
+    """The settings of TRL that leave out tokens; `generation_kwargs` may contain others."""
     return truncating({name: settings.get(name) for name in ("top_p", "top_k", "min_p")})
 
 
@@ -156,17 +156,17 @@ def _truncates(name: str, value: float) -> bool:
 
 
 def most_kept(filters: Mapping[str, Any]) -> int | None:
-    """The most tokens that a replayed mask keeps under filters that leave out tokens; None without filters."""
+    """The most tokens of a replayed mask; None without filters that leave out tokens."""
     return filters.get("top_k", MOST_KEPT) if filters else None
 
 
 def sampling_filters(
     model: Any, config: GenerationConfig, replay: Replay = NO_REPLAY
 ) -> tuple[LogitsProcessorList, Recorder]:
-    """transformers' filters in the order of `generate(do_sample=True)`, and what records the tokens drawn after them.
+    """transformers' filters in the order of `generate(do_sample=True)`, and the recorder of what is drawn after them.
 
     Args:
-        replay: what is recorded: the tokens that the filters keep, at most `most_kept`, and experts.
+        replay: what is recorded: the tokens that the filters keep (at most `most_kept`), experts.
     """
     values = filter_values(model, config)
     leaving_out = truncating(values)
@@ -196,7 +196,7 @@ def not_replayed(model: Any, config: GenerationConfig, temperature: float) -> di
 
 
 def suppressed_tokens(model: Any, config: GenerationConfig, eos_token_ids: Sequence[int]) -> list[torch.Tensor]:
-    """The sets of ids that sampling suppresses: always, and until `min_new_tokens` are there."""
+    """The sets of ids that sampling suppresses: always, and before `min_new_tokens`."""
     always = set(setting_of(model, config, "suppress_tokens") or ())
     sets = [always] if always else []
     if setting_of(model, config, "min_new_tokens"):
@@ -205,7 +205,7 @@ def suppressed_tokens(model: Any, config: GenerationConfig, eos_token_ids: Seque
 
 
 def kinds_of(model: Any, config: GenerationConfig) -> list[int]:
-    """The set of `suppressed_tokens` for each of the first positions, and for all that follow, as in `KeptIds`."""
+    """The set of `suppressed_tokens` at each of the first positions, and at all further ones, as in `KeptIds`."""
     always = 1 if setting_of(model, config, "suppress_tokens") else 0
     return [*[-always - 1] * (setting_of(model, config, "min_new_tokens") or 0), -always]
 
@@ -221,17 +221,17 @@ class _OnCpu(LogitsProcessor):
 
 
 def greedy_config(model: Any, config: GenerationConfig) -> GenerationConfig:
-    """The configuration without its filters and without sampling, and with the number of new tokens."""
+    """The configuration without filters and sampling, with the number of new tokens."""
     greedy = copy.deepcopy(config)
     for name in FILTERS:
         setattr(greedy, name, None)
     greedy.max_new_tokens = setting_of(model, config, "max_new_tokens") or NEW_TOKENS
-    greedy.do_sample, greedy.renormalize_logits = False, False  # which runs after the filters, and changes no chance
+    greedy.do_sample, greedy.renormalize_logits = False, False  # renormalizing changes no probability
     return greedy
 
 
 class OwnTokens(LogitsProcessor):
-    """Runs a processor on rows without the padding on their left; `padding_B` is its width."""
+    """Runs a processor on rows without their left padding, `padding_B` tokens wide."""
 
     def __init__(self, processor: Any, padding_B: list[int]) -> None:
         self.processor, self.padding_B = processor, padding_B
@@ -244,7 +244,7 @@ class OwnTokens(LogitsProcessor):
 def without_padding(
     function: Any, padding_B: Sequence[int], output: torch.Tensor, input_ids: torch.Tensor, *others: torch.Tensor
 ) -> torch.Tensor:
-    """Fill `output` (B, ...) with what a function says of rows without the padding on their left."""
+    """Fill `output` (B, ...) with the results of a function of rows without their left padding."""
     for padding in set(padding_B):
         rows = [row for row, width in enumerate(padding_B) if width == padding]
         output[rows] = function(input_ids[rows, padding:], *(other[rows] for other in others))
@@ -252,7 +252,7 @@ def without_padding(
 
 
 def padding_widths(mask: torch.Tensor | None, rows: int) -> list[int]:
-    """The tokens of padding on the left of each row; `mask` (B, width) is None where there are none."""
+    """Tokens of left padding of each row; `mask` (B, width) is None where no row is padded."""
     return [0] * rows if mask is None else (mask == 0).sum(1).tolist()
 
 

@@ -1,6 +1,6 @@
-"""The records of a local phase: the user's hooks, the terms of a rollout batch, one process's part of it.
+"""The records of a local phase: what it reads of the trainer, and one process's part of a rollout batch.
 
-The worker fills a `LocalRollout`, `join` reads it.
+`rollouts.settings` fills the settings, the worker a `LocalRollout`, which `join` reads.
 """
 
 from __future__ import annotations
@@ -54,66 +54,91 @@ class Hooks:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What is read from the trainer at the start of a rollout batch, because users and callbacks may change it.
+class SamplingSettings:
+    """How completions are sampled.
 
     Attributes:
         training: False in an evaluation.
-        rewards: the reward functions; weights_F: their weights, on the CPU; rule: from rewards to advantages.
-        recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
-        metrics, table: TRL's records: log values of the mode, and the table of completions.
-        pending: TRL's records of what was logged outside a call of a reward function, by name and by column.
-        state: of the Trainer; an argument of reward functions.
         generation_config: transformers' settings; None with vLLM.
-        old_logps, reference: log-probabilities of the policy that samples, of the reference model, are needed.
-        unchecked: vLLM's log-probabilities are still to be compared with the policy's.
-        batch_size, max_tokens: limits of a forward without gradients.
-        chat, toolbox: the tools that prompts show; those that are called, and the environments.
-        ends: a completion of which only the ids are known, and that ends in none of these tokens, is truncated.
+        chat, toolbox: the tools that prompts show; the tools that are called, and the environments.
+        ends: a completion known by its ids alone is truncated unless it ends in one of these tokens.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
-        logs_images: the table of completions shows images (`log_multimodal`).
-        record_experts: the forward of the policy's log-probabilities records the experts, because the sampler does not.
         truncating: the filters that leave out tokens, with their settings.
-        ratios: how vLLM's log-probabilities correct the loss; None where they do not.
     """
 
     training: bool
     num_generations: int
     seed: int
-    rewards: RewardFunctions
-    weights_F: torch.Tensor
-    rule: AdvantageRule
-    recorders: Mapping[str, Any]
-    metrics: MutableMapping[str, list[float]]
-    table: dict[str, Any]
-    pending: tuple[MutableMapping[str, list[float]], MutableMapping[str, list[Any]]]
-    state: Any
     generation_config: GenerationConfig | None
-    old_logps: bool
-    reference: bool
-    unchecked: bool
-    batch_size: int
-    max_tokens: int | None
     chat: Chat
     toolbox: Toolbox
+    limits: TurnLimits
     ends: Container[int]
     masks_truncated: bool
-    logs_images: bool
-    limits: TurnLimits
     replay: Replay
-    record_experts: bool
     truncating: Mapping[str, Any]
-    ratios: RatioRule | None
     hooks: Hooks
-
-    @property
-    def scores_policy(self) -> bool:
-        """Whether the log-probabilities of the policy are computed."""
-        return self.old_logps or self.record_experts or (self.unchecked and not self.hooks.sampling)
 
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
         """Which completions are masked out."""
         return [self.masks_truncated and not transcript.ended for transcript in transcripts]
+
+
+@dataclass(frozen=True)
+class LogprobSettings:
+    """Which log-probabilities are computed in the local phase.
+
+    Attributes:
+        of_policy: those of the policy that samples, for training (`trained_on`) or to check vLLM's.
+        of_reference: those of the reference model.
+        trained_on: the policy's are columns of the rollout batch.
+        record_experts: the policy's forward records the experts, because the sampler does not.
+        batch_size, max_tokens: limits of a forward without gradients.
+        ratios: how vLLM's log-probabilities correct the loss; None where they do not.
+    """
+
+    of_policy: bool
+    of_reference: bool
+    trained_on: bool
+    record_experts: bool
+    batch_size: int
+    max_tokens: int | None
+    ratios: RatioRule | None
+
+
+@dataclass(frozen=True)
+class PendingLogs:
+    """TRL's records of what was logged outside a call of a reward function: by metric, and by column of the table."""
+
+    metrics: MutableMapping[str, list[float]]
+    columns: MutableMapping[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """How completions are rewarded.
+
+    Attributes:
+        weights_F: the weights of the functions, on the CPU; rule: from rewards to advantages.
+        recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
+        state: of the Trainer; an argument of reward functions.
+    """
+
+    functions: RewardFunctions
+    weights_F: torch.Tensor
+    rule: AdvantageRule
+    recorders: Mapping[str, Any]
+    pending: PendingLogs
+    state: Any
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """What is read from the trainer when a rollout batch begins, because users and callbacks may change it."""
+
+    sampling: SamplingSettings
+    logprobs: LogprobSettings
+    rewards: RewardSettings
 
 
 @dataclass
@@ -128,13 +153,12 @@ class LocalRollout:
         old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
         rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
         reward_calls: a record of each call of a reward function, with what it logged.
-        forms: which forward each model ran, where that was chosen on this process alone.
         failure: the error that ended the local phase.
-        known_ends: by ids, whether a row ended that a user's override had from TRL's method.
+        known_ends: whether a row ended, by its ids, for rows that a user's override got from TRL's method.
     """
 
     request: RolloutRequest
-    terms: Terms
+    settings: RolloutSettings
     transcripts: list[Transcript] = field(default_factory=list)
     has_mask: bool = False
     extra_fields: dict[str, Any] = field(default_factory=dict)
@@ -142,13 +166,12 @@ class LocalRollout:
     ref_logps: list[torch.Tensor] | None = None
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
-    forms: tuple[str, ...] = ()
     failure: Exception | None = None
     known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def ended(self, ids: Sequence[int]) -> bool:
-        """Whether a row has ended of which a user's function, or a server, returned the ids alone."""
-        return self.known_ends.get(tuple(ids), bool(ids) and ids[-1] in self.terms.ends)
+        """Whether a row has ended, where a user's function or a server returned its ids alone."""
+        return self.known_ends.get(tuple(ids), bool(ids) and ids[-1] in self.settings.sampling.ends)
 
     @property
     def real_transcripts(self) -> list[Transcript]:

@@ -1,73 +1,109 @@
-"""A user's overrides of `_generate` and `_generate_single_turn`, and TRL's methods, which they may call by `super()`.
+"""A user's overrides of TRL's sampling methods while they run, and the worker that calls them.
 
 An override runs where TRL would call it. It may call `super()` with other prompts or tokens, or several times: row i
-keeps the key of its place; further rows, and further calls, draw other random numbers.
+keeps the key of its place; further rows, and further calls, draw other random numbers. TRL's signatures do not say who
+calls them, so `UserCalls` holds the overrides that run; `rollouts.trl_methods` looks there.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-
-from ..algorithms.keyed_random import mix
+from ..batching.prompt_order import RolloutRequest
 from ..errors import RolloutError
-from ..runtime.attributes import assigned
 from ..runtime.collectives import uneven_collectives
-from .keyed import BEYOND, request_keys
+from .join import Round
 from .local import LocalRollout
 from .transcript import Sampled, Transcript
-from .trl_shapes import take_generated, trl_generated
+from .trl_shapes import take_generated
 from .worker import RolloutWorker
 
 
 @dataclass
+class UserCall:
+    """An override that runs."""
+
+    super_calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls of TRL's method
+
+
+@dataclass
+class ScoreCall(UserCall):
+    """`_generate_and_score_completions`, for a request; `rounds`: what TRL's method made for it."""
+
+    request: RolloutRequest
+    rounds: list[Round] = field(default_factory=list)
+
+
+@dataclass
+class GenerateCall(UserCall):
+    """`_generate`, which makes the turns of a rollout."""
+
+    local: LocalRollout
+
+
+@dataclass
+class TurnCall(UserCall):
+    """`_generate_single_turn`, which samples for the transcripts of a chunk."""
+
+    local: LocalRollout
+    chunk: list[Transcript]
+
+
+@dataclass
+class RewardsCall(UserCall):
+    """`_calculate_rewards`, which rewards the completions of a rollout."""
+
+    local: LocalRollout
+
+
+Call = TypeVar("Call", bound=UserCall)
+
+
+class UserCalls:
+    """The overrides that run now, the innermost last."""
+
+    def __init__(self) -> None:
+        self._running: list[UserCall] = []
+
+    @contextmanager
+    def running(self, call: Call) -> Iterator[Call]:
+        """Inside, an override runs."""
+        self._running.append(call)
+        try:
+            yield call
+        finally:
+            self._running.pop()
+
+    def innermost(self, kind: type[Call]) -> Call | None:
+        """The innermost call of a kind; None outside of one."""
+        return next((call for call in reversed(self._running) if isinstance(call, kind)), None)
+
+
+@dataclass
 class MainWorker(RolloutWorker):
-    """The worker of the main thread, where users' overrides run.
+    """The worker of the main thread, where users' overrides run."""
 
-    Attributes:
-        active_rollout: the rollout whose turns a user's `_generate` runs; None outside of it.
-        active_chunk: the transcripts that a user's `_generate_single_turn` samples for; None outside of it.
-    """
-
-    active_rollout: LocalRollout | None = None
-    active_chunk: list[Transcript] | None = None
-    _super_calls: int = field(default=0, init=False)  # by the override that runs
-    _known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict, init=False)  # of that rollout
+    calls: UserCalls = field(default_factory=UserCalls)
 
     def converse(self, local: LocalRollout) -> None:
         """Run the turns, by the user's `_generate` if there is one."""
-        if (generate := local.terms.hooks.generate) is None:
+        if (generate := local.settings.sampling.hooks.generate) is None:
             super().converse(local)
             return
-        with assigned(self, active_rollout=local, _super_calls=0):
+        with self.calls.running(GenerateCall(local)):
             take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
 
-    def generate_for_trl(self, prompts: Sequence[Any]) -> tuple[Any, ...]:
-        """`super()._generate` of an override: the turns of any list of prompts; TRL's tuple of eight."""
-        local = self.active_rollout
-        assert local is not None
-        known, terms, transcripts = local.transcripts, local.terms, []
-        keys = request_keys(local.request, len(prompts), terms.seed, terms.training, self._next_super_call())
-        for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
-            row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
-            row = dataclasses.replace(row, key=key, tool_calls=0, tool_failures=0)
-            row.set_prompt(prompt)
-            transcripts.append(row)
-        part = LocalRollout(local.request, terms, transcripts)
-        super().converse(part)
-        local.known_ends |= {tuple(row.ids): row.ended for row in transcripts}
-        for place, row in enumerate(transcripts if known else ()):
-            known[place % len(known)].tool_calls += row.tool_calls
-            known[place % len(known)].tool_failures += row.tool_failures
-        return trl_generated(part)
+    def converse_by_trl(self, local: LocalRollout) -> None:
+        """Run the turns for a user's `_generate` that calls TRL's method."""
+        super().converse(local)
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """One turn, chunk by chunk by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
-        turn, sharded = local.terms.hooks.turn, self.settings.sharded
+        turn, sharded = local.settings.sampling.hooks.turn, self.settings.sharded
         if turn is None or (sharded and (local.request.empty or not transcripts)):  # joins the forwards of others
             return super().sample_turn(local, transcripts)
         group = local.request.num_generations
@@ -78,7 +114,7 @@ class MainWorker(RolloutWorker):
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
             with (
-                assigned(self, active_chunk=chunk, _super_calls=0, _known_ends=local.known_ends),
+                self.calls.running(TurnCall(local, chunk)),
                 uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
             ):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
@@ -89,30 +125,3 @@ class MainWorker(RolloutWorker):
             values = [None] * len(ids) if logps is None else logps
             sampled += [Sampled(list(tokens), value) for tokens, value in zip(ids, values, strict=True)]
         return sampled
-
-    def turn_for_trl(
-        self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None, config: Any, num_generations: int
-    ) -> tuple[list[list[int]], Any]:
-        """`super()._generate_single_turn` of an override: new tokens for rows of the chunk, after any tokens."""
-        chunk, call_number = self.active_chunk, self._next_super_call()
-        assert chunk is not None
-        rows = []
-        for place, ids in enumerate(prompt_ids):
-            row = chunk[min(place, len(chunk) - 1)]
-            key, cut = row.key, len(ids) - len(row.ids)
-            if place >= len(chunk) or call_number:  # a row that the override has added, or a further call
-                added = place if place >= len(chunk) else 0
-                key = int(mix(torch.tensor(key), BEYOND + added + (call_number << 20)))
-            shown = row.images if images is None else list(images[place] or ())
-            rows.append(
-                dataclasses.replace(row, key=key, images=shown, prompt_ids=list(ids[:cut]), ids=list(ids[cut:]))
-            )
-        sampled = self.engine.generate(rows, config, num_generations)
-        self._known_ends.update({tuple(row.ids): row.ended for row in sampled if row.ended is not None})
-        logps = [row.logps for row in sampled]
-        return [row.ids for row in sampled], None if any(values is None for values in logps) else logps
-
-    def _next_super_call(self) -> int:
-        """The number of the override's next call of `super()`, from 0."""
-        self._super_calls += 1
-        return self._super_calls - 1

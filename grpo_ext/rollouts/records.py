@@ -1,4 +1,4 @@
-"""TRL's metrics of a rollout batch and its table of completions, from all completions that were sampled for it.
+"""The log of rollout batches: TRL's metrics and its table, from all completions that were sampled for a batch.
 
 Differs from TRL, which logs means of processes' means where vLLM samples. Dynamic sampling logs once, of all its
 rounds. Shapes: B completions, F reward functions.
@@ -8,43 +8,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 
 from ..algorithms.advantages import nan_std, weighted_sum
 from ..algorithms.exact import exact_mean
 from ..algorithms.losses import RatioRule
 from ..rewards.guard import columns_of, metrics_of
+from ..view import TrainerView
 from .join import Round
-from .local import Terms
+from .local import RewardSettings, RolloutSettings, SamplingSettings
+
+logger = get_logger(__name__)
 
 
-def rollout_metrics(rounds: Sequence[Round], terms: Terms, with_tools: bool) -> list[tuple[str, float]]:
+@dataclass
+class RolloutLog:
+    """Logs rollout batches in TRL's metrics and its table of completions, when they are joined."""
+
+    view: TrainerView
+    _warned_of_truncation: bool = field(default=False, init=False)
+
+    def add(self, rounds: Sequence[Round], settings: RolloutSettings) -> None:
+        """Add all completions of some rounds."""
+        sampling, state = settings.sampling, self.view.state
+        metrics = self.view.metrics["train" if sampling.training else "eval"]
+        if sampling.training:
+            entries = [entry for part in rounds for entry in part.entries]
+            state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
+        metrics["num_tokens"] = [state.num_input_tokens_seen]
+        for name, value in rollout_metrics(rounds, settings):
+            metrics[name].append(value)
+            if name == "sampling/kept_mass" and sampling.training and not sampling.replay.masks:
+                self._warn_of_truncation(value, sampling)
+        for part in rounds:
+            add_to_table(part, settings.rewards, self.view.logs)
+
+    def _warn_of_truncation(self, kept_mass: float, sampling: SamplingSettings) -> None:
+        if not self._warned_of_truncation:
+            self._warned_of_truncation = True
+            filters = ", ".join(f"{name}={value}" for name, value in sampling.truncating.items())
+            logger.warning(
+                f"{filters}: sampling kept {kept_mass:.3f} of the probability in the first rollout, and training takes "
+                "log-probabilities over the whole vocabulary, as TRL does; sampling_mask='replay' takes them over what "
+                "was kept."
+            )
+
+
+def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[tuple[str, float]]:
     """TRL's log values of a rollout batch, by TRL's names and in its order."""
-    weights_F = terms.weights_F
+    sampling, ratios, rewards = settings.sampling, settings.logprobs.ratios, settings.rewards
+    weights_F = rewards.weights_F
     entries = [entry for part in rounds for entry in part.entries]
     rewards_BF = torch.cat([part.rewards_BF for part in rounds])
     lengths_B = torch.tensor([entry.tokens for entry in entries])
     truncated_B = torch.tensor([entry.truncated for entry in entries])
     values = list(_length_metrics(lengths_B, truncated_B).items())
-    if with_tools:
+    if sampling.chat.tools:
         calls, failures = sum(e.tool_calls for e in entries), sum(e.tool_failures for e in entries)
         values.append(("tools/call_frequency", calls / len(entries)))
         values.append(("tools/failure_frequency", failures / calls if calls else 0.0))
-    for name, rewards in zip(terms.rewards.names, rewards_BF.unbind(1), strict=True):  # several may have one name
-        values.append((f"rewards/{name}/mean", torch.nanmean(rewards).item()))
-        values.append((f"rewards/{name}/std", nan_std(rewards).item()))
+    for name, rewards_B in zip(rewards.functions.names, rewards_BF.unbind(1), strict=True):  # several may have one name
+        values.append((f"rewards/{name}/mean", torch.nanmean(rewards_B).item()))
+        values.append((f"rewards/{name}/std", nan_std(rewards_B).item()))
     total = weighted_sum(rewards_BF, weights_F)
     values += [("reward", torch.nanmean(total).item()), ("reward_std", nan_std(total).item())]
-    fraction = terms.rule.zero_std_fraction(rewards_BF, weights_F, terms.num_generations)
+    fraction = rewards.rule.zero_std_fraction(rewards_BF, weights_F, sampling.num_generations)
     values.append(("frac_reward_zero_std", fraction))
     logged = metrics_of([call for part in rounds for call in part.reward_calls])
     values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
     mass = math.fsum(entry.kept_mass for entry in entries)
-    if terms.truncating and math.isfinite(mass):
+    if sampling.truncating and math.isfinite(mass):
         values.append(("sampling/kept_mass", mass / int(lengths_B.sum())))
-    if terms.ratios is not None:
-        values += _sampling_metrics(rounds, terms.ratios).items()
+    if ratios is not None:
+        values += _sampling_metrics(rounds, ratios).items()
     return values
 
 
@@ -80,13 +120,12 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
     }
 
 
-def add_to_table(part: Round, terms: Terms) -> None:
+def add_to_table(part: Round, rewards: RewardSettings, table: dict[str, Any]) -> None:
     """Add a round to TRL's record of completions."""
-    table = terms.table
     table["prompt"].extend(entry.prompt for entry in part.entries)
     table["completion"].extend(entry.completion for entry in part.entries)
-    for name, rewards in zip(terms.rewards.names, part.rewards_BF.unbind(1), strict=True):
-        table["rewards"][name].extend(rewards.tolist())
+    for name, rewards_B in zip(rewards.functions.names, part.rewards_BF.unbind(1), strict=True):
+        table["rewards"][name].extend(rewards_B.tolist())
     table["advantages"].extend(part.advantages_B.tolist())
     extra, columns = table["extra"], columns_of(part.reward_calls, len(part))
     for name in dict.fromkeys([*extra, *columns]):  # every column stays as long as that of the prompts

@@ -1,6 +1,6 @@
-"""A user's `rollout_func`, checked: what it returns becomes completions, or is an error that says what is wrong.
+"""Checks what a user's `rollout_func` returns: it becomes completions, or an error says what is wrong.
 
-Differs from TRL, where too few rows end in an index error. Called by the worker in the place of the first turn.
+Differs from TRL, where too few rows end in an index error. The worker calls it in the place of the first turn.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RolloutError
-from ..runtime.collectives import gather_lists
 
-UNEQUAL_SHARES = "vLLM cuts what several processes sampled together as if each had the same number of rows"
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (
     "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
@@ -25,7 +23,7 @@ _KEPT_REMEDY = (
 
 
 def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool = False) -> dict[str, Any]:
-    """What a `rollout_func` returned, in plain numbers, the same types on every process; a RolloutError if it is none.
+    """What a `rollout_func` returned, in plain numbers; raises a RolloutError for anything but a rollout.
 
     Args:
         prompts: how many it was called with, each repeated once per completion.
@@ -66,8 +64,8 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
         for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if kept_ids else ())):
             if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
                 raise RolloutError(
-                    f"kept_ids of rollout_func do not contain token {token}, or contain what is no id, at place "
-                    f"{place} of completion {row}. {remedy}"
+                    f"kept_ids of rollout_func do not contain token {token}, or contain something other than an id, at "
+                    f"place {place} of completion {row}. {remedy}"
                 )
     return rollout
 
@@ -75,23 +73,4 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
 def _plain(name: str, value: Any) -> Any:
     if name != "logprobs":
         return int(value)
-    return None if value is None else float(value)  # vLLM cannot tell each of them
-
-
-def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | None:
-    """Why processes need the same number of prompts to sample together, as a clause; None if they do not."""
-    if sharded:
-        return "a forward of a sharded model is a collective"
-    # a `rollout_func` may call TRL's `VLLMGeneration.generate`
-    shares_engine = rollout_func if args.vllm_mode == "server" else args.vllm_tensor_parallel_size > 1
-    return UNEQUAL_SHARES if args.use_vllm and shares_engine else None
-
-
-def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
-    """Raise a RolloutError, on every process, where they have unequal numbers of rows (`why_equal`); a collective."""
-    counts = gather_lists([rows])
-    if len(set(counts)) > 1:
-        raise RolloutError(
-            f"{caller} would sample {min(counts)} to {max(counts)} completions on this number of processes, and "
-            f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
-        )
+    return None if value is None else float(value)  # vLLM does not report all of them

@@ -1,6 +1,6 @@
-"""What the sampler knows of each token it draws: its probability, the tokens that the filters kept, its experts.
+"""Records what the sampler knows of each token: its probability, the tokens that the filters kept, its experts.
 
-transformers keeps none of them. Used by rollouts.keyed, which draws the tokens; read by `join`. Shapes: B rows, T
+transformers returns none of them. Used by rollouts.keyed, which draws the tokens; read by `join`. Shapes: B rows, T
 tokens, N tokens of all rows, V vocabulary, K kept ids of all tokens, C choices of all routers (forward.routing).
 """
 
@@ -21,17 +21,11 @@ _AT_ONCE = 64  # tokens whose records are brought to the host together
 
 
 class TokenRecord(NamedTuple):
-    """The records of a completion's tokens, on the CPU; neutral for tokens of tools and environments.
+    """The records of a completion's tokens, on the CPU; neutral for tokens of tools and environments."""
 
-    Attributes:
-        logps_T: log-probability of each token, after every filter.
-        mass_T: the share of the probability that the filters had kept.
-        counts_T, ids_K: of `KeptIds`; no ids without replay.
-    """
-
-    logps_T: torch.Tensor
-    mass_T: torch.Tensor
-    counts_T: torch.Tensor
+    logps_T: torch.Tensor  # log-probability of each token, after every filter
+    mass_T: torch.Tensor  # the share of the probability that the filters had kept
+    counts_T: torch.Tensor  # with `ids_K`: of `KeptIds`; no ids without replay
     ids_K: torch.Tensor
 
     @classmethod
@@ -52,7 +46,7 @@ class TokenRecord(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[TokenRecord]) -> TokenRecord:
         """The records of several turns, one after the other."""
-        return cls(*map(torch.cat, zip(*parts)))
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
 
     @property
     def kept(self) -> KeptIds:
@@ -60,25 +54,17 @@ class TokenRecord(NamedTuple):
         return KeptIds(self.counts_T, self.ids_K)
 
     def first(self, tokens: int) -> TokenRecord:
-        """The records of the first tokens."""
         return TokenRecord(self.logps_T[:tokens], self.mass_T[:tokens], *self.kept.first(tokens))
 
 
 @dataclass
 class Recorder(LogitsProcessor):
-    """Records the tokens of a `generate` call; as the first of the filters it sees the scores before them.
+    """Records the tokens of a `generate` call; as the first of the filters it sees the scores before them."""
 
-    Attributes:
-        temperature: what the filters divide the scores by; None: nothing is truncated, so the kept mass is 1.
-        bound: the most ids that a token keeps; None: no ids are recorded.
-        kinds: without ids, the `counts_T` of the tokens at the first positions; the last also counts for what follows.
-        routing: records the experts of each token (`forward.routing.routed` is around the call); None: nothing does.
-    """
-
-    temperature: float | None = None
-    bound: int | None = None
-    kinds: Sequence[int] = (0,)
-    routing: Routing | None = None
+    temperature: float | None = None  # the filters divide scores by it; None: nothing is truncated, so all mass is kept
+    bound: int | None = None  # the most ids that a token keeps; None: no ids are recorded
+    kinds: Sequence[int] = (0,)  # without ids: the `counts_T` of the first positions; the last one holds for the rest
+    routing: Routing | None = None  # records experts (`forward.routing.routed` is around the call); None: not recorded
     _before_B: torch.Tensor | None = None  # log-sum of the scores before the filters
     _bounded: tuple[torch.Tensor, ...] = ()  # counts and ids of the scores that are drawn from
     _position: int = 0  # of the token that is drawn next
@@ -95,7 +81,7 @@ class Recorder(LogitsProcessor):
         return scores
 
     def bounded(self, scores_BV: torch.Tensor) -> torch.Tensor:
-        """The scores with at most `bound` tokens left, which filters exceed at equal scores; precedes each `add`."""
+        """The scores with at most `bound` tokens left (filters keep more at equal scores); precedes each `add`."""
         if self.bound is None:
             kind = self.kinds[min(self._position, len(self.kinds) - 1)]
             counts_B = torch.full((len(scores_BV),), kind, dtype=torch.int32)
@@ -131,18 +117,18 @@ class Recorder(LogitsProcessor):
         return experts_NC.view(len(tokens_B), -1, experts_NC.size(1))[:, -1]
 
     def keep(self, index: torch.Tensor) -> None:
-        """Go on with these rows only."""
+        """Drop all other rows."""
         assert self._numbers_B is not None
         self._numbers_B = self._numbers_B[index]
 
     def _flush(self) -> None:
-        """Bring the latest steps to the host, without room for ids that were not kept."""
+        """Copy the latest steps to the host, without the ids that were not kept."""
         if not self._steps:
             return
-        numbers_N, *columns = (torch.cat(column).cpu() for column in zip(*self._steps))
+        numbers_N, *columns = (torch.cat(column).cpu() for column in zip(*self._steps, strict=True))
         self._steps.clear()
         order_N, lengths = numbers_N.argsort(stable=True), numbers_N.bincount().tolist()
-        rows = zip(*(column[order_N].split(lengths) for column in columns))
+        rows = zip(*(column[order_N].split(lengths) for column in columns), strict=True)
         for row, (probabilities_T, mass_T, counts_T, ids_TK, experts_TC) in enumerate(rows):
             ids_K = ids_TK[torch.arange(ids_TK.size(1)) < counts_T[:, None]]
             record = TokenRecord(probabilities_T.log().float(), mass_T.float(), counts_T, ids_K)
@@ -159,7 +145,8 @@ class Recorder(LogitsProcessor):
 
         Args:
             contexts: tokens of each prompt of the first forward.
-            prompts_B: for every row the number of its prompt; lengths: its new tokens.
+            prompts_B: for every row the number of its prompt.
+            lengths: the new tokens of every row.
         """
         self._flush()
         assert self._prompts_NC is not None
@@ -167,5 +154,5 @@ class Recorder(LogitsProcessor):
         last_1C = self._prompts_NC.new_full((1, self._prompts_NC.size(1)), LIVE)
         return [
             torch.cat([prompts_PWC[prompt, -contexts[prompt] :], torch.cat(self._experts[row])[1:length], last_1C])
-            for row, (prompt, length) in enumerate(zip(prompts_B, lengths))
+            for row, (prompt, length) in enumerate(zip(prompts_B, lengths, strict=True))
         ]

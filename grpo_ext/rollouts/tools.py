@@ -1,8 +1,8 @@
 """Turns after the first: tools answer the calls of a transcript, and the model goes on.
 
-TRL's tool loop, one transcript at a time. In TRL a tool that hangs stops the run on every process; here its call fails
-like any other, and the model is told. An answer is added only where it fits, so nothing is rolled back. Called by the
-worker, which samples a turn between `Toolbox.answer` and `continue_with`.
+TRL's tool loop, one transcript at a time. In TRL a tool that hangs stops the run on every process; here its call fails,
+and the model reads the error. An answer is added only where it fits, so nothing is rolled back. Called by the worker,
+which samples a turn between `Toolbox.answer` and `continue_with`.
 """
 
 from __future__ import annotations
@@ -31,44 +31,31 @@ Tool = Callable[..., Any]
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Limits of a transcript.
+    """Limits of a transcript."""
 
-    Attributes:
-        max_completion_length: tokens of a completion, including those of tools and environments.
-        context: tokens of prompt and completion that the model can read.
-        max_turns: how many times tools answer.
-        seconds: time limit of a call of a tool, or of an environment's `reset`; None: no limit.
-        message_ends: tokens that end a message; after another end (a stop string) an answer begins with the template's.
-    """
-
-    max_completion_length: int
-    context: int = sys.maxsize
-    max_turns: int = sys.maxsize
-    seconds: float | None = None
+    max_completion_length: int  # tokens, including those of tools and environments
+    context: int = sys.maxsize  # tokens of prompt and completion that the model can read
+    max_turns: int = sys.maxsize  # the most times that tools answer
+    seconds: float | None = None  # time limit of a tool call, or of an environment's `reset`; None: no limit
+    # tokens that end a message; after any other end (a stop string) an answer begins with the template's end token
     message_ends: Container[int] = ()
 
     def has_room(self, transcript: Transcript, answer: int) -> bool:
-        """Whether an answer of that many tokens fits, with one token of context left for the model."""
+        """Whether an answer of so many tokens fits and leaves the model at least one token of context."""
         completion = len(transcript.ids) + answer
         return completion <= self.max_completion_length and len(transcript.prompt_ids) + completion < self.context
 
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a run.
+    """The tools of a run."""
 
-    Attributes:
-        tools: those that belong to no environment.
-        environments: whose public methods are tools too.
-        loop: that runs asynchronous tools, on a thread of its own; None where all are synchronous.
-    """
-
-    tools: Sequence[Tool]
-    environments: Environments
-    loop: asyncio.AbstractEventLoop | None = None
+    tools: Sequence[Tool]  # the standalone ones
+    environments: Environments  # their public methods are tools too
+    loop: asyncio.AbstractEventLoop | None = None  # runs asynchronous tools on its own thread; None without any
 
     def tools_of(self, transcript: Transcript) -> dict[str, Tool]:
-        """The tools that a transcript may call, by name; of two with one name the synchronous one, or the last."""
+        """The tools that a transcript may call, by name; of two with one name a synchronous one, or else the last."""
         methods = []
         if (environment := transcript.environment) is not None:
             names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
@@ -93,13 +80,13 @@ class Toolbox:
             if limits.has_room(t, len(ids)):
                 t.turns += 1
                 t.completion = [*t.completion, *answers]
-                t.images = [*t.images, *images_in(answers)]
+                t.show(images_in(answers))
                 t.add_answer(ids)
                 active.append(t)
         return active
 
     def _answers(self, transcript: Transcript, seconds: float | None) -> Messages:
-        """Messages that answer all calls: of synchronous tools in order, then of asynchronous ones, run together."""
+        """Messages that answer all calls: synchronous tools in order, then asynchronous ones, which run together."""
         tools = self.tools_of(transcript)
         results: list[tuple[str, Any]] = []
         later: list[tuple[str, Coroutine[Any, Any, Any]]] = []
@@ -126,13 +113,13 @@ class Toolbox:
     def _begin(self, tool: Tool, arguments: Any, environment: Any, seconds: float | None) -> Any:
         """What a synchronous tool returns; the coroutine of an asynchronous one."""
         if _is_method_of(environment, tool) and not self.environments.uses(environment):
-            raise TimeoutError("an earlier call has not come back")
+            raise TimeoutError("an earlier call has not returned")
         if inspect.iscoroutinefunction(tool):
             return tool(**arguments)
         try:
             return in_time(lambda: tool(**arguments), seconds, "tool_timeout")
         except CallTimeout:
-            self._give_up(tool, environment, seconds, "its thread is left behind, as none can be stopped")
+            self._give_up(tool, environment, seconds, "its thread keeps running, because threads cannot be stopped")
             raise
 
     def _awaited(
@@ -142,7 +129,6 @@ class Toolbox:
         later: Sequence[tuple[str, Coroutine[Any, Any, Any]]],
         seconds: float | None,
     ) -> list[tuple[str, Any]]:
-        """What asynchronous tools return, by their names."""
         assert self.loop is not None
         futures = [asyncio.run_coroutine_threadsafe(coroutine, self.loop) for _, coroutine in later]
         concurrent.futures.wait(futures, timeout=seconds)
@@ -159,13 +145,12 @@ class Toolbox:
         return results
 
     def _give_up(self, tool: Tool, environment: Any, seconds: float | None, action: str) -> None:
-        """Warn of a call that hangs, and retire its environment."""
         if _is_method_of(environment, tool):
             self.environments.retire(environment)
         logger.warning_once(
-            f"tool '{tool.__name__}' gave no answer within tool_timeout={seconds} seconds: {action}, and the model is "
-            "told that the call failed. An environment whose method hangs has no reward (None), and the next rollout "
-            "has another. Shown once for each tool; tools/failure_frequency counts every call."
+            f"tool '{tool.__name__}' did not answer within tool_timeout={seconds} seconds: {action}, and the model is "
+            "told that the call failed. An environment whose method hangs has no reward (None) and is replaced before "
+            "the next rollout. Logged once for each tool; tools/failure_frequency counts every call."
         )
 
 
@@ -174,20 +159,20 @@ def _is_method_of(environment: Any, tool: Tool) -> bool:
 
 
 def _failure(transcript: Transcript, error: object) -> dict[str, str]:
-    """What the model is told of a call that failed, as TRL words it."""
+    """Count a failed call, and return what the model reads about it; the words are TRL's."""
     transcript.tool_failures += 1
     return {"error": str(error)}
 
 
 def context_length(config: Any, takes_images: bool, engine: Any = None) -> int:
-    """Tokens that sampling can read: the limit of TRL's `VLLMGeneration` in this process, else the model's."""
+    """Tokens of context while sampling: the limit of vLLM's engine in this process, else the model's."""
     if engine is not None and engine.mode == "colocate":
         return engine.llm.llm_engine.model_config.max_model_len
     return getattr(config.text_config if takes_images else config, "max_position_embeddings", None) or sys.maxsize
 
 
 def continue_with(transcript: Transcript, sampled: Sampled, chat: Chat, limits: TurnLimits) -> None:
-    """Add a turn of the model after an answer, cut to the room that is left; without room no message is added."""
+    """Add a turn of the model after an answer, cut to the tokens that are left; with none left no message is added."""
     sampled = sampled.first(limits.max_completion_length - len(transcript.ids))
     if transcript.logps is None:
         sampled = replace(sampled, logps=None)
@@ -206,16 +191,17 @@ def check_tools(tools: Sequence[Tool], processing_class: Any, first_rows: Sequen
     """Raise a ConfigError or a DataError for two tools of one name, and templates and prompts that cannot show tools.
 
     Args:
-        tools: those that belong to no environment; first_rows: of every data set.
+        tools: the standalone ones.
+        first_rows: the first row of every data set.
     """
     names = [getattr(tool, "__name__", None) for tool in tools]
     if None in names or len(set(names)) < len(names):
-        raise ConfigError(f"the model calls tools by name, and these are named {names}; give each a name of its own.")
+        raise ConfigError(f"the model calls tools by name, and these are named {names}; give each its own name.")
     if not supports_tool_calling(processing_class):
         has = "has no chat template" if processing_class.chat_template is None else "has one that leaves them out"
         raise ConfigError(
-            f"tools and environments need a chat template that renders tool calls and answers, and this "
-            f"tokenizer {has}; take a model that was trained to call tools, or set a template."
+            "tools and environments need a chat template that renders tool calls and answers, and this tokenizer "
+            f"{has}; use a model that was trained to call tools, or set a template."
         )
     for row in first_rows:
         if isinstance(prompt := row.get("prompt"), str):

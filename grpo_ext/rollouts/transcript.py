@@ -21,24 +21,16 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sampled:
-    """One turn of a transcript.
+    """One turn of a transcript."""
 
-    Attributes:
-        ids: new token ids.
-        logps: the log-probability of each, of an engine that returns them.
-        record: of the same tokens; None where the engine makes none.
-        experts_NC: the experts of the tokens before and of these, as the engine recorded them (`routing_replay`).
-        ended: something ended it, and no limit of length or time; None: only its last token can tell.
-    """
-
-    ids: list[int]
-    logps: list[float | None] | None = None
-    record: TokenRecord | None = field(default=None, compare=False)
+    ids: list[int]  # new tokens
+    logps: list[float | None] | None = None  # of each, from an engine that returns them
+    record: TokenRecord | None = field(default=None, compare=False)  # of each, from an engine that makes one
+    # the experts of the tokens before and of these, as the engine recorded them (`routing_replay`)
     experts_NC: torch.Tensor | None = field(default=None, compare=False)
-    ended: bool | None = None
+    ended: bool | None = None  # False: a limit of length or time cut it off; None: only its last token can tell
 
     def first(self, tokens: int) -> Sampled:
-        """The first tokens."""
         logps = None if self.logps is None else self.logps[:tokens]
         record = None if self.record is None else self.record.first(tokens)
         cut = max(len(self.ids) - tokens, 0)
@@ -48,52 +40,30 @@ class Sampled:
 
 @dataclass
 class Transcript:
-    """One completion as it grows turn by turn.
+    """One completion as it grows turn by turn."""
 
-    Attributes:
-        row: of the data set, this completion's own copy: a `rollout_func` may add columns to it.
-        key: of the random numbers of its tokens (algorithms.keyed_random), int64.
-        place: among the completions of this process.
-        number: of the row in the data set; None in a stream.
-        prompt: text, or messages: after the environment's reset, with images in their content.
-        prompt_ids: token ids of the prompt, without padding.
-        ids: token ids of the completion so far.
-        mask: 1 for a token that the model wrote, 0 for one of a tool or an environment; as long as `ids`.
-        logps: log-probability of each token by the engine that sampled (None: unknown), 0.0 for tokens of tools; None
-            where the engine returns none.
-        record: of each token; None where an engine, or a user's function, made none.
-        experts_NC: the experts of prompt and completion up to the last token that was sampled; None where they are not
-            replayed, or recorded with the log-probabilities.
-        completion: text, or messages.
-        images: of the prompt, then those shown by tools; empty for text.
-        prompt_images: how many of `images` are the prompt's.
-        environment: the instance that this completion acts in; None without environments.
-        environment_name: its name among several factories; None where there is one.
-        ended: something ended its latest turn; False: that was cut off at the limit, so the completion is truncated.
-        calls: tool calls of the last message that wait for an answer.
-        turns: how often tools have answered.
-        tool_calls, tool_failures: numbers of calls so far, and of those that failed.
-    """
-
-    row: dict[str, Any]
-    key: int
-    place: int = 0
-    number: int | None = None
-    prompt: Any = ""
-    prompt_ids: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
+    row: dict[str, Any]  # this completion's own copy of a row of the data set; a `rollout_func` may add columns to it
+    key: int  # of the random numbers of its tokens (algorithms.keyed_random), int64
+    place: int = 0  # among the completions of this process
+    number: int | None = None  # transcripts with one number have the same prompt and images; None: images of its own
+    prompt: Any = ""  # text, or messages: after the environment's reset, with images in their content
+    prompt_ids: list[int] = field(default_factory=list)  # without padding
+    ids: list[int] = field(default_factory=list)  # of the completion so far
+    mask: list[int] = field(default_factory=list)  # of each of `ids`: 1 if the model wrote it, 0 if a tool did
+    # of each of `ids` by the engine that sampled (None: unknown), 0.0 for tokens of tools; None: it returns none
     logps: list[float | None] | None = None
-    record: TokenRecord | None = None
+    record: TokenRecord | None = None  # of each of `ids`; None where an engine, or a user's function, made none
+    # the experts of prompt and completion up to the last sampled token; None where they are not replayed, or recorded
+    # with the log-probabilities
     experts_NC: torch.Tensor | None = None
-    completion: Any = ""
-    images: list[Any] = field(default_factory=list)
-    prompt_images: int = 0
-    environment: Any = None
-    environment_name: str | None = None
-    ended: bool = True
-    calls: list[Mapping[str, Any]] = field(default_factory=list)
-    turns: int = 0
+    completion: Any = ""  # text, or messages
+    images: list[Any] = field(default_factory=list)  # of the prompt, then those shown by tools
+    prompt_images: int = 0  # how many of `images` are the prompt's
+    environment: Any = None  # the instance that this completion acts in; None without environments
+    environment_name: str | None = None  # its name among several factories; None where there is one
+    ended: bool = True  # False: a limit cut off its latest turn, so the completion is truncated
+    calls: list[Mapping[str, Any]] = field(default_factory=list)  # tool calls of the last message, not yet answered
+    turns: int = 0  # how often tools have answered
     tool_calls: int = 0
     tool_failures: int = 0
 
@@ -101,9 +71,16 @@ class Transcript:
         """Set the prompt, and the images in it."""
         self.prompt, self.images = prompt, images_in(prompt)
         self.prompt_images = len(self.images)
+        if self.environment is not None:
+            self.number = None
+
+    def show(self, images: Sequence[Any]) -> None:
+        """Add images that a tool or an environment shows."""
+        if images:
+            self.images, self.number = [*self.images, *images], None
 
     def add_sampled(self, turn: Sampled) -> None:
-        """Append tokens that the model wrote."""
+        """Append a turn of the model."""
         if not self.ids:
             self.record = turn.record
         elif self.record is not None:

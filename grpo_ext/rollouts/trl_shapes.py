@@ -23,7 +23,7 @@ _GENERATED = 8
 
 
 def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, settings: EngineSettings) -> dict[str, Any]:
-    """TRL's padded dictionary of this process's rows; without prompts of its stand-ins, with advantages of zero."""
+    """TRL's padded dictionary of this process's rows, or of its stand-ins, with advantages of zero."""
     transcripts = local.transcripts
     columns = trl_columns(local, transcripts, whole=True)
     advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
@@ -32,13 +32,12 @@ def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, sett
     dictionary = batch.collate(settings.pad, settings.multiple)
     dictionary.pop(SAMPLER_LOGPS, None)
     if "tool_mask" in dictionary:  # as in TRL, on the padding too
-        dictionary["tool_mask"][torch.tensor(local.terms.masked(transcripts))] = 0
+        dictionary["tool_mask"][torch.tensor(local.settings.sampling.masked(transcripts))] = 0
     dictionary["num_items_in_batch"] = joined.batch.loss_masks.values.sum()
     dictionary = send_to_device(dictionary, settings.device)
     if (images := source.of_transcripts(transcripts)) is not None:
         ids = torch.cat([dictionary["prompt_ids"], dictionary["completion_ids"]], dim=1)
-        prompts_B = [len(transcript.prompt_ids) for transcript in transcripts]
-        dictionary |= images.as_trl(ids, prompts_B, dictionary["prompt_ids"].size(1))
+        dictionary |= images.as_trl(ids)
     return dictionary
 
 
@@ -62,7 +61,7 @@ def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
 
 
 def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
-    """Read what a user's `_generate` returned; a RolloutError unless it is a tuple of eight with all prompts in it."""
+    """Read what a user's `_generate` returned; a RolloutError unless it is a tuple of eight, for all prompts."""
     if not isinstance(generated, (tuple, list)) or len(generated) != _GENERATED:
         kind = f"{len(generated)} values" if isinstance(generated, (tuple, list)) else type(generated).__name__
         raise RolloutError(f"_generate returned {kind}; return the tuple of {_GENERATED} values that TRL's returns.")
@@ -77,7 +76,7 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
     for place, row in enumerate(rows):
         row.completion = completions[place]
         if images is not None:
-            row.images = list(images[place] or ())
+            row.images, row.number = list(images[place] or ()), None
 
 
 def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
@@ -85,14 +84,14 @@ def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
     fields = {name: value for name, value in output.items() if name not in ("prompt_ids", "completion_ids", "logprobs")}
     masks, kept_ids_B = fields.pop("env_mask", None), fields.pop("kept_ids", None)
     _fill(local, output["prompt_ids"], output["completion_ids"], masks, output["logprobs"], fields)
-    if local.terms.replay.masks and kept_ids_B is not None:
+    if local.settings.sampling.replay.masks and kept_ids_B is not None:
         for transcript, kept_ids in zip(local.transcripts, kept_ids_B, strict=True):
             transcript.record = TokenRecord.of_kept(kept_ids, transcript.logps)
     local.extra_fields = fields
 
 
 def _fill(local: LocalRollout, prompt_ids: Any, ids: Any, masks: Any, logps: Any, fields: Mapping[str, Any]) -> None:
-    """Set the tokens of each transcript, and the fields of its row: its entry of a list, or a value as it is."""
+    """Set the tokens of each transcript, and the fields of its row: the entry of a list, or the same value for all."""
     for place, transcript in enumerate(local.transcripts):
         transcript.prompt_ids, transcript.ids = list(prompt_ids[place]), list(ids[place])
         transcript.mask = [1] * len(transcript.ids) if masks is None else list(masks[place])

@@ -1,8 +1,8 @@
 """vLLM engines: one seed per completion, from the same key as this package's own sampler.
 
 Differs from TRL, which seeds an engine by the index of its process, so that completions depend on the number of
-processes. `VllmEngine` calls TRL's `VLLMGeneration` for an engine of this process. `VllmServer` sends this process's
-rows to a server, where TRL's main process sends those of all: so processes may have different numbers of rows, and a
+processes. `VllmEngine` calls TRL's `VLLMGeneration` for an engine in this process. `VllmServer` sends this process's
+rows to a server, while TRL's main process sends the rows of all; so processes may have different numbers of rows, and a
 thread may sample.
 """
 
@@ -22,36 +22,29 @@ from ..errors import RolloutError
 from ..forward.routing import Router
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group
-from .rollout_func import UNEQUAL_SHARES, refuse_unequal_shares
+from .equal_shares import UNEQUAL_SHARES, refuse_unequal_shares
 from .token_record import TokenRecord
 from .transcript import Sampled, Transcript
 from .vllm_replay import experts_of, mask_record
 
-_BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
+_BITS = (1 << 62) - 1  # of a server's signed 64-bit seed, to which the index of a completion is added
 SENT = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
 
 
 @dataclass(frozen=True)
 class VllmEngine:
-    """Samples with the engine of this process, whose weights are the current ones (`vllm_mode="colocate"`).
+    """Samples with the engine in this process, which has the current weights (`vllm_mode="colocate"`)."""
 
-    Attributes:
-        generation: `rollouts.vllm_weights.Generation`.
-        seeded: each completion has a seed of its own.
-        profile: TRL's profiling context of a name.
-        routers: of the model, in the order of their columns, where the engine returns experts; else none.
-    """
-
-    generation: Any
-    seeded: bool
-    profile: Callable[[str], AbstractContextManager[Any]]
-    routers: Sequence[Router] = ()
+    generation: Any  # `rollouts.vllm_weights.Generation`
+    seeded: bool  # each completion has a seed of its own
+    profile: Callable[[str], AbstractContextManager[Any]]  # TRL's profiling context of a name
+    routers: Sequence[Router] = ()  # the model's, in the order of their columns; empty where no experts are returned
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`; a RolloutError for unequal shares of an engine, and for masks or experts that do not come."""
+        """See `Engine`; a RolloutError for unequal shares of an engine, and for missing masks or experts."""
         engines = self.generation.tensor_parallel_size
         if engines > 1 and not any(transcript.turns for transcript in transcripts):
             refuse_unequal_shares("vLLM", len(transcripts), UNEQUAL_SHARES)
@@ -59,7 +52,7 @@ class VllmEngine:
             return []
         images = [transcript.images or None for transcript in transcripts]
         seeds = seeds_of(transcripts, num_generations) if self.seeded else None
-        if seeds is not None and engines > 1:  # every rank of the group samples the rows of all of them
+        if seeds is not None and engines > 1:  # every rank of the group samples the rows of all ranks
             parts = gather_in_group(seeds, self.generation.tp_group, engines)
             seeds = [seed for part in parts for seed in part]
         llm = self.generation.llm
@@ -71,7 +64,7 @@ class VllmEngine:
                 num_generations=num_generations,
                 profiler=self.profile("vLLM.generate"),
             )
-            first = self.generation.accelerator.process_index % engines * len(ids)  # of the rows of all of them
+            first = self.generation.accelerator.process_index % engines * len(ids)  # among the rows of all ranks
             completions = llm.completions[first : first + len(ids)]
             sampled = sampled_of(self.generation, ids, logps, completions)
             if not self.routers:
@@ -85,17 +78,11 @@ class VllmEngine:
 
 @dataclass(frozen=True)
 class VllmServer:
-    """Sends the transcripts of this process to a server (`vllm_mode="server"`).
+    """Sends the transcripts of this process to a server (`vllm_mode="server"`)."""
 
-    Attributes:
-        generation: TRL's `VLLMGeneration`, for its settings.
-        client: of this process.
-        seeded, profile: see `VllmEngine`.
-    """
-
-    generation: Any
-    client: Any
-    seeded: bool = True
+    generation: Any  # TRL's `VLLMGeneration`, for its settings
+    client: Any  # this process's
+    seeded: bool = True  # each completion has a seed of its own
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def generate(
@@ -124,7 +111,9 @@ class VllmServer:
         with self.profile("vLLM.generate"), ThreadPoolExecutor(min(_CONCURRENT, len(prompts))) as pool:
             answers = list(pool.map(send, range(len(prompts))))
         if wrong := [len(answer["completion_ids"]) for answer in answers if len(answer["completion_ids"]) != copies]:
-            raise RolloutError(f"the vLLM server returned {wrong[0]} completions of a prompt; {copies} were wanted.")
+            raise RolloutError(
+                f"the vLLM server returned {wrong[0]} completions of a prompt, and {copies} were requested."
+            )
         ids = [row for answer in answers for row in answer["completion_ids"]]
         known = answers[0]["logprobs"] is not None
         logps = [row for answer in answers for row in answer["logprobs"]] if known else None
@@ -147,7 +136,7 @@ def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completion
     """The turn of each row, with the log-probability of each sampled token, which vLLM lists first.
 
     Args:
-        completions: what vLLM returned of each; none of a server, which tells no end but by its last token.
+        completions: vLLM's object for each row; empty for a server, which does not report why a row ended.
     """
     values = [None] * len(ids) if logps is None else [[token[0] for token in row] for row in logps]
     records: Iterable[TokenRecord | None] = [None] * len(ids)
@@ -156,7 +145,7 @@ def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completion
     elif generation.unfiltered:
         records = [TokenRecord.of_kept([()] * len(row), value) for row, value in zip(ids, values, strict=True)]
     reasons = [getattr(each, "finish_reason", None) for each in completions]
-    if not reasons:  # what is shorter than the limit was ended by a stop string
+    if not reasons:  # a stop string ended rows that are shorter than the limit
         stops, limit = "stop" in (generation.generation_kwargs or {}), generation.max_completion_length
         reasons = ["stop" if stops and len(row) < limit else None for row in ids]
     ended = [None if reason is None else reason == "stop" for reason in reasons]
@@ -167,8 +156,8 @@ def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completion
 def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[int]:
     """The seeds of a turn, from the keys and the position of the first token that is sampled.
 
-    In the first turn the completions of a group have consecutive seeds, because vLLM gives the i-th of `n` completions
-    the seed of the request plus i; so both modes sample the same. In a later turn each row has a seed of its own.
+    In the first turn the completions of a group have consecutive seeds: vLLM gives the i-th of `n` completions the seed
+    of the request plus i, so both modes sample the same. In a later turn each row has a seed of its own.
     """
     keys_B = torch.tensor([transcript.key for transcript in transcripts])
     offsets_B = torch.tensor([len(transcript.ids) for transcript in transcripts])

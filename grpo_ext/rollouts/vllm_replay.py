@@ -1,8 +1,8 @@
-"""What vLLM returns for replay: the tokens that it sampled from, and the experts of each token. Not run on a GPU.
+"""Reads what vLLM returns for replay: the ids that tokens were sampled from, and experts. Not run on a GPU.
 
-It returns masks since 0.28, with its Model Runner V2 (not on CPUs), for requests with a `top_k`, where its
+vLLM returns masks since 0.28, with its Model Runner V2 (not on CPUs), for requests with a `top_k`; its
 log-probabilities are over the same tokens (`logprobs_mode="processed_logprobs"`, as TRL starts an engine). It returns
-the experts of all layers, for the tokens of prompt and completion except the last; where it returns none
+the experts of all layers, for all tokens of prompt and completion but the last. Where it returns none
 (`compat.why_no_experts`), the forward of the policy's log-probabilities records them.
 """
 
@@ -20,7 +20,7 @@ from .engine_check import NEUTRAL
 from .keyed import most_kept, truncating
 from .token_record import TokenRecord
 
-# settings that leave tokens out too: masks describe them, but vLLM returns masks with a `top_k` alone
+# settings that leave tokens out too: masks describe them, but vLLM returns masks only with a `top_k`
 _LEAVE_OUT = {"min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "vllm_structured_outputs_regex"}
 
 
@@ -31,10 +31,12 @@ def vllm_filters(args: Any) -> dict[str, Any]:
 
 
 def mask_bound(args: Any, rollout_func: Any) -> int | None:
-    """The most ids of a mask that vLLM is asked for; None: it is asked for no masks.
+    """The most ids of a mask that vLLM is asked for; None: no masks are requested.
 
-    A `rollout_func` returns `kept_ids` itself, and without filters there is nothing to ask for. A ConfigError where
-    vLLM returns no masks that describe this sampling.
+    A `rollout_func` returns `kept_ids` itself, and without filters no mask is needed.
+
+    Raises:
+        ConfigError: vLLM returns no masks that describe this sampling.
     """
     if not (args.use_vllm and args.replay.masks) or rollout_func is not None:
         return None
@@ -52,7 +54,7 @@ def mask_bound(args: Any, rollout_func: Any) -> int | None:
     others[f"{names} on a vLLM server (TRL's client returns no masks)"] = filters and args.vllm_mode == "server"
     remedy = "Leave one of the two out."
     if args.vllm_mode != "server":
-        remedy += " Settings that leave tokens out, as min_tokens, can be replayed with top_k."
+        remedy += " Settings that leave tokens out, such as min_tokens, can be replayed with top_k."
     refuse_combination("sampling_mask='replay'", others, remedy)
     return most_kept(filters)
 
@@ -65,7 +67,7 @@ def mask_record(completion: Any, ids: list[int], logps: list[float | None] | Non
         if len(mask.token_ids) == len(ids) and all(map(operator.contains, mask.token_ids, ids)):
             return TokenRecord.of_kept(mask.token_ids, logps)
     raise RolloutError(
-        f"sampling_mask='replay': vLLM was told to return the ids that each token was sampled from "
+        f"sampling_mask='replay': vLLM was asked for the ids that each token was sampled from "
         f"(return_sampling_mask=True), and returned {returned} for a completion of {len(ids)} tokens; use a vLLM whose "
         "model runner returns them, or leave sampling_mask or the filters out."
     )
@@ -74,7 +76,8 @@ def mask_record(completion: Any, ids: list[int], logps: list[float | None] | Non
 def experts_of(completion: Any, tokens: int, routers: Sequence[Router]) -> torch.Tensor:
     """The experts (tokens, C) of a prompt and one of vLLM's completions; `LIVE` for the last token, which never ran.
 
-    A RolloutError where its array [tokens - 1, decoder layers, K] is missing, misshapen, or no choice of the routers.
+    Raises:
+        RolloutError: vLLM's array [tokens - 1, decoder layers, K] is missing, or not a choice of these routers.
     """
     routed = getattr(completion, "routed_experts", None)
     layers, experts = [router.layer for router in routers], [router.experts for router in routers]
@@ -93,7 +96,7 @@ def experts_of(completion: Any, tokens: int, routers: Sequence[Router]) -> torch
                 return torch.nn.functional.pad(experts_NRK.flatten(1).to(dtype), (0, 0, 0, 1), value=LIVE)
             returned = f"{experts_NRK[unknown_NR][0].tolist()} as a choice of different experts out of {max(experts)},"
     raise RolloutError(
-        "routing_replay=True: vLLM was told to return the experts of every token but the last "
+        "routing_replay=True: vLLM was asked for the experts of every token but the last "
         f"(enable_return_routed_experts=True), and returned {returned} for {tokens} tokens of prompt and completion; "
         "use another version of vLLM, or vllm_mode='server', where they are recorded with the log-probabilities, or "
         "leave routing_replay out."

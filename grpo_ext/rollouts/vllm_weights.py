@@ -1,4 +1,4 @@
-"""How trained weights reach a vLLM engine: a LoRA adapter by itself, or weights with the adapter merged into copies.
+"""Sends trained weights to a vLLM engine: a LoRA adapter by itself, or weights with the adapter merged into copies.
 
 Differs from TRL, which merges the adapter into the trained model, sends the weights and subtracts the adapter again: in
 half precision that moves the base a little every time. Here the trained model is only read. Called by rollouts.build.
@@ -25,6 +25,7 @@ from torch import nn
 from .. import compat
 from ..errors import ConfigError, RolloutError
 from ..runtime.collectives import gather_lists
+from ..view import TrainerView
 from .vllm_replay import mask_bound
 
 # fields of PEFT's LoraConfig that may have any value: vLLM reads them, or they do not change an adapter's output
@@ -39,8 +40,8 @@ _UNCHANGED_BASE = (True, False, "gaussian")  # initialisations of an adapter tha
 def why_not_alone(model: Any, max_rank: int | None = None) -> str | None:
     """Why vLLM cannot serve the adapter of a model by itself, as a clause; None where it can.
 
-    vLLM ignores what it does not know of PEFT's settings, so everything but the plain LoRA of linear layers is named.
-    `max_rank` is the engine's `max_lora_rank`; None: an engine is started with the rank that is needed.
+    vLLM ignores settings of PEFT that it does not know, so everything but plain LoRA of linear layers is refused.
+    `max_rank` is the engine's `max_lora_rank`; None: an engine is started with the rank that the adapter needs.
     """
     if not isinstance(model, PeftModel):
         return "the model has no adapter"
@@ -49,14 +50,12 @@ def why_not_alone(model: Any, max_rank: int | None = None) -> str | None:
     defaults = LoraConfig().to_dict()
     for name, value in config.to_dict().items():
         if name not in _SERVED and value != defaults.get(name) and value:
-            return f"its setting {name}={value!r} is none that vLLM serves"
+            return f"its setting {name}={value!r} is not supported by vLLM"
     if config.init_lora_weights not in _UNCHANGED_BASE:
-        return (
-            f"init_lora_weights={config.init_lora_weights!r} has changed the base, of which the engine has the original"
-        )
+        return f"init_lora_weights={config.init_lora_weights!r} changed the base, and the engine has the original"
     kinds = {type(layer.get_base_layer()) for layer in model.modules() if isinstance(layer, BaseTunerLayer)}
     if others := [kind.__name__ for kind in kinds if not issubclass(kind, nn.Linear)]:
-        return f"it adapts {', '.join(sorted(others))}; vLLM serves the LoRA of linear layers"
+        return f"it adapts {', '.join(sorted(others))}, and vLLM serves LoRA of linear layers only"
     if max_rank is not None and config.r > max_rank:
         return f"its rank is {config.r}, and the engine's max_lora_rank {max_rank}"
     return None
@@ -64,23 +63,23 @@ def why_not_alone(model: Any, max_rank: int | None = None) -> str | None:
 
 @dataclass
 class AdapterVersions:
-    """The adapter that an engine samples with, one version for each time weights are sent.
+    """The adapter that an engine samples with; every time weights are sent it has a new version.
 
-    A version's name holds a token of this process's start, so what a server still has of an earlier run, or of the same
-    run before a resume, is never taken for it.
+    The name of a version contains a random token of this run. So a server never samples with an adapter that it kept
+    from another run, or from this one before a resume.
     """
 
-    folder: Path  # where versions are saved; a server reads them there
+    folder: Path  # versions are saved here, and a server reads them here
     run: str  # the token
-    client: Any | None = None  # of this process, where a server samples
-    number: int = field(default=0, init=False)  # of the version that the engine has; 0: none yet
+    client: Any | None = None  # this process's client of a server
+    number: int = field(default=0, init=False)  # the version that the engine has; 0: none yet
 
     def send(self, generation: Generation) -> None:
-        """Save the adapter as the next version, which the engine then samples with; a RolloutError if it does not."""
+        """Save the adapter as the next version and let the engine sample with it; a RolloutError where it fails."""
         earlier, self.number = self._name, self.number + 1
         writes = self.client is None or generation.accelerator.is_main_process
         if writes:
-            shutil.rmtree(self.folder, ignore_errors=True)  # earlier versions, which no request names any more
+            shutil.rmtree(self.folder, ignore_errors=True)  # no request names earlier versions any more
         path = generation.save_adapter(self.folder / self._name, writes)
         if self.client is None:
             generation.llm.adapter = compat.lora_request(self._name, self.number, path)
@@ -103,7 +102,7 @@ class AdapterVersions:
             problem = str(error)
         if problem:
             raise RolloutError(
-                f"the vLLM server does not load the adapter {path} ({problem}). Start it with "
+                f"the vLLM server did not load the adapter {path} ({problem}). Start it with "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, where it can read that folder, or set vllm_lora=False."
             )
         if self.number > 1:
@@ -111,13 +110,13 @@ class AdapterVersions:
 
 
 class ColocatedEngine:
-    """vLLM's engine in this process, which TRL calls without seeds and without an adapter."""
+    """vLLM's engine in this process, with the seeds and the adapter that TRL's calls lack."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.seeds: Any = None  # one for each row of the next call; None: vLLM draws all rows from one generator
-        self.adapter: Any = None  # vLLM's request for the adapter; None: without one
-        self.completions: list[Any] = []  # of the latest call, with masks and experts where it was told to
+        self.adapter: Any = None  # vLLM's `LoRARequest`; None: without one
+        self.completions: list[Any] = []  # of the latest call, with masks and experts where they were asked for
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -133,17 +132,21 @@ class ColocatedEngine:
 
 
 class Generation(compat.VLLMGeneration):
-    """TRL's `VLLMGeneration`, which sends weights without writing into the model."""
+    """TRL's `VLLMGeneration`, but sending weights does not write into the model."""
 
     versions: AdapterVersions | None  # of the adapter that is sent by itself; None where weights are sent
-    mask_bound: int | None  # the most ids of a replayed mask; None: none is replayed
+    mask_bound: int | None  # the most ids of a replayed mask; None: no mask is replayed
     unfiltered: bool  # masks are replayed, and every token is sampled from the whole vocabulary
 
     @classmethod
     def of(
         cls, generation: Any, versions: AdapterVersions | None, mask_bound: int | None, unfiltered: bool
     ) -> Generation:
-        """The same engine or server, with the weights sent by this class."""
+        """The same engine or server, with the weights sent by this class.
+
+        TRL's trainer starts the engine and has no argument for the class that does, so the attributes move to an object
+        of this one; `__init__` would start a second engine.
+        """
         new = cls.__new__(cls)
         vars(new).update(vars(generation), versions=versions, mask_bound=mask_bound, unfiltered=unfiltered)
         if new.mode == "colocate":
@@ -160,7 +163,7 @@ class Generation(compat.VLLMGeneration):
             self.versions.send(self)
 
     def save_adapter(self, folder: Path, writes: bool) -> Path:
-        """Save the adapter as PEFT does, gathered from all processes, of which one `writes`; returns its folder."""
+        """Gather the adapter on all processes, save it as PEFT does where `writes`, and return its folder."""
         model: Any = self.model
         (name,) = model.active_adapters
         state = {key: value for key, value in model.state_dict(keep_vars=True).items() if "lora_" in key}
@@ -173,8 +176,7 @@ class Generation(compat.VLLMGeneration):
             model.peft_config[name].save_pretrained(str(folder))
         return folder.absolute()
 
-    def _whole(self, parameter: Any) -> torch.Tensor:
-        """A parameter that is gathered where it is one of FSDP2's shards."""
+    def _whole(self, parameter: Any) -> torch.Tensor:  # gathers shards of FSDP2
         if hasattr(parameter, "full_tensor"):
             return parameter.detach().to(self.accelerator.device).full_tensor()
         return parameter.detach()
@@ -200,7 +202,7 @@ class Generation(compat.VLLMGeneration):
 
 
 def merged_copy(layer: Any) -> nn.Module:
-    """A layer of PEFT's whose base layer is a copy with the adapter merged in; the adapter's parameters are shared."""
+    """Copy a layer of PEFT and its base layer, and merge the adapter, whose parameters are shared, into the copy."""
     twin, base = copy.copy(layer), layer.base_layer
     if isinstance(base, BaseTunerLayer):  # the adapters of several parameters of one module
         base = merged_copy(base)
@@ -219,12 +221,13 @@ def _copy_of(parameter: Any) -> Any:
     return copy.deepcopy(parameter)  # bitsandbytes' kinds, whose merge assigns a new one
 
 
-def versions_of(trainer: Any, client: Any | None) -> AdapterVersions | None:
-    """How the adapter of a trainer is sent by itself (`client`: to a server); None where weights are sent.
+def versions_of(view: TrainerView, client: Any | None) -> AdapterVersions | None:
+    """The versions of an adapter that is sent by itself (`client`: to a server); None where weights are sent.
 
-    Raises a ConfigError where `vllm_lora=True` and vLLM cannot serve the adapter.
+    Raises:
+        ConfigError: `vllm_lora=True`, and vLLM cannot serve the adapter.
     """
-    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    args, model = view.args, view.policy
     if args.vllm_lora is False or (args.vllm_lora is None and client is None):
         return None
     if client is not None:
@@ -239,7 +242,7 @@ def versions_of(trainer: Any, client: Any | None) -> AdapterVersions | None:
         return None
     (run, *_) = gather_lists([uuid.uuid4().hex[:8]])
     if client is not None:
-        return AdapterVersions(Path(args.output_dir) / "vllm_adapter", run, client)
+        return AdapterVersions(Path(str(args.output_dir)) / "vllm_adapter", run, client)
     folder = Path(tempfile.mkdtemp(prefix="grpo-ext-adapter-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return AdapterVersions(folder, run)
@@ -249,12 +252,12 @@ def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:
     if not (served := info.get("lora_config")):
         return "the server was started without --enable-lora"
     if info["parallel_config"]["data_parallel_size"] > 1:
-        return "an adapter reaches one replica of a server with --data-parallel-size alone"
+        return "an adapter reaches only one replica of a server with --data-parallel-size"
     return why_not_alone(model, served["max_lora_rank"])
 
 
 def engine_options(config: Any, model: Any, peft_config: Any, rollout_func: Any = None) -> dict[str, Any]:
-    """What a colocated engine is started with beside TRL's options: to return masks and experts, to serve adapters."""
+    """Options of a colocated engine beyond TRL's: for returning masks and experts, and for serving adapters."""
     if not config.use_vllm:
         return {}
     options: dict[str, Any] = {}

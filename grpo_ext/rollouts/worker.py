@@ -23,7 +23,7 @@ from ..batching.prompt_order import StepRows
 from ..compat import as_reference
 from ..errors import RolloutError
 from ..forward.rows import TokenRows, same_prompts
-from ..forward.runner import ForwardRunner
+from ..forward.runner import ForwardLimits, ForwardRunner
 from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
@@ -32,7 +32,7 @@ from .decoding import unique
 from .engine import Engine, EngineSettings
 from .images import ImageSource
 from .keyed import request_keys
-from .local import LocalRollout, Terms
+from .local import LocalRollout, RolloutSettings, SamplingSettings
 from .token_record import TokenRecord
 from .tools import continue_with
 from .transcript import Sampled, Transcript, share_prompt_experts
@@ -58,27 +58,27 @@ class RolloutWorker:
     clock: PhaseClock
     settings: EngineSettings
     retired: dict[int, Any] = field(default_factory=dict)
-    show_environments: Callable[[list[Transcript]], None] = lambda transcripts: None
+    show_environments: Callable[[Sequence[Transcript]], None] = lambda transcripts: None
 
     @property
     def shards_vision(self) -> bool:
         """Whether forwards with and without images are different collectives."""
         return self.settings.sharded and self.images.prepare is not None
 
-    def sample(self, rows: StepRows, terms: Terms, repeat: int = 0) -> LocalRollout:
+    def sample(self, rows: StepRows, settings: RolloutSettings, repeat: int = 0) -> LocalRollout:
         """This process's transcripts of a rollout batch, with log-probabilities and rewards.
 
         Args:
             repeat: how often a user's override has called TRL's method before; each draws other random numbers.
         """
-        local = LocalRollout(rows.request, terms)
-        if not rows.request.empty or terms.hooks.need_all_processes or self.shards_vision:
-            local.transcripts = self.begin(rows, terms, repeat)
+        local, sampling = LocalRollout(rows.request, settings), settings.sampling
+        if not rows.request.empty or sampling.hooks.need_all_processes or self.shards_vision:
+            local.transcripts = self.begin(rows, sampling, repeat)
         self.converse(local)
         if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
             raise RolloutError(
-                f"the completion of the prompt {reprlib.repr(empty[0])} has no tokens; what samples (an override, "
-                "the model's generate, vLLM) has to return at least the end token."
+                f"the completion of the prompt {reprlib.repr(empty[0])} has no tokens; return at least the end "
+                "token, from whatever samples: an override, the model's generate, vLLM."
             )
         share_prompt_experts(local.transcripts, local.request.num_generations)
         self.add_logprobs(local)
@@ -87,27 +87,27 @@ class RolloutWorker:
 
     # ---- Prompts --------------------------------------------------------------------------------------------------
 
-    def begin(self, rows: StepRows, terms: Terms, repeat: int) -> list[Transcript]:
+    def begin(self, rows: StepRows, sampling: SamplingSettings, repeat: int) -> list[Transcript]:
         """Transcripts of rows before anything is sampled: environments are reset, images are in the messages."""
-        keys = request_keys(rows.request, len(rows), terms.seed, terms.training, repeat)
+        keys = request_keys(rows.request, len(rows), sampling.seed, sampling.training, repeat)
         columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
         transcripts = [Transcript(row, key, place, number) for place, (row, key, number) in columns]
-        terms.toolbox.environments.begin(transcripts, terms.limits.seconds)
+        sampling.toolbox.environments.begin(transcripts, sampling.limits.seconds)
         for transcript in transcripts:
-            transcript.set_prompt(terms.chat.with_images(transcript.prompt, transcript.row))
+            transcript.set_prompt(sampling.chat.with_images(transcript.prompt, transcript.row))
         self.show_environments(transcripts)
         return transcripts
 
-    def tokenize(self, transcripts: Sequence[Transcript], terms: Terms) -> None:
+    def tokenize(self, transcripts: Sequence[Transcript], sampling: SamplingSettings) -> None:
         """Token ids of the prompts; each different prompt is tokenised once."""
-        tokenize = terms.hooks.tokenize or terms.chat.tokenize
+        tokenize = sampling.hooks.tokenize or sampling.chat.tokenize
         firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
         prompts = [transcripts[i].prompt for i in firsts]
         ids = tokenize(prompts, [transcripts[i].environment_name for i in firsts])
         if len(ids) != len(prompts):
             raise RolloutError(f"_tokenize_prompts returned {len(ids)} lists of token ids for {len(prompts)} prompts.")
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
-            terms.chat.check_ids(list(prompt_ids), f"the prompt {reprlib.repr(prompt)}")
+            sampling.chat.check_ids(list(prompt_ids), f"the prompt {reprlib.repr(prompt)}")
         for transcript, number in zip(transcripts, numbers, strict=True):
             transcript.prompt_ids = list(ids[number])
 
@@ -115,27 +115,27 @@ class RolloutWorker:
 
     def converse(self, local: LocalRollout) -> None:
         """The turns: the model writes, tools answer, until no transcript wants a turn."""
-        terms, transcripts = local.terms, local.transcripts
-        if terms.hooks.rollout is not None and transcripts:
-            take_rollout(local, terms.hooks.rollout([transcript.prompt for transcript in transcripts]))
+        sampling, transcripts = local.settings.sampling, local.transcripts
+        if sampling.hooks.rollout is not None and transcripts:
+            take_rollout(local, sampling.hooks.rollout([transcript.prompt for transcript in transcripts]))
         else:
-            self.tokenize(transcripts, terms)
+            self.tokenize(transcripts, sampling)
             for transcript, turn in zip(transcripts, self.generate(local, transcripts), strict=True):
                 transcript.add_sampled(turn)
-        terms.chat.decode(transcripts)
-        if not terms.chat.tools:
+        sampling.chat.decode(transcripts)
+        if not sampling.chat.tools:
             return
         local.has_mask = True
         active = [] if local.request.empty else transcripts
-        while self._any(active := terms.toolbox.answer(active, terms.chat, terms.limits)):
+        while self._any(active := sampling.toolbox.answer(active, sampling.chat, sampling.limits)):
             for transcript, turn in zip(active, self.generate(local, active), strict=True):
-                continue_with(transcript, turn, terms.chat, terms.limits)
+                continue_with(transcript, turn, sampling.chat, sampling.limits)
 
     def _any(self, active: Sequence[Transcript]) -> bool:
         return any_process(bool(active)) if self.settings.sharded else bool(active)
 
     def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
-        """One turn of some transcripts; where a forward is a collective every process calls this for every turn."""
+        """One turn of some transcripts; called by all processes, for every turn, where a forward is a collective."""
         with self.clock.phase("rollout"):
             sampled = self.sample_turn(local, transcripts)
         if len(sampled) != len(transcripts):
@@ -147,7 +147,7 @@ class RolloutWorker:
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """What the engine samples; for a process without prompts one token per stand-in."""
-        request, config = local.request, local.terms.generation_config
+        request, config = local.request, local.settings.sampling.generation_config
         real = rows = [] if request.empty else transcripts
         if not real and self.shards_vision and config is not None:
             # the forwards of other processes see images, so this one's have to; vLLM holds weights of its own
@@ -162,18 +162,18 @@ class RolloutWorker:
 
     def add_logprobs(self, local: LocalRollout) -> None:
         """Log-probabilities under the policy that samples and under the reference, only where the run needs them."""
-        terms = local.terms
-        if not (terms.scores_policy or terms.reference):
+        logprobs = local.settings.logprobs
+        if not (logprobs.of_policy or logprobs.of_reference):
             return
         rows = self._token_rows(local)
         has_rows = bool(len(rows))
-        if not has_rows:  # a stand-in row: a forward may be a collective, and the first comparison of a form is
+        if not has_rows:  # a stand-in row: a forward may be a collective, and a user's override may hold one
             rows = TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
 
         def log_probs(by_reference: bool) -> list[torch.Tensor]:
             # the reference has routers of its own
             of_model = dataclasses.replace(rows, experts_NC=None) if by_reference else rows
-            logps_S, experts_NC = self._log_probs(of_model, terms, by_reference)
+            logps_S, experts_NC = self._log_probs(of_model, local.settings, by_reference)
             if has_rows and experts_NC is not None:
                 bounds = itertools.pairwise(rows.starts_B)
                 for transcript, (start, stop) in zip(local.transcripts, bounds, strict=True):
@@ -182,25 +182,27 @@ class RolloutWorker:
             return list(logps_S.cpu().split(list(rows.completions_B))) if has_rows else []
 
         with self.clock.phase("logps"):
-            if terms.scores_policy:
+            if logprobs.of_policy:
                 local.old_logps = log_probs(False)
-            if terms.reference:
+            if logprobs.of_reference:
                 local.ref_logps = log_probs(True)
 
-    def _log_probs(self, rows: TokenRows, terms: Terms, by_reference: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities and experts under one of the models; see `ForwardRunner.rollout_log_probs`."""
+    def _log_probs(
+        self, rows: TokenRows, settings: RolloutSettings, by_reference: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         policy, reference = self.models()
         model = reference if by_reference and reference is not None else policy
         without_adapter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if by_reference and reference is None:
             without_adapter = as_reference(self.forwards.accelerator.unwrap_model(policy))
-        limits = (terms.batch_size, terms.max_tokens, terms.num_generations)
+        logprobs = settings.logprobs
+        limits = ForwardLimits(logprobs.batch_size, logprobs.max_tokens, settings.sampling.num_generations)
         with without_adapter, self.forwards.without_gradients(model):
-            return self.forwards.rollout_log_probs(model, rows, limits, terms.record_experts and not by_reference)
+            return self.forwards.rollout_log_probs(model, rows, limits, logprobs.record_experts and not by_reference)
 
     def _token_rows(self, local: LocalRollout) -> TokenRows:
-        """The transcripts for a forward; a completion that is masked out has no tokens."""
-        masked = local.terms.masked(local.transcripts)
+        """The transcripts for a forward, without the tokens of completions that are masked out."""
+        masked = local.settings.sampling.masked(local.transcripts)
         shown = [t.prompt_alone() if out else t for t, out in zip(local.transcripts, masked, strict=True)]
         tokens = [token for t in shown for token in t.prompt_ids + t.ids]
         ids = torch.tensor(tokens, dtype=torch.long)
@@ -208,7 +210,7 @@ class RolloutWorker:
         same_text = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
         same = same_prompts(same_text, images)
         lengths, kept_B = [len(t.ids) for t in shown], None
-        if local.terms.replay.masks:
+        if local.settings.sampling.replay.masks:
             kept_B = [(t.record or TokenRecord.neutral(n)).kept.first(n) for t, n in zip(shown, lengths, strict=True)]
         experts_B = [experts for t in shown if (experts := t.experts) is not None]
         experts_NC = torch.cat(experts_B) if experts_B else None  # recorded by the forward of these rows
@@ -218,20 +220,20 @@ class RolloutWorker:
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Rewards of each function; none where the user's `_calculate_rewards` makes them, after `exchange`."""
-        if local.terms.hooks.rewards:
+        if local.settings.sampling.hooks.rewards:
             return
         with self.clock.phase("rewards"):
             local.rewards_BF, calls = self.compute_rewards(local, *reward_columns(local.real_transcripts))
             local.reward_calls = [*calls, *logged_elsewhere(local)]
             if self.settings.sharded and not local.real_transcripts:  # reward models may be sharded too
                 filler = RewardRows([{}], [""], [""], [[]])
-                self.rewards.join_remaining_forwards(local.terms.rewards, filler)
+                self.rewards.join_remaining_forwards(local.settings.rewards.functions, filler)
 
     def compute_rewards(
         self, local: LocalRollout, rows: list[Any], prompts: list[Any], completions: list[Any], ids: list[Any]
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """Rewards (B, F) of completions, which a user's `_calculate_rewards` may have changed."""
-        terms = local.terms
+        settings = local.settings.rewards
         reward_rows = RewardRows(
             inputs=rows,
             prompts=prompts,
@@ -241,24 +243,23 @@ class RolloutWorker:
             retired=self.retired,
             first=local.first,
             chunk=self.settings.groups_of(local.request.num_generations),
-            state=terms.state,
-            recorders=terms.recorders,
+            state=settings.state,
+            recorders=settings.recorders,
             names=local.request.columns,
         )
         with self.rewards.profile("_calculate_rewards"):
-            return self.rewards.compute(terms.rewards, reward_rows)
+            return self.rewards.compute(settings.functions, reward_rows)
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:
     """A key that transcripts with the same prompt share."""
-    # images are named by the row they are read from; those of an environment are not the row's
-    number = transcript.number if transcript.environment is None else None
+    number = transcript.number
     images = (number, transcript.place if number is None else None) if transcript.images else ()
     return transcript.environment_name, images, _frozen(transcript.prompt, transcript.images)
 
 
 def _frozen(value: Any, images: Sequence[Any]) -> Hashable:
-    """A key that equal values of the types of JSON share; any other object has its own, but for the images."""
+    """A key that equal JSON values share; any other object, except one of the images, has a key of its own."""
     if isinstance(value, Mapping):
         value = [type(value), *value.items()]
     if isinstance(value, list | tuple):
@@ -279,11 +280,11 @@ def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
 
     Called by the thread that computes the rewards: with `rollout_lag` the other one may be at another rollout batch.
     """
-    metrics, columns = local.terms.pending
-    if not metrics and not columns:
+    pending = local.settings.rewards.pending
+    if not pending.metrics and not pending.columns:
         return []
-    values = [(name, value) for name, numbers in metrics.items() for value in numbers]
-    table = {name: list(entries) for name, entries in columns.items()}
-    metrics.clear()
-    columns.clear()
+    values = [(name, value) for name, numbers in pending.metrics.items() for value in numbers]
+    table = {name: list(entries) for name, entries in pending.columns.items()}
+    pending.metrics.clear()
+    pending.columns.clear()
     return [RewardCall("log_extra", -1, local.first, len(local.real_transcripts), values, table)]

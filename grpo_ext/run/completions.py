@@ -14,28 +14,28 @@ from accelerate.logging import get_logger
 from transformers import Trainer
 
 from ..compat import strip_images_from_messages
-from ..runtime.attributes import assigned
+from ..view import TrainerView
 
 logger = get_logger(__name__)
 
 
 @contextlib.contextmanager
-def completions_logged(trainer: Any) -> Iterator[None]:
+def completions_logged(view: TrainerView) -> Iterator[None]:
     """Write a column that has no one type in a parquet file as JSON text; warn once of a table that is not written.
 
     What a callback raises goes through.
     """
-    before, table = len(trainer.state.log_history), trainer._logs
-    writes = trainer.log_completions and trainer.accelerator.is_main_process
+    before, table = len(view.state.log_history), view.logs
+    writes = view.log_completions and view.accelerator.is_main_process
     if writes:
         shown = {n: _writable(table[n], strip_images_from_messages) for n in ("prompt", "completion")}
         table = {**table, **shown, "extra": {n: _writable(column) for n, column in table["extra"].items()}}
     try:
-        with assigned(trainer, _logs=table):
+        with view.logging(table):
             yield
     except Exception as error:
         inner = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-        if not writes or len(trainer.state.log_history) == before or Trainer.log.__code__ in inner:
+        if not writes or len(view.state.log_history) == before or Trainer.log.__code__ in inner:
             raise
         logger.warning_once(f"The table of completions was not written ({type(error).__name__}: {error}).")
 

@@ -24,9 +24,12 @@ import transformers
 import trl
 from transformers.utils import get_json_schema
 
+from ..batching.sizes import BatchGeometry
+from ..config import GRPOConfig
 from ..errors import CheckpointError, shortened
 from ..forward.architecture import base_model_of
 from ..runtime.collectives import shards_parameters
+from ..view import TrainerView
 
 FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 100_000  # of a data set, evenly spread: a second or two; smaller sets are read whole
@@ -73,21 +76,21 @@ _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load e
 _LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together")
 
 
-def fingerprint_of(trainer: Any) -> dict[str, Any]:
-    """Everything about a trainer's run that is compared on resume, in plain JSON types."""
-    accelerator, reference = trainer.accelerator, trainer.ref_model
+def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]:
+    """Everything about a run that is compared on resume, in plain JSON types."""
+    accelerator, reference = view.accelerator, view.ref_model
     return {
-        "data": data_fingerprint(trainer.train_dataset),
+        "data": data_fingerprint(view.train_dataset),
         "model": model_fingerprint(
-            accelerator.unwrap_model(trainer.model),
+            view.policy,
             None if reference is None else accelerator.unwrap_model(reference),
             whole=not shards_parameters(accelerator),
         ),
-        "tokenizer": tokenizer_fingerprint(trainer._tokenizer),
-        "end_tokens": sorted(trainer.eos_token_ids),
-        "rewards": list(trainer.reward_func_names),
-        "tools": tools_fingerprint(trainer.tools or ()),
-        "settings": settings_of(trainer.args, trainer.geometry),
+        "tokenizer": tokenizer_fingerprint(view.tokenizer),
+        "end_tokens": sorted(view.eos_token_ids),
+        "rewards": list(view.reward_func_names),
+        "tools": tools_fingerprint(view.tools or ()),
+        "settings": settings_of(view.args, geometry),
     }
 
 
@@ -100,7 +103,7 @@ def _plain(value: Any, without: Collection[str] = ()) -> Any:
     return json.loads(text)
 
 
-def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
+def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
     """The settings that decide what is learned."""
     inherited = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
     left_out = {*inherited, *_TRL_LAYOUT, *(() if args.bitwise_invariant else _BITWISE)}
@@ -158,7 +161,6 @@ def _as_text(value: Any) -> str:
 
 
 def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A hash of some elements of each tensor, evenly spread."""
     digest = hashlib.sha256()
     for name, parameter in parameters:
         flat = parameter.detach().reshape(-1)

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl
 
 from ..runtime.collectives import any_process
+
+logger = get_logger(__name__)
 
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: not done, worth another start
 
@@ -32,18 +34,20 @@ class TrainingInterrupted(SystemExit):
 class InterruptWatch(TrainerCallback):
     """Listens for signals, and lets all processes stop together at the end of a step."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+    def __init__(self) -> None:
         self.requested = False  # this process was asked to stop
         self.stopping = False  # one of the processes was; the run ends after this step
         self.evaluation_due = False  # an evaluation of the last step is left to the run that resumes
         self.ends_anyway = False  # a callback stops the run at that step too
         self._ends_epoch = False  # the step at which the run stops is the last of its epoch
 
-    def say(self, sentence: str) -> None:
-        """Print a line, on the main process."""
-        if self.accelerator.is_main_process:
-            print(sentence, flush=True)
+    def state_dict(self) -> dict[str, Any]:
+        """Whether an evaluation is left to the run that resumes, for a checkpoint."""
+        return {"evaluation_due": self.evaluation_due}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the evaluation that the run of the checkpoint left."""
+        self.evaluation_due = state["evaluation_due"]
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Stop all processes if one of them was asked to stop."""
@@ -77,8 +81,7 @@ class InterruptWatch(TrainerCallback):
             return
         self.requested = True
         with suppress(OSError, RuntimeError):  # the console may be gone, or in the middle of a line
-            # on a new line, below the terminal's ^C or a bar
-            self.say("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.")
+            logger.info("Stopping after this step, with a checkpoint. Ctrl-C again stops at once.")
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -10,16 +10,14 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
+import math
 import secrets
-import shutil
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import trl
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from filelock import FileLock
 from transformers import TrainerCallback, TrainerState
@@ -28,31 +26,31 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..batching.plan_text import describe_plan
 from ..batching.sizes import BatchGeometry
-from ..config import GRPOConfig
 from ..errors import CheckpointError, MemoryShortageError
-from ..forward.reference import weight_sums
-from ..rollouts.build import truncating_filters
+from ..forward.reference import MovedReference
+from ..forward.runner import ForwardRunner
+from ..precision.loss_scaler import LossScaler
 from ..rollouts.build_ahead import described
 from ..rollouts.keyed import most_kept
+from ..rollouts.settings import truncating_filters
+from ..rollouts.source import Rollouts
 from ..runtime.attributes import assigned
-from ..runtime.collectives import failing_together, from_main_process, shards_parameters, without_long_waits
+from ..runtime.collectives import from_main_process, shards_parameters
 from ..runtime.determinism import environment
+from ..runtime.out_of_memory import MicroBatchLimits, device_kind
+from ..step.evaluation import PassAtK
+from ..view import TrainerView
 from .checkpoint import (
     find_checkpoint,
     is_path,
-    publish,
     read_listing,
     record_start,
-    rotate,
     run_to_resume,
     runs_of,
     set_aside_later,
     take_folder,
-    write_listing,
-    writing_folder,
 )
 from .fingerprint import (
-    FINGERPRINT,
     KEEPS_ROLLOUT,
     check_same_run,
     differences,
@@ -64,7 +62,8 @@ from .interrupts import InterruptWatch, TrainingInterrupted
 from .loading import refuse_other_engine
 from .log import RunLog
 from .model_card import base_name
-from .state import RunState, callback_states, restore_callbacks
+from .state import RunState, Stateful, restore_callbacks
+from .writing import CheckpointWriter
 
 logger = get_logger(__name__)
 
@@ -74,40 +73,75 @@ class RunKeeper(TrainerCallback):
 
     Args:
         user_args: the user's configuration; its `output_dir` follows that of the loop's.
+
+    Attributes:
+        geometry: the batch sizes of the run: as configured, with the chunk size of the checkpoint that it resumes
+            from. Settled by `begin`, before anything of the run is built.
+        losses: of every step of the run so far.
     """
 
-    def __init__(self, trainer: Any, user_args: trl.GRPOConfig | None) -> None:
-        self.trainer, self.user_args = trainer, user_args
-        self.accelerator: Accelerator = trainer.accelerator
-        self.args: GRPOConfig = trainer.args
-        self.watch = InterruptWatch(self.accelerator)
-        self.say = self.watch.say
+    def __init__(
+        self,
+        view: TrainerView,
+        user_args: trl.GRPOConfig | None,
+        rollouts: Rollouts,
+        forwards: ForwardRunner,
+        limits: MicroBatchLimits,
+        pass_at_k: PassAtK,
+    ) -> None:
+        self.view, self.user_args, self.rollouts, self.forwards = view, user_args, rollouts, forwards
+        self.accelerator, self.args, self.limits = view.accelerator, view.args, limits
+        self.geometry: BatchGeometry = view.args.geometry
+        self.losses: list[float] = []
+        self.watch = InterruptWatch()
         self.checkpoint: str | None = None  # that the run resumes from; None for a new run
-        self.output_dir: str | None = None  # that transformers' saving writes to; None: the run's
         self.resumed = TrainerState()  # the loop's state in the checkpoint
-        # the weights of the reference, before callbacks move them; None where an engine shards them
-        self.reference_start = None if shards_parameters(self.accelerator) else weight_sums(trainer.ref_model)
         self._stopped_early = False  # the run that is resumed
-        self._geometry: BatchGeometry = trainer.geometry  # as it was configured
-        self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
+        components: dict[str, Stateful] = {
+            "run": self,
+            "rollouts": rollouts,
+            "loop": view,
+            "pass_at_k": pass_at_k,
+            "reference": MovedReference(view),
+            "interrupts": self.watch,
+        }
+        sizes: dict[str, Stateful] = {
+            "micro_batches": limits,
+            "scoring": forwards.memory,
+            "generation": rollouts.memory,
+        }
+        self.run_state = RunState(components, sizes, self._conditions)
+        self.writer = CheckpointWriter(view, self.run_state, lambda: self.fingerprint)
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
         self._last_folder, self._user_output_dir = "", ""  # of this trainer's last run
-        self._writer = ""  # unique to this training: processes of a killed one may still be writing
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What is compared on resume."""
-        return fingerprint_of(self.trainer)
+        return fingerprint_of(self.view, self.geometry)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses, and whether a callback ends the run before its last step, for a checkpoint."""
+        loop = self.view.state
+        ends = self.watch.ends_anyway if self.watch.stopping else self.view.control.should_training_stop
+        return {"losses": list(self.losses), "stopped_early": ends and loop.global_step < loop.max_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.losses = state["losses"]
+        self._stopped_early = state["stopped_early"] and "stopped_early" not in (
+            self.args.allow_changed_on_resume or ()
+        )
 
     # ---- Events of the Trainer ------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the sums of the loop from a checkpoint; the loop has set them to zero."""
-        run_state, self._run_state = self._run_state, None  # its memory is freed
-        if run_state is not None:
-            run_state.restore(self.trainer)
-            self.watch.evaluation_due = run_state.evaluation_due and self.trainer.eval_dataset is not None
+        if state.global_step:
+            logger.info(f"Going on after step {state.global_step} of {state.max_steps}.")
+        self.run_state.restore()
+        self.watch.evaluation_due &= self.view.eval_dataset is not None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write a line of the run's log."""
@@ -123,9 +157,10 @@ class RunKeeper(TrainerCallback):
             CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
         """
         vars(self).pop("fingerprint", None)
-        self.resumed, self._run_state, self._stopped_early = TrainerState(), None, False
-        self.trainer.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what others decide
-        self._resize_chunks({})
+        self.resumed, self._stopped_early = TrainerState(), False
+        self.geometry, self.losses = self.args.geometry, []
+        self.run_state.forget()
+        self.view.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what others decide
         if self.args.output_dir != self._last_folder:  # the user's, and not where the last run of this trainer went
             self._user_output_dir = str(self.args.output_dir)
         output_dir = self._user_output_dir
@@ -135,16 +170,17 @@ class RunKeeper(TrainerCallback):
             run, runs = run_to_resume(wanted, output_dir), runs_of(output_dir)
             if not is_path(wanted) and run in runs[:-1]:
                 later = ", ".join(map(str, runs[runs.index(run) + 1 :]))
-                logger.warning(f"Going on in {run}. Without a checkpoint are runs that started later: {later}.")
+                logger.warning(f"Going on in {run}. Runs that started later have no checkpoint: {later}.")
             folder, self._lock = take_folder(output_dir if run is None else str(run), in_place=run is not None)
             if not is_path(wanted):  # the newest one once the folder is locked
                 checkpoint = find_checkpoint(wanted, folder)
             return folder, checkpoint, run is not None, secrets.token_hex(4)
 
         checkpoint: str | None
-        folder, checkpoint, in_place, self._writer = from_main_process(self.accelerator, take)
+        folder, checkpoint, in_place, owner = from_main_process(self.accelerator, take)
+        self.writer.begin(owner)
         if checkpoint is not None:
-            self.say(f"Resuming from {checkpoint}.")
+            logger.info(f"Resuming from {checkpoint}.")
             self._read(checkpoint)
         if self.accelerator.is_main_process:
             record_start(folder, output_dir)
@@ -158,6 +194,15 @@ class RunKeeper(TrainerCallback):
             names = ", ".join(path.name for path in later)
             logger.warning(f"Going on from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
+
+    def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """What a log line gets: the loss scale; at the end the mean loss of the whole run, summed exactly."""
+        values: dict[str, float] = {}
+        if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
+            values |= scaler.report()
+        if self.losses and "train_loss" in logs:
+            values["train_loss"] = math.fsum(self.losses) / len(self.losses)
+        return values
 
     def release_folder(self) -> None:
         """Let other runs take the folder."""
@@ -176,11 +221,11 @@ class RunKeeper(TrainerCallback):
         listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
         if listing is None:
             logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")
-        elif self.trainer.is_deepspeed_enabled and listing["processes"] != processes:
+        elif self.view.is_deepspeed_enabled and listing["processes"] != processes:
             raise CheckpointError(
-                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed's shards are read by as "
-                f"many; this run has {processes}. Start {listing['processes']}, or export the model and begin a new "
-                "run with it."
+                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed needs as many to read "
+                f"its shards; this run has {processes}. Start {listing['processes']}, or export the model and begin a "
+                "new run with it."
             )
         if self.args.sync_ref_model and shards_parameters(self.accelerator):
             raise CheckpointError(
@@ -189,31 +234,53 @@ class RunKeeper(TrainerCallback):
             )
         allowed = self.args.allow_changed_on_resume or ()
         if "rollout_chunk_size" not in allowed:
-            self._resize_chunks(from_main_process(self.accelerator, lambda: saved_settings(checkpoint)))
+            self.geometry = self._with_chunks_of(
+                from_main_process(self.accelerator, lambda: saved_settings(checkpoint))
+            )
         changes = from_main_process(self.accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
         for part, old, new in differences(changes):
-            logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
+            logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
         if "global_batch_size" in changes:
             logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
-        state = RunState.load(checkpoint, self.trainer.num_generations)
-        if state is None:
+        others = sorted(changes.keys() - KEEPS_ROLLOUT)
+        if not self.run_state.read(checkpoint, without=["rollouts"] if others else []):
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
-        elif others := sorted(changes.keys() - KEEPS_ROLLOUT):
-            ahead = " and what was being sampled ahead are" if state.waiting else " is"
-            logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint{ahead} not used.")
-            state.rollout, state.rollout_name, state.waiting = None, None, []
-        self._run_state = state
+        elif others:
+            logger.warning(f"{', '.join(others)} changed, so the rollout batches of the checkpoint are not used.")
         self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
-        if state is not None:
-            state.restore_limits(self.trainer)
-            self._stopped_early = state.stopped_early and "stopped_early" not in allowed
         saved: Any = self.resumed.stateful_callbacks
         if not self.args.restore_callback_states_from_checkpoint:  # or transformers restores them, its way
-            restore_callbacks(self.trainer.callback_handler.callbacks, saved, checkpoint)
+            restore_callbacks(self.view.callback_handler.callbacks, saved, checkpoint)
 
-    def why_finished(self) -> str | None:
-        """Why nothing is left to train, as sentences; None where something is."""
-        if self.trainer.state.global_step >= self.trainer.state.max_steps:
+    @contextlib.contextmanager
+    def epoch(self, trial: Any) -> Iterator[dict[str, Any] | None]:
+        """Around an epoch of the loop: make the evaluation that an interrupted run left.
+
+        Yields:
+            Arguments of the epoch to replace; None where nothing is left to train.
+        """
+        control = self.view.control
+        if (reason := self._why_finished()) is not None:
+            logger.info(reason)
+            control.should_training_stop = True
+            yield None
+        elif not self.watch.evaluation_due:
+            yield {}
+        else:
+            with tempfile.TemporaryDirectory() as states:
+                self.evaluate_late(trial)
+                self.view.save_random_states(states)
+                # a callback may stop the run after its evaluation; of the checkpoint the loop reads random states alone
+                yield None if self.view.control.should_training_stop else {"resume_from_checkpoint": states}
+
+    def evaluate_late(self, trial: Any) -> None:
+        """Make the evaluation that an interrupted run left."""
+        self.watch.evaluation_due = False
+        self.view.evaluate_late(trial, self.checkpoint)
+
+    def _why_finished(self) -> str | None:
+        """Why nothing is left to train; None where something is."""
+        if self.view.state.global_step >= self.view.state.max_steps:
             return "The run is finished: nothing is left to train, and the weights stay as they are."
         if not self._stopped_early:
             return None
@@ -223,53 +290,60 @@ class RunKeeper(TrainerCallback):
             "stopped_early), and leave out or change the callback that stopped it."
         )
 
-    def _resize_chunks(self, saved: Mapping[str, Any]) -> None:
-        """Take the chunk size of a checkpoint's settings (none for a new run) where the configuration sets none."""
-        trainer, geometry = self.trainer, self._geometry
-        size = saved.get("rollout_chunk_size")
-        if geometry.together and size is not None and size % geometry.num_generations == 0:
-            geometry = dataclasses.replace(geometry, rollout_chunk_size=size)
-        if geometry != trainer.geometry:
-            trainer.geometry = geometry
-            trainer._rollouts.resize_chunks(geometry)
+    def _with_chunks_of(self, saved: Mapping[str, Any]) -> BatchGeometry:
+        """The batch sizes, with the chunk size of a checkpoint's settings where the configuration sets none."""
+        geometry, size = self.args.geometry, saved.get("rollout_chunk_size")
+        if not geometry.together or size is None or size % geometry.num_generations:
+            return geometry
+        return dataclasses.replace(geometry, rollout_chunk_size=size)
+
+    def _conditions(self) -> str:
+        """What decides which sizes fit, beside the model: the device, and what a user changes to make more fit."""
+        args = self.args
+        sizes = (args.per_device_train_batch_size, args.micro_batch_tokens, args.gradient_checkpointing)
+        return f"{device_kind(self.accelerator.device)}, {sizes}"
 
     def announce(self) -> str:
-        """Print the plan of the run; returns it."""
-        trainer, args = self.trainer, self.args
-        prompts = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
+        """Log the plan of the run; returns it."""
+        view, args, limits = self.view, self.args, self.limits
+        prompts = len(view.train_dataset) if hasattr(view.train_dataset, "__len__") else None
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
-        continuous = trainer.use_transformers_continuous_batching
-        limits, halved = trainer._step_planner.limits, (trainer._rollouts.memory, trainer._forwards.memory)
+        continuous = view.use_transformers_continuous_batching
         plan = describe_plan(
-            dataclasses.replace(trainer.geometry, micro_batch_size=limits.rows),
+            dataclasses.replace(self.geometry, micro_batch_size=limits.rows),
             prompts,
             args.dataloader_drop_last,
             None if args.max_steps > 0 else args.num_train_epochs,
             micro_batch_tokens=limits.tokens,
-            form=trainer._forwards.choice.described(trainer.model),
+            form=self.forwards.choice.described(view.model),
             precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
-            ahead=described(trainer),
-            longest=None if args.use_vllm or continuous else trainer.max_completion_length,
+            ahead=described(view),
+            longest=None if args.use_vllm or continuous else view.max_completion_length,
             half=(args.bf16 or args.fp16) and not args.bitwise_invariant,
-            most_kept=most_kept(truncating_filters(trainer)) if args.replay.masks else None,
+            most_kept=most_kept(truncating_filters(view)) if args.replay.masks else None,
         )
+        halved = (self.rollouts.memory, self.forwards.memory)
         plan += "".join(f"\n  {work.what}: up to {work.limit} at a time" for work in halved if work.limit)
-        self.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
+        logger.info(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
         return plan
 
     @contextlib.contextmanager
     def running(self, checkpoint: str | None) -> Iterator[None]:
-        """Print the plan, log start and end of the run, and let signals stop it after a step."""
+        """Log the plan, record start and end of the run, and let signals stop it after a step.
+
+        Raises:
+            TrainingInterrupted: at the end, where one did.
+        """
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
         first = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
         with self.watch.listening(), assigned(self.args, eval_on_start=first):
             if self.args.should_save:
-                config = getattr(self.accelerator.unwrap_model(self.trainer.model), "config", None)
+                config = getattr(self.view.policy, "config", None)
                 about = {
                     "model_name": base_name(getattr(config, "_name_or_path", None)),
                     "environment": environment(),
-                    "geometry": dataclasses.asdict(self.trainer.geometry),
+                    "geometry": dataclasses.asdict(self.geometry),
                     "plan": plan,
                     **self.fingerprint,
                 }
@@ -278,19 +352,24 @@ class RunKeeper(TrainerCallback):
                 yield
                 end["ended"] = "interrupted" if self.watch.stopping else "finished"
                 if not shards_parameters(self.accelerator):
-                    model = self.accelerator.unwrap_model(self.trainer.model)
+                    model = self.view.policy
                     hashes = from_main_process(self.accelerator, lambda: state_hashes(model, optimizer=None))
                     lines = "\n".join(sorted(f"{name} {value}" for name, value in hashes.items()))
                     end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
             finally:
-                self._log.end(self.trainer.state.global_step, end)
+                self._log.end(self.view.state.global_step, end)
+        if self.limits.failures:
+            logger.info(self.limits.what_fits())
+        if self.watch.stopping:
+            raise self._interrupted()
 
-    def interrupted(self, path: Path, step: int) -> TrainingInterrupted:
-        """The exception that ends the program after an interrupt; `path`: where the last checkpoint would be."""
+    def _interrupted(self) -> TrainingInterrupted:
+        step = self.view.state.global_step
+        path = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         if not from_main_process(self.accelerator, path.is_dir):
-            self.say(f"Interrupted after step {step}; no checkpoint of it was written.")
+            logger.info(f"Interrupted after step {step}; no checkpoint of it was written.")
             return TrainingInterrupted(None)
-        self.say(
+        logger.info(
             f"Interrupted after step {step}; {path} is written. To go on, run the same command with "
             f"--resume_from_checkpoint {path} (in a script: trainer.train(resume_from_checkpoint='{path}'))."
         )
@@ -299,74 +378,13 @@ class RunKeeper(TrainerCallback):
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def saving_on_failure(self) -> Iterator[None]:
-        """Write the checkpoint that is due where an evaluation fails on all processes; a resume evaluates first."""
+    def saving_on_failure(self, save: Callable[[], None]) -> Iterator[None]:
+        """`save` the checkpoint that is due where an evaluation fails on all processes; a resume evaluates first."""
         try:
             yield
         except Exception as error:
             together = self.accelerator.num_processes == 1 or isinstance(error, MemoryShortageError)
-            if together and self.trainer.control.should_save:
+            if together and self.view.control.should_save:
                 self.watch.evaluation_due = True
-                self.trainer._save_checkpoint(self.trainer.model, None)
+                save()
             raise
-
-    @contextlib.contextmanager
-    def writing(self, final: Path, state: TrainerState) -> Iterator[None]:
-        """Let the Trainer write a checkpoint to `output_dir`; afterwards `final` is whole or absent."""
-        run, folder, saves = final.parent, writing_folder(final.parent, self._writer), self.args.should_save
-        written = folder / final.name
-        run_state = None if self.args.save_only_model else RunState.of(self.trainer)
-        # transformers lists states of a class after earlier ones, and knows no callbacks that came with a resume
-        state.stateful_callbacks = callback_states([*self.trainer.callback_handler.callbacks, self.trainer.control])
-
-        def explain(reason: str) -> str:
-            if saves:
-                shutil.rmtree(folder, ignore_errors=True)
-            free = shutil.disk_usage(str(self.args.output_dir)).free / 2**20
-            return (
-                f"{final.name} could not be written to {run}, with {free:.0f} MiB free ({reason}). The older "
-                "checkpoints are untouched. Where space is short, use save_total_limit, save_only_model or another "
-                "output_dir."
-            )
-
-        # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
-        here, best = assigned(self, output_dir=str(folder)), assigned(state, best_global_step=None)
-        with here, best, mock.patch.object(state, "save_to_json"), failing_together(explain):  # `_complete` saves it
-            yield
-        best_folder = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-        if best_folder == final or best_folder.is_dir():
-            state.best_model_checkpoint = str(best_folder)
-        with failing_together(explain):
-            complete = functools.partial(self._complete, written, state, run_state)
-            without_long_waits(complete if saves else lambda: None)
-            # on a local disk a node has a part of the checkpoint too; on a shared one the main process has all of it
-            publishes = saves or (
-                self.accelerator.is_local_main_process
-                and written.is_dir()
-                and not (written / TRAINER_STATE_NAME).exists()
-            )
-        with failing_together(explain):  # once all processes know whose folder it is, and that it is complete
-            if publishes and (replaced := publish(written, final)) is not None:
-                logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {replaced}.")
-        if publishes:
-            shutil.rmtree(folder, ignore_errors=True)
-        if saves:
-            rotate(run, self.args.save_total_limit, final, state.best_model_checkpoint)
-
-    def _complete(self, folder: Path, state: TrainerState, run_state: RunState | None) -> None:
-        """Add the files that transformers does not write to a checkpoint, and list all of them."""
-        # keys that a resume has read are texts, which cannot be sorted among numbers
-        state.stateful_callbacks = json.loads(json.dumps(state.stateful_callbacks))
-        state.save_to_json(str(folder / TRAINER_STATE_NAME))  # with the best checkpoint's final name
-        (folder / FINGERPRINT).write_text(json.dumps(self.fingerprint, indent=1) + "\n")
-        if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
-            # the engine wrote its shards of the weights alone
-            model = self.accelerator.unwrap_model(self.trainer.model)
-            adapter = getattr(model, "peft_config", None)
-            configs: list[Any] = [model.config, getattr(model, "generation_config", None)]
-            configs = configs if adapter is None else [adapter[model.active_adapter]]
-            for part in filter(None, [*configs, self.trainer.processing_class]):
-                part.save_pretrained(folder)
-        if run_state is not None:
-            run_state.save(folder)
-        write_listing(folder, {"step": state.global_step, "processes": self.accelerator.num_processes})

@@ -145,7 +145,6 @@ def peak_memory_mib(device: torch.device) -> float | None:
 
 
 def _whole_lines(path: Path) -> bytes:
-    """A log without the line that a kill has cut."""
     content = path.read_bytes()
     return content[: content.rfind(b"\n") + 1]
 

@@ -1,4 +1,4 @@
-"""Attributes of an object that hold for a while, and forwards of modules that are replaced for good."""
+"""Sets attributes of an object for a while, and replaces forwards of modules for good."""
 
 from __future__ import annotations
 

@@ -1,18 +1,20 @@
-"""Where the time of a step goes, for the logs: seconds by phase, beside TRL's `step_time`."""
+"""Measures the phases of a step in seconds, for the logs, beside TRL's `step_time`."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from transformers import TrainerCallback
 
+from .attributes import assigned
+
 
 class PhaseClock(TrainerCallback):
-    """Adds up a process's seconds by phase: rollout, logps, rewards, train, optimizer; with a lag also of waits."""
+    """Adds up the seconds of a process by phase: rollout, logps, rewards, train, optimizer; with a lag, waits too."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -25,6 +27,10 @@ class PhaseClock(TrainerCallback):
             yield
         finally:
             self.seconds[name] += time.perf_counter() - start
+
+    def stopped(self) -> AbstractContextManager[None]:
+        """Inside, nothing is counted: an evaluation, because the phases of training alone are logged."""
+        return assigned(self, seconds=defaultdict(float))
 
     def add(self, seconds: dict[str, float]) -> None:
         """Count what another clock has counted."""

@@ -6,18 +6,15 @@ exchange begins with a header, in which a process says where it is, or that it f
 
 from __future__ import annotations
 
-import atexit
-import functools
 import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,22 +23,21 @@ from accelerate.utils import DistributedType, broadcast, broadcast_object_list, 
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from .. import errors
-from ..errors import CheckpointError, ConfigError, GrpoExtError, ProcessError, RolloutError, quiet
+from ..errors import ConfigError, GrpoExtError, ProcessError, RolloutError, quiet
+from .attributes import assigned
 from .out_of_memory import StepOutOfMemory, is_out_of_memory
 
 _MAGIC = 0x67727065  # a header begins with it
 _REMEDY = "Collectives in code of yours have to run on every process equally often; see docs/overrides.md."
 # errors that are raised as what they are on the other processes too
 _KEPT = (errors.RolloutError, errors.PrecisionError, errors.MemoryShortageError, StepOutOfMemory)
-# the accelerator's collectives that code of users may run
-_METHODS = ("gather", "reduce", "gather_for_metrics", "pad_across_processes", "wait_for_everyone")
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
 _PULSE = 0.5  # seconds in which processes ask each other whether they are done
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def local_collectives() -> Iterator[None]:
     """Inside, collectives of this thread answer for this process alone.
 
     For the thread that samples ahead: the order of collectives of two threads could differ between processes.
@@ -67,20 +63,7 @@ def _refuse_alone() -> None:
         )
 
 
-def refused_alone(accelerator: Accelerator) -> AbstractContextManager[Any]:
-    """Inside, the accelerator's collectives raise a ConfigError on a thread that is `alone`, on several processes."""
-
-    def guarded(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if accelerator.num_processes > 1:
-            _refuse_alone()
-        return method(*args, **kwargs)
-
-    methods: dict[str, Any] = {n: functools.partial(guarded, getattr(accelerator, n)) for n in _METHODS}
-    return mock.patch.multiple(accelerator, **methods)
-
-
 def _processes() -> int:
-    """Processes that take part in a collective of this thread."""
     return 1 if _alone.get() else PartialState().num_processes
 
 
@@ -92,8 +75,8 @@ class _Counter:
 
 
 def _collectives() -> int:
-    """Collectives that this process has run; 0 where that is not known."""
-    with suppress(RuntimeError):  # of a backend that does not count
+    """Collectives that this process has run; 0 for a backend that does not count."""
+    with suppress(RuntimeError):
         if dist.is_available() and dist.is_initialized():
             return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
     return 0
@@ -112,11 +95,7 @@ def of_ours() -> Iterator[None]:
 
 @of_ours()
 def _meet(place: str, value: int = 0, failure: Exception | None = None) -> list[int]:
-    """One value of each process, once all are at this place.
-
-    Raises:
-        ProcessError: on every process, where one announces its `failure`, which is raised there, or is elsewhere.
-    """
+    """One value of each process, once all are here; a ProcessError where one is elsewhere, or announces a failure."""
     if _processes() == 1:
         if failure is not None:
             raise failure
@@ -244,10 +223,64 @@ class _Uneven:
         self.meet("gather_for_metrics")
         return gather_lists([] if self.empty() else input_data)
 
-    def of_no_rows(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.meet(name)
+
+class UsersAccelerator(Accelerator):
+    """The accelerator of a trainer, whose collectives code of users may call.
+
+    Inside `uneven_collectives` they take any number of rows. On several processes they raise a ConfigError on the
+    thread that samples ahead.
+    """
+
+    uneven: _Uneven | None = None
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> UsersAccelerator:
+        """An accelerator with the state of another."""
+        users = cls.__new__(cls)
+        users.__dict__ = accelerator.__dict__
+        return users
+
+    def _rows(self) -> _Uneven | None:
+        if self.num_processes > 1:
+            _refuse_alone()
+        return self.uneven
+
+    @contextmanager
+    def _without_rows(self, name: str) -> Iterator[None]:
+        if (uneven := self._rows()) is None:
+            yield
+            return
+        uneven.meet(name)
         with of_ours():
-            return method(*args, **kwargs)
+            yield
+
+    def gather(self, tensor: Any) -> Any:
+        """See `Accelerator.gather`."""
+        if (uneven := self._rows()) is None:
+            return super().gather(tensor)
+        return recursively_apply(uneven.rows, tensor, error_on_other_type=True)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """See `Accelerator.reduce`."""
+        if (uneven := self._rows()) is None:
+            return super().reduce(tensor, reduction, scale)
+        return recursively_apply(uneven.reduced, tensor, reduction, scale, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """See `Accelerator.gather_for_metrics`."""
+        if (uneven := self._rows()) is None:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        return uneven.gather_for_metrics(input_data, use_gather_object)
+
+    def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Accelerator.pad_across_processes`."""
+        with self._without_rows("pad_across_processes"):
+            return super().pad_across_processes(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """See `Accelerator.wait_for_everyone`."""
+        with self._without_rows("wait_for_everyone"):
+            super().wait_for_everyone()
 
 
 @contextmanager
@@ -260,6 +293,7 @@ def uneven_collectives(
     """Inside, those of `accelerator` take a different number of rows from every process, for a user's overrides.
 
     Args:
+        accelerator: a trainer's, which is a `UsersAccelerator`.
         empty: whether this process takes part now but adds nothing of its own.
         refused_in: the hook that runs, where processes call it different numbers of times; it may not exchange data.
         others_refused: why code inside may not run other collectives (a ConfigError), as a clause; None: it may.
@@ -267,14 +301,8 @@ def uneven_collectives(
     if accelerator.num_processes == 1:
         yield
         return
-    uneven = _Uneven(empty, refused_in)
-    methods: dict[str, Any] = {"gather_for_metrics": uneven.gather_for_metrics}
-    for name, apply in (("gather", uneven.rows), ("reduce", uneven.reduced)):  # nested as Accelerate takes them
-        methods[name] = functools.partial(recursively_apply, apply, error_on_other_type=True)
-    for name in ("pad_across_processes", "wait_for_everyone"):
-        methods[name] = functools.partial(uneven.of_no_rows, name, getattr(accelerator, name))
     before = _collectives() - _Counter.ours
-    with mock.patch.multiple(accelerator, **methods):
+    with assigned(accelerator, uneven=_Uneven(empty, refused_in)):
         yield
     if others_refused and _collectives() - _Counter.ours != before:
         raise ConfigError(
@@ -331,26 +359,6 @@ def first_of_all_processes(value: Any) -> Any:
     return next((item for item in gather_lists([value]) if item is not None), None)
 
 
-@contextmanager
-def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
-    """An error inside on one process is raised on all, so that none waits in a later collective.
-
-    Args:
-        explain: from the first failure's message to that of the error.
-
-    Raises:
-        CheckpointError: on every process.
-    """
-    try:
-        with together("a checkpoint"):
-            yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        cause = str(error) if isinstance(error, ProcessError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(explain(cause)) from error
-
-
 def without_long_waits(work: Callable[[], Any]) -> Any:
     """The result of `work`, which holds no collectives, once all are done; a single wait would meet the timeout."""
     _refuse_alone()
@@ -380,17 +388,6 @@ def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[]
     if failure is not None:
         raise failure.with_traceback(None)
     return value
-
-
-@functools.cache
-def leave_in_order(seconds: float = 0.2) -> None:
-    """Let gloo's threads finish with the last collective before the interpreter is torn down.
-
-    They release tensors after it has returned, which takes the GIL; CPython ends a thread that asks for the GIL during
-    shutdown, and the process aborts (torch 2.13, CPython 3.11). `destroy_process_group` does not wait for them.
-    """
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
-        atexit.register(time.sleep, seconds)
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:

@@ -1,4 +1,4 @@
-"""Threads, kernels and settings that change bits: in bitwise mode set around a run, or refused."""
+"""Threads, kernels and settings that change bits; bitwise mode sets them for a run, or refuses them."""
 
 from __future__ import annotations
 

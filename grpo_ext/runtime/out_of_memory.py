@@ -7,8 +7,8 @@ smaller size is layout, so the update stays the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -61,6 +61,14 @@ class Halving:
         self.what, self.remedy, self.enabled = what, remedy, enabled
         self.limit: int | None = None
         self._foreseen: int | None = None  # the size that was reported last
+
+    def state_dict(self) -> dict[str, Any]:
+        """The size that fits, for a checkpoint."""
+        return {"limit": self.limit}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin with the size of a checkpoint."""
+        self.limit = state["limit"]
 
     def run(self, rows: Sequence[int], work: Callable[[Sequence[int]], T], expected: int | None = None) -> list[T]:
         """The results of `work` on consecutive pieces of `rows`.
@@ -140,8 +148,13 @@ class MicroBatchLimits:
             f"Memory ran out {self.failures} time(s). What fits here: per_device_train_batch_size={self.rows}{tokens}"
         )
 
-    def restore(self, rows: int, tokens: int | None, failures: int) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes, for a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Adopt a checkpoint's sizes where they are smaller, because memory ran out with larger ones."""
-        if failures:
-            self.rows, self.failures = min(self.rows, rows), failures
-            self.tokens = min((size for size in (self.tokens, tokens) if size is not None), default=None)
+        if state["failures"]:
+            self.rows, self.failures = min(self.rows, state["rows"]), state["failures"]
+            sizes = (size for size in (self.tokens, state["tokens"]) if size is not None)
+            self.tokens = min(sizes, default=None)

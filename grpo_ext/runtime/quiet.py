@@ -1,4 +1,4 @@
-"""Keeping the messages of other libraries off the console, for commands and recipes; the trainer never does."""
+"""Silences other libraries, for commands and recipes; the trainer never does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NOISY = ("trl", "datasets", "accelerate", "peft", "torch.distributed", "hugging
 
 
 def quiet_libraries() -> None:
-    """Keep all messages of the libraries off the console for the rest of the process, but not those of this package."""
+    """Silence other libraries on the console for the rest of the process."""
     import datasets
     from transformers.utils import logging as transformers_logging
 

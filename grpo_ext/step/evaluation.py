@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -21,6 +22,14 @@ class PassAtK:
         self.args = args
         self._rewards_B = torch.empty(0)
         self.pass_or_fail = True  # every reward of the evaluations so far was 0 or 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What further evaluations depend on, for a checkpoint."""
+        return {"pass_or_fail": self.pass_or_fail}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.pass_or_fail = state["pass_or_fail"]
 
     def observe(self, rewards_BF: torch.Tensor | None, weights_F: torch.Tensor, names: Sequence[str]) -> None:
         """Take the rewards of an evaluation, by reward function; None: unknown."""

@@ -1,8 +1,8 @@
 """The gradient of a step: backward passes inside Accelerate's `accumulate`, and one sum over all processes.
 
-Unlike DDP, which reduces inside the backward pass, it sums after the last one, so that processes may run
-different numbers of micro-batches, find out together whether one of them failed (out of memory), and, in bitwise mode,
-add integers. Sharded engines reduce by themselves.
+DDP reduces inside the backward pass. Here the sum comes after the last one, so processes may run different numbers of
+micro-batches, find out together whether one of them ran out of memory, and add integers in bitwise mode. Sharded
+engines reduce by themselves.
 
 Accelerate's bookkeeping: inside `accumulate` a backward pass synchronises processes where `accelerator.step` reaches a
 multiple of `gradient_accumulation_steps`, and `accelerator.backward` divides the loss by that number. The loop outside
@@ -34,9 +34,9 @@ _PREPARED = "_is_accelerate_prepared"  # Accelerate's mark
 
 
 def replicate(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
-    """Prepare a model that every process holds whole, with the main process's weights; others are returned as they are.
+    """Prepare a model that every process holds whole, with the main process's weights; return any other unchanged.
 
-    Accelerate would wrap it in DDP, whose buckets take the memory of another gradient, for a reduction that the step
+    Accelerate would wrap it in DDP, whose buckets need the memory of another gradient for a reduction that the step
     does not use.
     """
     if accelerator.num_processes == 1 or shards_parameters(accelerator) or hasattr(model, _PREPARED):
@@ -48,7 +48,6 @@ def replicate(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Modu
 
 
 def _used_anywhere(used: Sequence[bool], accelerator: Accelerator) -> list[bool]:
-    """Which of the parameters have a gradient on any process."""
     used_here = torch.tensor(used, dtype=torch.int32, device=accelerator.device)
     return stack_over_processes(used_here).amax(0).bool().tolist()
 
@@ -65,7 +64,7 @@ class NativeGradients:
         return nullcontext()
 
     def discard(self) -> None:
-        """Throw the gradients away."""
+        """Discard the gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -75,7 +74,7 @@ class NativeGradients:
             return
         parameters = list(self.parameters.values())
         anywhere = _used_anywhere([p.grad is not None for p in parameters], self.accelerator)
-        shared = [p for p, used in zip(parameters, anywhere) if used]
+        shared = [p for p, used in zip(parameters, anywhere, strict=True) if used]
         for parameter in shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -85,8 +84,7 @@ class NativeGradients:
 class FixedPointGradients(NativeGradients):
     """Sums of 64-bit integers, whose bits do not depend on how the step was cut or assigned (precision.fixed_point).
 
-    Each backward pass fills `.grad` anew; a hook takes it from there, so the memory of one gradient is added to twice
-    that of the sums.
+    Each backward pass fills `.grad` anew, and a hook adds it to the sums, which take twice the memory of a gradient.
     """
 
     def __init__(self, model: torch.nn.Module, accelerator: Accelerator) -> None:
@@ -125,12 +123,12 @@ class FixedPointGradients(NativeGradients):
         device = self.accelerator.device
         terms = int(sum_over_processes(torch.tensor(float(count), device=device)))
         anywhere = _used_anywhere([name in self._sums for name in self.parameters], self.accelerator)
-        names = [name for name, used in zip(self.parameters, anywhere) if used]
+        names = [name for name, used in zip(self.parameters, anywhere, strict=True) if used]
         if not names:
             return
         highest = torch.stack([self._sum_of(name).largest.to(device) for name in names])
         everyone = stack_over_processes(highest).nan_to_num(nan=float("inf")).amax(0).tolist()
-        for name, largest in zip(names, everyone):
+        for name, largest in zip(names, everyone, strict=True):
             check_terms(name, terms, largest)
         if self.accelerator.num_processes > 1:
             sum_in_place([self._sums[name].total for name in names])

@@ -1,11 +1,9 @@
-"""Assembles a micro-batch's part of the loss of the step from the terms of algorithms.losses, and records the logs.
+"""Assembles a micro-batch's part of the loss of the step from the terms of algorithms.losses, and logs them.
 
 Differs from TRL's `_compute_loss`: no collective and no denominator of its own. Called for every micro-batch.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -22,69 +20,73 @@ from ..algorithms.losses import (
 from ..errors import ConfigError, ModelError
 from ..forward.lm_head import RouterOutput
 from ..forward.runner import MicroBatchScores
-from .statistics import CONTEXT_KEY, MicroBatchContext, loss_mask
+from ..rollouts.batch import SAMPLER_LOGPS
+from .inputs import LossInputs
+from .statistics import loss_mask
 
 
-def assemble_loss(cfg: LossConfig, inputs: dict[str, Any], scores: MicroBatchScores) -> torch.Tensor:
-    """The part of the loss that the completions of `inputs` add to the step, times the micro-batch's weight.
+def active_tokens(mask_BT: torch.Tensor, entropies_BT: torch.Tensor, threshold: float | None) -> torch.Tensor:
+    """The tokens that carry loss and whose entropy is at or above the threshold, in nats; None: all that carry loss."""
+    return mask_BT if threshold is None else mask_BT * (entropies_BT >= threshold)
+
+
+def assemble_loss(cfg: LossConfig, inputs: LossInputs, scores: MicroBatchScores) -> torch.Tensor:
+    """The part of the loss that a micro-batch adds to the step, times the micro-batch's weight.
 
     Args:
-        inputs: the collated micro-batch, with its `MicroBatchContext`.
         scores: from the policy, with gradient.
 
     Raises:
         ConfigError, ModelError: a term needs reference log-probabilities or router logits, and there are none.
     """
-    if cfg.beta != 0.0 and "ref_per_token_logps" not in inputs:
+    columns, step, weight = inputs.columns, inputs.step, inputs.weight
+    if cfg.beta != 0.0 and "ref_per_token_logps" not in columns:
         raise ConfigError(
-            f"beta={cfg.beta:g} asks for the KL term, and these completions have no reference log-probabilities, "
+            f"beta={cfg.beta:g} asks for the KL term, but these completions have no reference log-probabilities, "
             "because beta was 0 when they were sampled; start with the beta that the run ends with, or any above 0."
         )
     logps, entropies, router, routing = scores
-    context: MicroBatchContext = inputs[CONTEXT_KEY]
-    mask, threshold = loss_mask(inputs), context.step.entropy_threshold
+    mask, threshold, metrics = loss_mask(columns), step.entropy_threshold, step.metrics
     keep = None if threshold is None else ((entropies >= threshold) & mask.bool()).float()
-    bonus_mask = mask if keep is None else mask * keep
-    context = context.of(inputs, mask, bonus_mask)
-    metrics, weight = context.step.metrics, context.weight
+    bonus_mask = active_tokens(mask, entropies, threshold)
     batch = TokenBatch(
         logps_BT=logps,
         mask_BT=mask,
-        advantages_B=inputs["advantages"],
-        old_logps_BT=inputs.get("old_per_token_logps"),
-        ref_logps_BT=inputs.get("ref_per_token_logps"),
-        sampling_logps_BT=inputs.get("sampling_per_token_logps"),
-        sampling_ratio=inputs.get("importance_sampling_ratio"),
+        advantages_B=columns["advantages"],
+        old_logps_BT=columns.get("old_per_token_logps"),
+        ref_logps_BT=columns.get("ref_per_token_logps"),
+        sampling_logps_BT=columns.get("sampling_per_token_logps"),
+        sampling_ratio=columns.get("importance_sampling_ratio"),
         entropy_keep_BT=keep,
     )
-    tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, context.step.counts, context.groups)
+    tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, step.counts, inputs.groups)
     loss = (tokens.loss_BT * weights_BT).sum()
     if cfg.entropy_coefficient is not None:
         metrics.add_total("policy_loss", loss, weight)
-        loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, context)
+        loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, inputs)
     if cfg.router_coefficient is not None:
-        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, context)
+        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, inputs)
     metrics.add_tokens("entropy", entropies, mask, weight)
-    _add_policy_metrics(cfg, tokens, batch.advantages, mask, context)
-    if context.sampler_logps_BT is not None:
-        _add_sampler_difference(batch, context.sampler_logps_BT, context)
+    _add_policy_metrics(cfg, tokens, batch.advantages, mask, inputs)
+    if (sampler_logps_BT := columns.get(SAMPLER_LOGPS)) is not None:
+        _add_sampler_difference(batch, sampler_logps_BT, inputs)
     if routing is not None:
         metrics.add("routing/changed_share", routing.changed, routing.replayed, weight)
     if cfg.log_ratios and batch.old_logps_BT is not None:
-        _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, context)
+        _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, inputs)
     return loss * weight
 
 
-def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, context: MicroBatchContext) -> None:
-    """Log how far the log-probabilities of the policy that sampled lie from what the sampler took them to be."""
+def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, inputs: LossInputs) -> None:
+    """Log how far the sampler's log-probabilities lie from those that the trainer computes for the same policy."""
     policy_BT = batch.logps_BT.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     known_BT = batch.mask_BT * ~sampler_logps_BT.isnan()
     difference_BT = (policy_BT - sampler_logps_BT.nan_to_num()).abs()
-    context.step.metrics.add_tokens("sampling/logp_difference", difference_BT, known_BT, context.weight)
+    inputs.step.metrics.add_tokens("sampling/logp_difference", difference_BT, known_BT, inputs.weight)
 
 
-def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, context: MicroBatchContext) -> None:
-    metrics, weight = context.step.metrics, context.weight
+def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, inputs: LossInputs) -> None:
+    metrics, weight = inputs.step.metrics, inputs.weight
     metrics.add_tokens("sampling/ratio_mean", ratio_BT, mask_BT, weight)
     unmasked = torch.where(mask_BT.bool(), ratio_BT, torch.nan)
     metrics.add_extreme("sampling/ratio_min", unmasked, weight, lowest=True)
@@ -92,36 +94,34 @@ def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, context: MicroBat
 
 
 def _entropy_bonus(
-    coefficient: float, entropies_BT: torch.Tensor, mask_BT: torch.Tensor, context: MicroBatchContext
+    coefficient: float, entropies_BT: torch.Tensor, mask_BT: torch.Tensor, inputs: LossInputs
 ) -> torch.Tensor:
-    """This part of the mean entropy of the step's tokens, times the coefficient."""
     bonus = (entropies_BT * mask_BT).sum()
-    context.step.metrics.add("bonus_entropy", bonus, mask_BT.sum(), context.weight)
-    return coefficient * bonus / max(context.step.counts.entropy_tokens, 1)
+    inputs.step.metrics.add("bonus_entropy", bonus, mask_BT.sum(), inputs.weight)
+    return coefficient * bonus / max(inputs.step.counts.entropy_tokens, 1)
 
 
-def _router_loss(coefficient: float, router: RouterOutput | None, context: MicroBatchContext) -> torch.Tensor:
-    """This part of the load-balancing loss of the step; a ModelError where the forward returned no router logits."""
+def _router_loss(coefficient: float, router: RouterOutput | None, inputs: LossInputs) -> torch.Tensor:
     if router is None:
         raise ModelError(
-            f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, and the forward returned no "
-            "router logits; set router_aux_loss_coef=0, or let an override of _get_per_token_logps_and_entropies pass "
-            "on compute_aux_loss, and the tensors that it is given."
+            f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, but the forward returned no "
+            "router logits; set router_aux_loss_coef=0, or let your override of _get_per_token_logps_and_entropies "
+            "pass on compute_aux_loss and the tensors that it is given."
         )
-    step = context.step
+    step = inputs.step
     chosen, probs, rows = router_statistics(router.logits, router.counts_BL, step.top_k)
     share, total = step.expert_share, step.router_rows
     if share is None:  # the batch is the whole step, or an override's
-        share, total = chosen / max(rows, 1), rows * context.accumulation_steps
+        share, total = chosen / max(rows, 1), rows * inputs.accumulation_steps
     aux = load_balancing_loss(probs, share.to(probs), probs.numel(), total)
-    step.metrics.add_total("aux_loss", aux, context.weight)
+    step.metrics.add_total("aux_loss", aux, inputs.weight)
     return aux
 
 
 def _add_policy_metrics(
-    cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor, mask: torch.Tensor, context: MicroBatchContext
+    cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor, mask: torch.Tensor, inputs: LossInputs
 ) -> None:
-    metrics, weight = context.step.metrics, context.weight
+    metrics, weight = inputs.step.metrics, inputs.weight
     if tokens.kl_BT is not None:
         metrics.add_tokens("kl", tokens.kl_BT, mask, weight)
     if tokens.vespo_phi_B1 is not None:

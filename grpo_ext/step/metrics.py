@@ -1,10 +1,10 @@
-"""The logged values of a step: sums over its micro-batches, which one reduction makes step-wide; its tokens."""
+"""The logged values of a step: sums over its micro-batches, reduced once over all processes; its plan and tokens."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,10 +18,10 @@ _Number = torch.Tensor | float
 
 @dataclass
 class StepMetrics:
-    """Collects the logged values of a step over its micro-batches; one reduction at the end makes them step-wide.
+    """Collects the logged values of a step over its micro-batches; one reduction at the end covers all processes.
 
-    The terms are summed exactly at the end (`math.fsum`), so the digits do not depend on the order of micro-batches or
-    the process that ran them. A name that only some processes added is reduced over what they added.
+    The terms are summed exactly (`math.fsum`), so the digits depend neither on the order of micro-batches nor on the
+    process that ran them. A name that only some processes added is reduced over what they added.
     """
 
     device: torch.device
@@ -38,7 +38,7 @@ class StepMetrics:
         self._add("total", name, part, 0.0, weight)
 
     def add(self, name: str, total: _Number, count: _Number, weight: float = 1.0) -> None:
-        """Add a sum and the number of things summed; the metric is their quotient over the step."""
+        """Add a sum and the number of its terms; the metric is their quotient over the step."""
         self._add("mean", name, total, count, weight)
 
     def _add(self, kind: str, name: str, value: _Number, count: _Number, weight: float) -> None:
@@ -55,7 +55,7 @@ class StepMetrics:
         self.add(name, values_B1.sum(), float(values_B1.size(0)), weight)
 
     def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
-        """Keep the largest (or lowest) of values over the step; NaN entries do not count."""
+        """Keep the largest (or lowest) value of the step; NaN entries do not count."""
         if lowest:
             self._add("lowest", name, values.nan_to_num(nan=math.inf, posinf=math.inf).min(), 0.0, weight)
         else:
@@ -73,14 +73,13 @@ class StepMetrics:
         return {name: _reduced(kinds[name], pairs) for name, pairs in columns.items()}
 
     def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
-        """The values of scalars, which the device sends together."""
+        """The values of scalars, in one copy from the device."""
         tensors = [value.to(self.device, self.dtype) for value in values if isinstance(value, torch.Tensor)]
         sent = iter(torch.stack(tensors).tolist() if tensors else [])
         return [next(sent) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:
-    """The step-wide value of a metric, from pairs of a value and a count."""
     values, counts = [value for value, _ in pairs], [count for _, count in pairs]
     if kind in ("highest", "lowest"):  # infinite where nothing was counted
         extreme = max(values, default=math.inf) if kind == "highest" else min(values, default=math.inf)
@@ -89,20 +88,38 @@ def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:
     return total if kind == "total" else total / count if count else math.nan
 
 
-def token_counts(sizes: StepSizes, rows: Sequence[int], plan: Sequence[MicroBatch], form: Form) -> tuple[int, int, int]:
-    """Tokens of a step.
+@dataclass(frozen=True)
+class StepPlan:
+    """Which completions of a step run, and in which micro-batches of this process."""
+
+    sizes: StepSizes  # of all completions of the step
+    rows: Sequence[int]  # the completions that run, on all processes; the others add nothing to the step
+    micro_batches: Sequence[MicroBatch]  # of this process
+    form: Form
+
+    def token_counts(self) -> tuple[int, int, int]:
+        """Unique tokens of the whole step; tokens that this process's forwards hold; and how many are padding."""
+        parts = [part.rows for part in self.micro_batches if part.weight]
+        computed = real = sum(self.sizes.tokens(part, self.form) for part in parts)
+        if self.form != "packed":
+            pieces = [[row] for part in parts for row in part] if self.form == "padded" else parts
+            real = sum(self.sizes.tokens(piece, "packed") for piece in pieces)
+        return self.sizes.tokens(self.rows, "packed"), computed, computed - real
+
+
+def log_values(plan: StepPlan, metrics: StepMetrics, seconds: Mapping[str, float]) -> dict[str, float]:
+    """The logged values of a step. Counts and sums are the same on every process; seconds and rates are not.
 
     Args:
-        rows: those of the whole step that are run.
-        plan: the micro-batches of this process.
-
-    Returns:
-        Unique tokens of the whole step (each prompt once, each completion); tokens that this process's forwards hold;
-        and those among them that are padding.
+        seconds: of the phases of the step, by name.
     """
-    batches = [part.rows for part in plan if part.weight]
-    computed = sum(sizes.tokens(batch, form) for batch in batches)
-    # rows that repeat no prompt
-    sharing = [[row] for batch in batches for row in batch] if form == "padded" else batches
-    real = computed if form == "packed" else sum(sizes.tokens(batch, "packed") for batch in sharing)
-    return sizes.tokens(rows, "packed"), computed, computed - real
+    useful, computed, padding = plan.token_counts()
+    metrics.add_total("computed", float(computed), 1.0)
+    metrics.add_total("padding", float(padding), 1.0)
+    values = metrics.reduce()
+    computed_anywhere, padding_anywhere = values.pop("computed"), values.pop("padding")
+    duplicates = max(computed_anywhere - padding_anywhere - useful, 0.0)
+    values["layout/padding_share"] = padding_anywhere / max(computed_anywhere, 1.0)
+    values["layout/duplicate_share"] = duplicates / max(computed_anywhere, 1.0)
+    values["layout/useful_tokens_per_second"] = useful / max(seconds.get("train", 0.0), 1e-9)
+    return values | {f"time/{name}": value for name, value in seconds.items()}

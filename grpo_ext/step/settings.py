@@ -6,10 +6,10 @@ A callback, or a subclass after `super().__init__()`, may change a setting once 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..algorithms.losses import LossConfig
 from ..forward.architecture import experts_per_token, has_own_hooks
+from ..view import TrainerView
 
 # settings of the loss under TRL's names, by where TRL reads them
 _ON_TRAINER = (
@@ -30,41 +30,42 @@ class StepSettings:
     top_entropy_quantile: float  # share of the tokens with the highest entropy that carry loss; 1: all
     router: bool  # a MoE model's load-balancing loss is added
     experts_per_token: int  # of a MoE model
-    custom_loss: bool  # the user overrides the loss, so a micro-batch holds its images too
+    in_trl_form: bool  # the user overrides the loss or log-probabilities: micro-batches have all of TRL's columns
     equal_counts: bool  # code of the user runs in every micro-batch, and may hold collectives
     training: bool  # False in an evaluation
 
 
-def step_settings_of(trainer: Any) -> StepSettings:
+def step_settings_of(view: TrainerView) -> StepSettings:
     """The settings of a step as they are now."""
-    training, quantile, router = trainer.model.training, trainer.top_entropy_quantile, trainer.aux_loss_enabled
-    custom_loss = any(map(trainer._override_of, ("compute_loss", "_compute_loss")))
+    training, quantile, router = view.model.training, view.top_entropy_quantile, view.aux_loss_enabled
+    custom_loss = view.overridden("compute_loss", "_compute_loss") is not None
+    in_trl_form = custom_loss or view.overridden("_get_per_token_logps_and_entropies") is not None
     # terms that are not zero at advantage 0; "vespo" logs a weight of every sequence
-    always_adds = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or router or quantile < 1.0
-    always_adds = always_adds or custom_loss or trainer.loss_type == "vespo"
+    always_adds = view.beta != 0.0 or view.entropy_bonus or router or quantile < 1.0
+    always_adds = always_adds or custom_loss or view.loss_type == "vespo"
     return StepSettings(
-        skip_zeros=trainer.args.skip_zero_contribution and training and not always_adds,
+        skip_zeros=view.args.skip_zero_contribution and training and not always_adds,
         top_entropy_quantile=quantile,
         router=router,
-        experts_per_token=experts_per_token(trainer.model),
-        custom_loss=custom_loss,
-        equal_counts=custom_loss or trainer._forwards.override() is not None or has_own_hooks(trainer.model),
+        experts_per_token=experts_per_token(view.model),
+        in_trl_form=in_trl_form,
+        equal_counts=in_trl_form or has_own_hooks(view.model),
         training=training,
     )
 
 
-def loss_config_of(trainer: Any) -> LossConfig:
+def loss_config_of(view: TrainerView) -> LossConfig:
     """The settings of the loss as they are now, from where TRL reads them; a ConfigError where one is unknown."""
-    args = trainer.args
+    args = view.args
     # TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target
-    acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= args.entropy_target
+    acts = not view.use_adaptive_entropy or view.last_entropy <= args.entropy_target
     return LossConfig(
-        **{name: getattr(trainer, name) for name in _ON_TRAINER},
+        **{name: getattr(view, name) for name in _ON_TRAINER},
         **{name: getattr(args, name) for name in _IN_ARGS},
-        max_completion_length=trainer.max_completion_length or 1,
-        correct_sampling=trainer.use_vllm and trainer.vllm_importance_sampling_correction,
+        max_completion_length=view.max_completion_length or 1,
+        correct_sampling=view.use_vllm and view.vllm_importance_sampling_correction,
         aggregation=args.loss_aggregation,
-        entropy_coefficient=(trainer.entropy_coef if acts else 0.0) if trainer._entropy_bonus_enabled else None,
-        router_coefficient=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None,
-        log_ratios=bool(args.rollout_lag) and trainer.model.training,
+        entropy_coefficient=(view.entropy_coef if acts else 0.0) if view.entropy_bonus else None,
+        router_coefficient=view.router_aux_loss_coef if view.aux_loss_enabled else None,
+        log_ratios=bool(args.rollout_lag) and view.model.training,
     )

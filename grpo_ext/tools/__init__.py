@@ -1,1 +1,1 @@
-"""What people run beside training: checks, plans, data, rewards and their command line."""
+"""What people run beside training: the command line `grpo-ext`, the console, the report. Not the tools of a model."""

@@ -1,7 +1,7 @@
 """The command line `grpo-ext`: what people run beside training.
 
-`check` and `plan` take a run's file and options as recipes/grpo.py does; options that a command does not define go to
-the recipe's parser. Libraries are imported when a command needs them: a `plan` of sizes alone imports no torch.
+`check` and `plan` take the configuration file and options of recipes/grpo.py: options that a command does not define go
+to the recipe's parser. Libraries are imported when a command needs them: a `plan` of sizes alone imports no torch.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from rich.markup import escape
 
 from ..errors import ConfigError, GrpoExtError
 
-# --global_batch_size is --global-batch-size: the names of the settings are spelt with underscores everywhere else
+# takes --global_batch_size for --global-batch-size: everywhere else settings are spelled with underscores
 NAMES: dict[str, Any] = {"token_normalize_func": lambda token: token.replace("_", "-")}
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "context_settings": NAMES}
 
 app = typer.Typer(
     name="grpo-ext",
-    help="Tools beside grpo_ext: the hardware split is not a hyperparameter, and this shows it.",
+    help="Commands around a run of grpo_ext: plan it, check that the hardware split changes nothing, export, report.",
     no_args_is_help=True,
     **PLAIN,
 )
 
 OF_A_RUN: dict[str, Any] = {
     "context_settings": {**NAMES, "ignore_unknown_options": True, "allow_extra_args": True},
-    "epilog": "Every option of recipes/grpo.py is taken too, as it is: --model_name_or_path, --dataset_name, "
-    "--rewards, --use_peft and all that `python recipes/grpo.py --help` lists.",
+    "epilog": "Also takes every option of recipes/grpo.py: --model_name_or_path, --dataset_name, --rewards, "
+    "--use_peft and all others that `python recipes/grpo.py --help` lists.",
 }
 ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
-CONFIG = typer.Option(help="YAML file of a run, as for recipes/grpo.py; options win over it.")
+CONFIG = typer.Option(help="YAML file of a run, as for recipes/grpo.py; options override it.")
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line without wrapping it."""
     Console().print(text, highlight=False, soft_wrap=True, markup=False)
 
@@ -51,7 +51,7 @@ def load_libraries() -> None:
 
 
 def integers(text: str, name: str) -> list[int]:
-    """A list of positive integers from "16,5,1"; a ConfigError for any other text."""
+    """Parse a list of positive integers such as "16,5,1"; a ConfigError for any other text."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise ConfigError(f"{name}={text!r} is not a list of positive integers; write for example {name}=16,5,1.")
@@ -59,7 +59,7 @@ def integers(text: str, name: str) -> list[int]:
 
 
 def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
-    """The settings in a run's file and in the options that the command itself does not define."""
+    """Read the settings of a run from its file and from the options that the command itself does not define."""
     if config is None and not context.args:
         return {}  # without importing the libraries
     load_libraries()
@@ -74,16 +74,16 @@ def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
 def plan(
     context: typer.Context,
     config: Annotated[Path | None, CONFIG] = None,
-    processes: Annotated[int, typer.Option(help="Processes the run is laid onto.")] = 1,
+    processes: Annotated[int, typer.Option(help="Number of processes.")] = 1,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts in the training set.")] = None,
     engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
     prompt_length: Annotated[
         int | None, typer.Option(min=1, help="With a model: tokens of the longest prompt (default: 512).")
     ] = None,
 ) -> None:
-    """Print the batch plan for any settings and number of processes; with a model, memory per device too.
+    """Print the batch plan for any settings and number of processes; with a model, also the memory per device.
 
-    The model is that of the run: an id, a folder, or a config.json.
+    The model (--model_name_or_path) is an id, a folder, or a config.json.
     """
     from ..batching.plan_text import describe_plan
     from ..batching.sizes import geometry_of
@@ -118,7 +118,7 @@ def plan(
         from .plan import expected_memory
 
         text, table = expected_memory(model, geometry, settings, engine, prompt_length)
-        say(text)
+        print_line(text)
         Console().print(table)
 
 
@@ -132,13 +132,13 @@ def check(
     against: Annotated[str | None, typer.Option(help="'trl': run stock TRL under the same splits.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest relative update error that counts as the same.")] = 1e-5,
     bitwise: Annotated[
-        bool, typer.Option("--bitwise", help="Train with bitwise_invariant=True and compare hashes of every tensor.")
+        bool, typer.Option("--bitwise", help="Train with bitwise_invariant=True and compare a hash of every tensor.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
 ) -> None:
     """Train a few steps of a run (default: the demo) under several splits and compare; status 1 when a split differs.
 
-    In float32 unless the run's settings name bf16 or fp16; what the run writes, logs and evaluates is left out.
+    Trains in float32 unless the run's settings name bf16 or fp16, and saves, reports and evaluates nothing.
     """
     load_libraries()
     from .check import check as compare_splits
@@ -149,7 +149,7 @@ def check(
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as folder:
         run, about = load_run(settings_of(context, config), Path(folder))
-        say(about)
+        print_line(about)
         report = compare_splits(
             run,
             splits_of(run.config["global_batch_size"], counts, sizes),
@@ -157,11 +157,11 @@ def check(
             against=against,
             tolerance=tolerance,
             bitwise=bitwise,
-            progress=say,
+            progress=print_line,
         )
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
-    say(report.conclusion())
+    print_line(report.conclusion())
     if not report.ok:
         raise typer.Exit(1)
 
@@ -170,10 +170,12 @@ def check(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, of any engine.")],
     out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
-    merge_adapter: Annotated[bool, typer.Option(help="Put an adapter into its base model.")] = False,
-    base: Annotated[str | None, typer.Option(help="The adapter's base model, if it is another one by now.")] = None,
+    merge_adapter: Annotated[bool, typer.Option(help="Merge an adapter into its base model.")] = False,
+    base: Annotated[
+        str | None, typer.Option(help="The adapter's base model, if it is no longer where the checkpoint says.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")] = None,
-    trust_shards: Annotated[bool, typer.Option(help="Read an engine's shards, pickles that can run code.")] = False,
+    trust_shards: Annotated[bool, typer.Option(help="Read an engine's shards: pickles, which can run code.")] = False,
 ) -> None:
     """Write the trained model of a checkpoint as a plain Hugging Face folder."""
     load_libraries()
@@ -181,23 +183,23 @@ def export(
     from .export import export as export_model
 
     if checkpoint.is_dir() and not (checkpoint / LISTING).is_file():
-        say(f"{checkpoint} has no checksums, so it is read unverified.")
+        print_line(f"{checkpoint} has no checksums, so it is read unverified.")
     kind = export_model(checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, trust_shards=trust_shards)
-    say(f"{out}: {kind}")
+    print_line(f"{out}: {kind}")
 
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="Folder of the run: its output_dir.")]) -> None:
-    """Write one page with plots about a run, which may still be running or have been killed."""
+    """Write one page with plots of a run, which may still be running or have been killed."""
     load_libraries()
     from .report import report as write
 
     page = write(run)
-    say(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
+    print_line(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
 
 
 def run_app(commands: typer.Typer) -> None:
-    """Run a command line; a deliberate error is one message and exit status 2, without a traceback."""
+    """Run a command line; a deliberate error ends it with one message and exit status 2, without a traceback."""
     try:
         commands()
     except GrpoExtError as error:

@@ -1,7 +1,7 @@
 """The console of a run: a bar with the time left and one line per log on a terminal, plain lines everywhere else.
 
-Differs from transformers' ProgressCallback, which moves the bars, in its lines: selected values, not a dictionary.
-`Console().install(trainer)` before `train()`; the main process alone prints. recipes/grpo.py uses it.
+Differs from transformers' ProgressCallback, its base class, in its lines: selected values, not a dictionary.
+Call `Console().install(trainer)` before `train()`; only the main process prints. recipes/grpo.py uses it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # a different one in notebooks
 
 from ..algorithms.pass_at_k import first_and_last
 
-Trainer = TypeVar("Trainer")
+Kind = TypeVar("Kind", bound=Trainer)
 Measure = Callable[[Any], Mapping[str, float]]
 
-# the values of a line, in this order: key in the logs, name, format
+# the values of a line, in their order: key in the logs, name, format
 _FIELDS = (
     ("reward", "reward", "{:5.2f}"),
     ("completions/mean_length", "length", "{:4.0f}"),  # tokens
     ("completions/clipped_ratio", "truncated", "{:3.0%}"),
     ("tools/call_frequency", "tool calls", "{:.1f}"),  # per completion
-    ("tools/failure_frequency", "failed", "{:3.0%}"),  # of them
+    ("tools/failure_frequency", "failed", "{:3.0%}"),  # share of the calls
     ("entropy", "entropy", "{:.2f}"),
     ("frac_reward_zero_std", "no variance", "{:3.0%}"),  # share of the groups
     ("kl", "kl", "{:.2g}"),
@@ -33,18 +34,18 @@ _FIELDS = (
     ("cispo_clip_ratio", "clipped", "{:.1%}"),
     ("grad_norm", "grad", "{:.2g}"),
     ("step_time", "s/step", "{:.2f}"),
-    ("time/wait_rollout", "waited", "{:.2f}"),  # seconds per step, for completions that are sampled ahead
+    ("time/wait_rollout", "waited", "{:.2f}"),  # seconds per step, for completions sampled ahead
     ("layout/useful_tokens_per_second", "tokens/s", "{:,.0f}"),  # forward and backward
 )
 
 
 class Console(ProgressCallback):
-    """Shows a run as it goes: a bar and one line per log on a terminal, plain lines in a file, a pipe or a notebook.
+    """Shows the progress of a run: a bar and one line per log on a terminal, plain lines in a file, pipe or notebook.
 
     Args:
-        measure: from the model to named figures of your own, such as a held-out score; called on the main process
+        measure: computes named figures of your own from the model, such as a held-out score. Called on the main process
             alone, so not for sharded models (FSDP, ZeRO-3), whose forwards every process has to join.
-        every: optimizer steps between two measurements; those steps are logged, and lines printed for them alone.
+        every: optimizer steps between two measurements; only those steps get a line.
     """
 
     def __init__(self, measure: Measure | None = None, every: int = 0) -> None:
@@ -52,19 +53,15 @@ class Console(ProgressCallback):
         self.measure, self.every = measure, every
         self.measured: dict[int, dict[str, float]] = {}  # by step
 
-    def install(self, trainer: Trainer) -> Trainer:
+    def install(self, trainer: Kind) -> Kind:
         """Add this to a trainer in place of transformers' progress callbacks; returns the trainer."""
-        from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # in notebooks transformers sets another callback
-
-        changed: Any = trainer
-        for other in (*changed.callback_handler.callbacks,):
-            if isinstance(other, (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)):
-                changed.remove_callback(other)
-        changed.add_callback(self)
+        for other in (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK):
+            trainer.remove_callback(other)
+        trainer.add_callback(self)
         return trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the bar, where there is a terminal; a resumed run begins at its step."""
+        """Show the bar if there is a terminal; a resumed run starts at its step."""
         self.current_step = state.global_step
         if state.is_world_process_zero:
             shown = _on_terminal()
@@ -78,7 +75,7 @@ class Console(ProgressCallback):
             self.training_bar.refresh()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Move the bar, and measure if it is time."""
+        """Move the bar, and measure if it is due."""
         super().on_step_end(args, state, control)
         measures = self.measure is not None and self.every > 0 and state.global_step % self.every == 0
         control.should_log |= measures  # on every process: logging is a collective
@@ -93,7 +90,7 @@ class Console(ProgressCallback):
             super().on_prediction_step(args, state, control, eval_dataloader)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """A line for a step or an evaluation."""
+        """Print a line for a step or an evaluation."""
         if not state.is_world_process_zero or not logs:
             return
         if "reward" in logs:
@@ -112,12 +109,11 @@ class Console(ProgressCallback):
 
 
 def _on_terminal() -> bool:
-    """Whether a bar is shown: lines go to standard output, bars to standard error."""
-    return sys.stdout.isatty() and sys.stderr.isatty()
+    return sys.stdout.isatty() and sys.stderr.isatty()  # lines go to the former, bars to the latter
 
 
 def _print(line: str) -> None:
-    """Print a line above the bar; cropped on a terminal that is too narrow."""
+    """Print a line above the bar, cropped to the width of a terminal."""
     if _on_terminal() and len(line) > (columns := shutil.get_terminal_size().columns):
         line = f"{line[: columns - 1]}…"
     tqdm.write(line)
@@ -125,7 +121,6 @@ def _print(line: str) -> None:
 
 
 def _line(kind: str, state: Any, logs: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """A line with the figures, then the logged values."""
     parts = [f"{kind} {state.global_step:>4}/{state.max_steps}", *(f"{name} {x:.2f}" for name, x in figures.items())]
     for key, name, form in _FIELDS:
         if logs.get(key) is not None:

@@ -1,6 +1,6 @@
-"""Prompts from a data set of the Hub, a JSONL, JSON, Parquet or CSV file, or a folder of `save_to_disk`.
+"""Prompts from a data set on the Hub, a JSONL, JSON, Parquet or CSV file, or a folder made by `save_to_disk`.
 
-Gives what TRL's trainer takes: `prompt` (text or messages), `answer` for the rewards, every other column unchanged.
+Returns what TRL's trainer takes: `prompt` (text or messages), `answer` for the rewards, every other column unchanged.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class DataArguments:
     """The data of a run, and how a row becomes a prompt."""
 
     dataset_name: str | None = setting("Hub data set, or a .jsonl/.json/.parquet/.csv file, or a save_to_disk folder.")
-    dataset_config: str | None = setting("Configuration of a Hub set, such as main.")
+    dataset_config: str | None = setting("Configuration of a Hub data set, such as main.")
     dataset_split: str = setting("Split to train on.", default="train")
     prompt_column: str = setting("Column that holds the prompt.", default="prompt")
     answer_column: str | None = setting("Column of the gold answers; becomes `answer`.")
-    answer_after: str | None = setting("Keep of the gold what follows this marker; '####' for GSM8K.")
+    answer_after: str | None = setting("Keep only the part of the gold answer after this marker; '####' for GSM8K.")
     prompt_template: str | None = setting("Prompt text with {column} placeholders, in place of prompt_column.")
-    system_prompt: str | None = setting("Put before every prompt.")
-    conversational: bool = setting("Make messages, so that the chat template applies.", default=False)
-    max_samples: int | None = setting("Rows to use, the first ones.")
-    eval_fraction: float = setting("Part of the rows to hold out for evaluation.", default=0.0)
+    system_prompt: str | None = setting("Text put before every prompt.")
+    conversational: bool = setting("Turn prompts into messages, so that the chat template applies.", default=False)
+    max_samples: int | None = setting("Use only this many rows, the first ones.")
+    eval_fraction: float = setting("Share of the rows held out for evaluation.", default=0.0)
 
 
 def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset | None]:
-    """(train, held-out or None) prompts for `GRPOTrainer`; held-out rows are drawn by `seed`.
+    """Load (train, held-out or None) prompts for `GRPOTrainer`; `seed` draws the held-out rows.
 
     A DataError names the options and what is wrong: source, split, column, an empty row, no rows on one side.
     """
@@ -43,12 +43,12 @@ def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset |
         dataset = _read(str(data.dataset_name), data)
         if data.max_samples is not None:
             dataset = dataset.select(range(min(data.max_samples, len(dataset))))
-        # the prompt first: a template may name the answer's column, under the name it has in the source
+        # the prompt first: a template may name the answer column as the source does
         dataset = _with_answer(_with_prompt(dataset, data), data)
         if data.eval_fraction == 0.0:
             return dataset, None
         parts = dataset.train_test_split(test_size=round(len(dataset) * data.eval_fraction), seed=seed)
-    except Exception as error:  # the readers raise many kinds
+    except Exception as error:  # readers raise many kinds of errors
         values = {spec.name: getattr(data, spec.name) for spec in fields(DataArguments)}
         options = ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
         raise DataError(f"The data cannot be used as {options}: {error.__cause__ or error}") from error
@@ -67,8 +67,8 @@ def _read(source: str, data: DataArguments) -> Dataset:
         return dataset[split]
     if path.is_file() and (builder is None or path.stat().st_size == 0):
         raise ValueError(
-            f"the file is empty, or '{path.suffix}' names no known kind of data; use one of {', '.join(_BUILDERS)}, or "
-            "a folder made by save_to_disk."
+            f"the file is empty, or '{path.suffix}' is not a supported format; use one of {', '.join(_BUILDERS)}, or a "
+            "folder made by save_to_disk."
         )
     if builder is not None:
         return load_dataset(builder, data_files=str(path), split="train")
@@ -76,12 +76,11 @@ def _read(source: str, data: DataArguments) -> Dataset:
 
 
 def _values(dataset: Dataset, column: str) -> list[Any]:
-    return list(dataset.select_columns(column)[column])  # selected: the error of a missing column names those there are
+    return list(dataset.select_columns(column)[column])  # its error for a missing column names the existing ones
 
 
 def _replaced(dataset: Dataset, column: str, name: str, values: list[Any]) -> Dataset:
-    """The data set with these values in a column `name`, in place of `column`."""
-    # added before the old column goes: a data set without columns forgets how many rows it has
+    # add before removing the old column: a data set without columns forgets how many rows it has
     dataset = dataset.add_column("_values", values)
     if column in dataset.column_names:
         dataset = dataset.remove_columns(column)
@@ -122,7 +121,6 @@ def _with_prompt(dataset: Dataset, data: DataArguments) -> Dataset:
 
 
 def _prompt(prompt: Any, data: DataArguments) -> Any:
-    """A prompt as the trainer takes it: text, or messages where the column has them or `conversational` is set."""
     if data.conversational and not isinstance(prompt, list):
         prompt = [{"role": "user", "content": str(prompt)}]
     if isinstance(prompt, list):

@@ -1,8 +1,8 @@
 """`grpo-ext export`: from a checkpoint of any engine to a plain Hugging Face model folder.
 
-The actor alone, as safetensors, with tokenizer, generation configuration, chat template and a model card; no optimizer,
-no reference. Weights are copied as they are stored. Converting them, merging an adapter and joining an engine's shards
-hold the model in memory once. Needs no GPU and no training processes.
+Writes the policy alone, as safetensors, with tokenizer, generation configuration, chat template and a model card; no
+optimizer, no reference. Weights are copied as they are stored; converting them, merging an adapter or joining an
+engine's shards holds the model in memory once. Needs no GPU and no training processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..run.model_card import base_name, usage
 DTYPES = ("float32", "bfloat16", "float16")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WEIGHTS = "model*.safetensors*"  # one file, or several with their index
-# prefixes of the names of files that are copied with the weights
+# files that are copied with the weights, by the start of their names
 _BESIDE = (
     *("generation_config", "preprocessor_config", "processor_config", "chat_template", "tokenizer"),
     *("special_tokens_map", "added_tokens", "vocab", "merges", "spiece", "sentencepiece"),
@@ -49,14 +49,15 @@ def export(
     Returns what the checkpoint held: "full", "adapter", "merged adapter", "FSDP shards" or "ZeRO shards".
 
     Args:
-        merge_adapter: merge an adapter into its base model; otherwise the adapter alone is written.
+        merge_adapter: merge an adapter into its base model; otherwise only the adapter is written.
         base: the adapter's base model; default: the one that its configuration names.
-        dtype: of the written weights; default: the stored one (merged: that of the base).
-        trust_shards: weights in an engine's shards are Python pickles, which run code when they are read.
+        dtype: dtype of the written weights; default: the stored one (after a merge, that of the base).
+        trust_shards: read an engine's shards, which are Python pickles and can run code.
 
     Raises:
-        ConfigError: contradicting arguments, or a folder that exists.
-        CheckpointError: the checkpoint is broken or of no known kind, lacks a weight of the model, or the disk is full.
+        ConfigError: arguments contradict each other, or the folder exists.
+        CheckpointError: the checkpoint is broken or of an unknown kind, lacks a weight of the model, or the disk is
+            full.
     """
     source, target = Path(checkpoint), Path(out)
     if dtype is not None and dtype not in DTYPES:
@@ -69,7 +70,7 @@ def export(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="_exporting-", dir=target.parent) as temporary:
-            folder = Path(temporary) / "export"  # beside other temporary folders
+            folder = Path(temporary) / "export"  # next to other temporary folders
             folder.mkdir()
             if adapter:
                 kind = _write_adapter(source, folder, merge_adapter, base, dtype)
@@ -86,7 +87,7 @@ def export(
 
 
 def _holds_adapter(source: Path, trust_shards: bool) -> bool:
-    """Whether a checkpoint holds an adapter and not a whole model; refuses one that holds neither or cannot be read."""
+    """Whether a checkpoint holds an adapter, not a whole model; refuses one that holds neither or cannot be read."""
     if (reason := why_broken(source)) is not None:
         raise CheckpointError(f"{reason}; name another checkpoint.")
     adapter = (source / _ADAPTER_CONFIG).is_file()
@@ -95,11 +96,11 @@ def _holds_adapter(source: Path, trust_shards: bool) -> bool:
     if any(source.glob(_ADAPTER if adapter else _WEIGHTS)):
         return adapter
     if not (list(source.glob("pytorch_model_fsdp_*")) or (source / "latest").is_file()):
-        raise CheckpointError(f"{source} holds no weights that are known: no safetensors, no FSDP or DeepSpeed shards.")
+        raise CheckpointError(f"{source} holds no weights: neither safetensors nor shards of FSDP or DeepSpeed.")
     if not trust_shards:
         raise ConfigError(
-            f"the weights in {source} are an engine's shards, Python pickles that run code when they are read; if the "
-            "checkpoint is your own, add --trust-shards."
+            f"the weights in {source} are an engine's shards: Python pickles, which can run code when read. If "
+            "you trust the checkpoint, add --trust-shards."
         )
     return adapter
 
@@ -119,10 +120,10 @@ def _write_model(source: Path, folder: Path, dtype: str | None) -> str:
     if "auto_map" not in config:  # custom model code is not run
         config = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
         (plain / "config.json").write_text(json.dumps(config))
-        # compares names and shapes: transformers only warns, and initialises missing weights
+        # checks names and shapes, because transformers only warns of missing weights, and initialises them
         model, info = _class_of(config).from_pretrained(plain, device_map="meta", output_loading_info=True)
         _check_names(info["missing_keys"])
-        config["dtype"] = str(model.dtype).removeprefix("torch.")  # as stored, which an engine's shards decide
+        config["dtype"] = str(model.dtype).removeprefix("torch.")  # as stored in the shards
     (plain / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if dtype is not None:
         _class_of(config).from_pretrained(plain, dtype=dtype).save_pretrained(folder)
@@ -130,7 +131,6 @@ def _write_model(source: Path, folder: Path, dtype: str | None) -> str:
 
 
 def _join_shards(source: Path, joined: Path) -> str:
-    """Join the shards that an engine's processes wrote, with the engine's tool."""
     shards = next((path for path in sorted(source.glob("pytorch_model_fsdp_*")) if path.is_dir()), None)
     if shards is not None:
         from accelerate.utils import merge_fsdp_weights
@@ -151,7 +151,7 @@ def _check_names(missing: Iterable[str], unexpected: Iterable[str] = ()) -> None
 
 
 def _class_of(config: dict[str, Any]) -> Any:
-    """The class of a model, as TRL finds it: one that takes images is no causal language model by its configuration."""
+    """The class of a model, found as in TRL: AutoModelForCausalLM does not load models that take images."""
     return getattr(transformers, (config.get("architectures") or [""])[0], transformers.AutoModelForCausalLM)
 
 
@@ -171,7 +171,7 @@ def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dt
 
     model = _load_base(settings["base_model_name_or_path"])
     stored = str(model.dtype).removeprefix("torch.")
-    # in float32: small updates vanish in a half precision
+    # in float32: half precision would round small updates away
     with_adapter = PeftModel.from_pretrained(model.float(), str(alone))
     names, all_names = (get_peft_model_state_dict(with_adapter, save_embedding_layers=b).keys() for b in (False, True))
     _check_names(names - tensors.keys(), tensors.keys() - all_names)
@@ -180,7 +180,7 @@ def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dt
 
 
 def _adapter_tensors(source: Path, joined: Path) -> dict[str, torch.Tensor]:
-    """The adapter's tensors under PEFT's names, joined where an engine's processes wrote a part each."""
+    """The adapter's tensors under PEFT's names, joined if each of an engine's processes wrote a part."""
     if (source / _ADAPTER).is_file():
         return load_file(source / _ADAPTER)
     joined.mkdir()
@@ -190,15 +190,15 @@ def _adapter_tensors(source: Path, joined: Path) -> dict[str, torch.Tensor]:
 
 
 def _load_base(name: str | None) -> Any:
-    """The base model of an adapter, in the type in which it is stored."""
+    """Load the base model of an adapter in its stored dtype."""
     if not name:
-        raise ConfigError("the adapter names no base model (it was in memory); give it with --base.")
+        raise ConfigError("the adapter names no base model (it was built in memory); name it with --base.")
     find_model(name, {})
     config = transformers.AutoConfig.from_pretrained(name).to_dict()
     if config.get("quantization_config") is not None:
         raise ConfigError(
-            f"{name} is quantised, and merging into quantised weights rounds the adapter away; give the original with "
-            "--base, or export the adapter alone."
+            f"{name} is quantised, and merging into quantised weights rounds the adapter away; name the original "
+            "with --base, or export the adapter alone."
         )
     return _class_of(config).from_pretrained(name, dtype="auto")
 

@@ -1,7 +1,8 @@
-"""The options of a run, on the command line or in the YAML file of `--config`: data and rewards, GRPOConfig and TRL's
+"""The options of a run, on the command line or in a YAML file (`--config`): data and rewards, GRPOConfig and TRL's
 ModelConfig. Read by recipes/grpo.py, `grpo-ext check` and `grpo-ext plan`.
 
-Unlike in TRL's script, a run that names neither model nor data is the embedded demo.
+Differs from TRL's parser: gives the settings that were made, before the dataclasses fill in defaults, and an unknown
+name is an error with a hint. Unlike in TRL's script, a run that names neither model nor data is the embedded demo.
 """
 
 from __future__ import annotations
@@ -27,6 +28,20 @@ from .stock import OURS, STOCK
 # prefixes of settings of a run's output, evaluation and resume
 _OUTPUT = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
 
+# help of fields that mean something else here than in TRL and transformers
+_HELP = {
+    "num_generations": "Completions per prompt, 2 or more; rollout_batch_size is a multiple of it.",
+    "per_device_train_batch_size": "The most completions in one forward on one device, any number; changes nothing "
+    "that is learned. Without global_batch_size it also determines the size of the step, as in TRL.",
+    "gradient_accumulation_steps": "Used only without global_batch_size, as in TRL; otherwise derived.",
+    "generation_batch_size": "TRL's name for rollout_batch_size.",
+    "steps_per_generation": "Micro-batches per generation phase, as in TRL; prefer rollout_batch_size.",
+    "auto_find_batch_size": "Accepted, but has no effect: a step that runs out of memory is always repeated with "
+    "smaller micro-batches.",
+    "resume_from_checkpoint": "For scripts, as in transformers; recipes/grpo.py passes it to train(): a checkpoint, "
+    "'latest' (or true) for the newest complete one in output_dir, or 'auto' for that or, if there is none, a new run.",
+}
+
 
 @dataclass
 class ScriptArguments(DataArguments):
@@ -37,8 +52,8 @@ class ScriptArguments(DataArguments):
         metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
     )
     demo: str | None = setting(
-        f"Where no data are named: {EMBEDDED} (default), a tiny model that sorts letters, or path/to/file.py:name. "
-        "recipes/grpo.py knows sums and last_word of recipes/smollm2.py: SmolLM2-135M, or the chat model of "
+        f"Instead of data: {EMBEDDED} (default), a tiny model that sorts letters, or path/to/file.py:name. "
+        "recipes/grpo.py also knows sums and last_word of recipes/smollm2.py: SmolLM2-135M, or the chat model of "
         "--model_name_or_path."
     )
     demo_trainer: str = setting(f"Demo: {OURS}, or {STOCK}, the stock trainer with the same settings.", default=OURS)
@@ -51,7 +66,7 @@ OPTIONS: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)
 def parse(
     argv: list[str], demos: Mapping[str, str] | None = None
 ) -> tuple[Demo | None, ScriptArguments, GRPOConfig, ModelConfig]:
-    """(demo, arguments of each kind); a demo's settings are defaults. `demos`: short names of demos in files."""
+    """Return (demo, arguments of each kind); a demo's settings are defaults. `demos`: short names of demos in files."""
     settings = read_settings(argv)
     if demos and settings.get("demo") in demos:
         settings["demo"] = demos[settings["demo"]]
@@ -62,23 +77,25 @@ def parse(
 def read_settings(
     argv: list[str], kinds: tuple[Any, ...] = OPTIONS, more_options: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The settings of a command line and its `--config FILE`, by name and parsed; the command line wins.
+    """Parse the settings of a command line and its `--config FILE`, by name; the command line overrides the file.
 
     Args:
         kinds: the dataclasses whose fields are options.
-        more_options: options of the calling command, for the hint where a name is unknown.
+        more_options: options of the calling command, for the hint if a name is unknown.
 
     Raises:
-        ConfigError: an unknown name or a value of another type; a file that is missing or holds no settings.
+        ConfigError: an unknown name, or a value of the wrong type; a file that is missing or is not a YAML mapping.
     """
     parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", type=_settings_in, help="YAML file of settings; options win over it.")
+    parser.add_argument("--config", type=_settings_in, help="YAML file of settings; options override it.")
     parser.set_defaults(lora_dropout=0.0)
+    for action in parser._actions:
+        action.help = _HELP.get(action.dest, action.help)
     names = [spec.name for kind in kinds for spec in fields(kind) if spec.init]
     unset = object()
     try:
         file = parser.parse_known_args(argv)[0].config or {}
-        # only now, since `--help` lists the defaults
+        # only now, because `--help` lists the defaults
         parser.set_defaults(**{**dict.fromkeys(names, unset), **file})
         namespace, words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -87,12 +104,12 @@ def read_settings(
         name = next((word for word in unknown if word.startswith("--")), unknown[0]).split("=")[0]
         known = [*more_options, *(f"--{setting}" for setting in names)]
         hint = did_you_mean(name, known, "`--help` lists the options.", show=str)
-        raise ConfigError(f"{name} is no option{' (in the file of --config)' if name[2:] in file else ''}; {hint}")
+        raise ConfigError(f"{name} is not an option{' (in the file of --config)' if name[2:] in file else ''}; {hint}")
     return {name: value for name, value in vars(namespace).items() if name in names and value is not unset}
 
 
 def _settings_in(path: str) -> dict[str, Any]:
-    """The settings in a file of `--config`; as in TRL, the variables under `env` go to the environment."""
+    """Read the file of `--config`; as in TRL, the variables under `env` go to the environment."""
     try:
         with Path(path).open() as file:
             settings = {str(name): value for name, value in yaml.safe_load(file).items()}
@@ -105,12 +122,12 @@ def _settings_in(path: str) -> dict[str, Any]:
 
 
 def demo_of(settings: Mapping[str, Any]) -> Demo | None:
-    """The demo that settings name, without model and data the embedded one; a ConfigError where settings contradict."""
+    """The demo that settings name, or the embedded one without model and data; a ConfigError if settings contradict."""
     name, model, dataset = (settings.get(option) for option in ("demo", "model_name_or_path", "dataset_name"))
     if name is not None and dataset is not None:
-        raise ConfigError(f"--demo {name} brings its own data; leave --dataset_name out, or --demo.")
+        raise ConfigError(f"--demo {name} has its own data; leave out --dataset_name or --demo.")
     if name == EMBEDDED and model is not None:
-        raise ConfigError(f"--demo {name} makes its own model; leave --model_name_or_path out.")
+        raise ConfigError(f"--demo {name} builds its own model; leave out --model_name_or_path.")
     if name is None and (model is None) != (dataset is None):
         one = "dataset_name" if model is None else "model_name_or_path"
         raise ConfigError(f"Only --{one} is set; set both --model_name_or_path and --dataset_name, or neither (demo).")
@@ -118,7 +135,7 @@ def demo_of(settings: Mapping[str, Any]) -> Demo | None:
 
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
-    """Settings as the dataclasses that they configure; a ConfigError where one of these refuses a setting."""
+    """Build the dataclasses that the settings configure; a ConfigError if one of them refuses a setting."""
     try:
         script, training, model = (kind(**fields_of({"lora_dropout": 0.0, **settings}, kind)) for kind in OPTIONS)
     except GrpoExtError:
@@ -137,12 +154,12 @@ def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def output_settings(settings: Mapping[str, Any]) -> set[str]:
-    """The settings of a run's output, evaluation and resume, which a check leaves out."""
+    """Names of the settings of a run's output, evaluation and resume, which `grpo-ext check` leaves out."""
     return {name for name in fields_of(settings, GRPOConfig) if name.startswith(_OUTPUT)}
 
 
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:
-    """How the model is loaded: arguments of `from_pretrained`, those of `--model_init_kwargs` before the others."""
+    """Arguments of `from_pretrained` for the run's model; those of `--model_init_kwargs` override the others."""
     model_init_kwargs: Any = training.model_init_kwargs or {}  # a dictionary, whatever its annotation
     others = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
     return {**others, "trust_remote_code": training.trust_remote_code, **model_init_kwargs}

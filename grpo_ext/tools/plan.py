@@ -1,8 +1,8 @@
-"""`grpo-ext plan` of a model: the memory that a training step and a rollout take per device, before anything runs.
+"""`grpo-ext plan` of a model: the memory that a training step and a rollout need per device, before anything runs.
 
-`memory_of` is arithmetic, from the number of parameters and from what an engine shards. Saved activations are measured
+`memory_of` is arithmetic on the number of parameters and on what an engine shards. Saved activations are measured
 (`measure`): two layers of the architecture, with random weights and a tiny vocabulary, run forward once on the CPU, and
-every tensor that autograd keeps is added up. Sizes in bytes; weights are float32.
+the sizes of all tensors that autograd keeps are added up. Sizes in bytes; weights are float32.
 """
 
 from __future__ import annotations
@@ -29,74 +29,50 @@ from ..forward.tiled_log_probs import TILE
 
 HUB = "https://huggingface.co"
 _PROMPT_TOKENS = 512  # assumed
-_TOKENS = 192  # of the forward pass that is measured
+_TOKENS = 192  # in the forward pass that is measured
 _WEIGHT_BYTES = 4
-_SLICE_BYTES = 64 * 2**20  # of a gradient and its integers, while they are added up (precision.fixed_point)
-_QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4 bits have a float32 factor for every 64 weights
+_SLICE_BYTES = 64 * 2**20  # a slice of a gradient and its integers, while they are added up (precision.fixed_point)
+_QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4-bit weights have a float32 factor for every 64
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that determine its memory.
+    """The sizes of a model that determine its memory."""
 
-    Attributes:
-        parameters: all weights; trained: those with a gradient.
-        largest_layer: parameters of the largest layer, which is gathered as a whole.
-        outside: parameters outside of the layers, which FSDP2 gathers for a whole step.
-        head: trained parameters of the language-model head, whose gradient is one tensor beside those of the step.
-        layers, hidden, vocabulary: of the configuration.
-        compute_bytes: per number in a forward (2: autocast to a half precision).
-        token_bytes: saved per token and layer for the backward pass.
-        cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
-        quantised: parameters that are held in `quantised_bytes` each.
-        form: how its completions run; form_in_words: that, and why not in another form.
-    """
-
-    parameters: int
-    trained: int
-    largest_layer: int
+    parameters: int  # all weights
+    trained: int  # parameters with a gradient
+    largest_layer: int  # parameters; an engine gathers a whole layer
     layers: int
-    hidden: int
+    hidden: int  # width of a layer's input
     vocabulary: int
-    compute_bytes: int
-    token_bytes: float
-    cache_bytes: float
-    quantised: int = 0
+    compute_bytes: int  # per number in a forward (2: autocast to half precision)
+    token_bytes: float  # saved for the backward pass, per token and layer
+    cache_bytes: float  # keys and values of all layers while sampling, per token
+    quantised: int = 0  # parameters that are stored in `quantised_bytes` each
     quantised_bytes: float = 0.0
-    outside: int = 0
-    head: int = 0
-    form: Form = "packed"
-    form_in_words: str = ""
+    outside: int = 0  # parameters outside of the layers, which FSDP2 gathers for a whole step
+    head: int = 0  # trained parameters of the language-model head, whose gradient exists twice
+    form: Form = "packed"  # how completions run through the model
+    form_in_words: str = ""  # the form, and why not another one
 
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """How a model is run.
+    """How a model is run."""
 
-    Attributes:
-        engine: one of `cli.ENGINES`; processes: devices that share what it shards.
-        tokens: of the largest micro-batch, prompt included.
-        sampled_tokens: of all completions of a `generate` call at their longest, prompts included.
-        checkpointing: gradient checkpointing.
-        reference: a separate reference model is held.
-        bitwise: gradient sums of 64-bit integers.
-        weights_ahead: copies of the trained weights on this device, for rollout batches that are sampled ahead.
-        head_tile: logits that the head computes at a time.
-    """
-
-    engine: str
-    processes: int
-    tokens: int
-    sampled_tokens: int
-    checkpointing: bool = True
-    reference: bool = False
-    bitwise: bool = False
-    weights_ahead: int = 0
-    head_tile: int = TILE[0] * TILE[1]
+    engine: str  # one of `cli.ENGINES`
+    processes: int  # devices that share what the engine shards
+    tokens: int  # in the largest micro-batch, prompts included
+    sampled_tokens: int  # in one `generate` call at maximal length, prompts included
+    checkpointing: bool = True  # gradient checkpointing
+    reference: bool = False  # a separate reference model is in memory
+    bitwise: bool = False  # gradients are summed as 64-bit integers
+    weights_ahead: int = 0  # copies of the trained weights on this device, to sample ahead
+    head_tile: int = TILE[0] * TILE[1]  # logits that the head computes at a time
 
 
 def _at_a_time(model: ModelSizes, engine: str) -> tuple[float, float]:
-    """Bytes of gathered weights, and of unsharded gradients, at any one time."""
+    """The most bytes of gathered weights, and of unsharded gradients, at any time."""
     if engine not in ("zero3", "fsdp2"):
         return 0.0, 0.0
     # one layer in use and the next one being gathered; FSDP2 gathers weights outside of the layers once
@@ -109,7 +85,7 @@ def _at_a_time(model: ModelSizes, engine: str) -> tuple[float, float]:
 
 
 def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
-    """Bytes per device by part, with the totals "training" and "rollout"."""
+    """Compute the bytes per device by part, with the totals "training" and "rollout"."""
     deepspeed = layout.engine in ("zero2", "zero3")
     half = model.compute_bytes < _WEIGHT_BYTES
     # DeepSpeed holds weights and gradients in the half precision, and float32 copies with the optimizer's shards
@@ -122,7 +98,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     holders = layout.processes if layout.engine != "ddp" else 1  # of gradients and optimizer states
     resident_weights = whole / layout.processes if shards_weights else whole
     casts = plain * model.compute_bytes if half and not deepspeed and not shards_weights else 0
-    # with checkpointing the input of every layer, and one layer that is run again
+    # with checkpointing the input of every layer is saved, and all of the one layer that is recomputed
     inputs = model.hidden * _WEIGHT_BYTES * model.layers
     saved = inputs + model.token_bytes if layout.checkpointing else model.token_bytes * model.layers
     parts = {
@@ -142,18 +118,18 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     resident = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))
     in_a_step = ("half-precision copies", "gradients", "gradient of the head", "bitwise sums", "activations", "logits")
     step = sum(parts[n] for n in in_a_step)
-    # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer; others hold half copies
+    # to generate, TRL gathers the weights of ZeRO-3, FSDP2 gathers layer by layer, and the others hold half copies
     sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0) + (0 if model.quantised else casts)
-    if layout.weights_ahead:  # both at the same time
+    if layout.weights_ahead:  # training and sampling at the same time
         return {**parts, "training": resident + step + sampling, "rollout": resident + step + sampling}
     return {**parts, "training": resident + step, "rollout": resident + sampling}
 
 
 def load_config(model: str) -> Any:
-    """The configuration of a model id, a folder, or a JSON file.
+    """Read the configuration of a model id, a folder, or a JSON file.
 
     Raises:
-        ConfigError: it cannot be read, there is no such model, or it is not of a language model.
+        ConfigError: there is no such model, its configuration cannot be read, or it is not a language model.
     """
     try:
         if model.endswith(".json"):
@@ -166,13 +142,13 @@ def load_config(model: str) -> Any:
         on_the_hub = not Path(model).exists() and model.count("/") <= 1 and not model.endswith(".json")
         elsewhere = f" Without a network, download {HUB}/{model}/raw/main/config.json elsewhere and name that file."
         raise ConfigError(
-            f"model_name_or_path={model!r} gives no configuration ({reason}); name a model, its folder, or its "
-            f"config.json alone.{elsewhere if on_the_hub else ''}"
+            f"model_name_or_path={model!r} has no readable configuration ({reason}); name a model, its folder, or "
+            f"its config.json.{elsewhere if on_the_hub else ''}"
         ) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"model_name_or_path={model!r} is a {type(config).__name__}, and memory is counted for models of text "
-            "alone; name the text model inside."
+            f"model_name_or_path={model!r} is a {type(config).__name__}, but memory is estimated for text models "
+            "only; name the text model inside."
         )
     return config
 
@@ -185,13 +161,13 @@ def measure(
     bits: int | None = None,
     forms: Sequence[Form] = ("packed", "prefix"),
 ) -> ModelSizes:
-    """The sizes of an architecture, without its weights.
+    """Measure the sizes of an architecture, without its weights.
 
     Args:
-        compute: type of a forward pass.
-        lora_rank: only adapters of this rank on every linear layer are trained.
-        bits: the linear layers are held in 4 or 8 bits (bitsandbytes).
-        forms: that the settings allow, the best first.
+        compute: dtype of a forward pass.
+        lora_rank: train only adapters of this rank, on every linear layer.
+        bits: store linear layers in 4 or 8 bits (bitsandbytes).
+        forms: the forms that the settings allow, the best first.
     """
     text = config.get_text_config()
     with torch.device("meta"):
@@ -217,15 +193,14 @@ def measure(
         cache_bytes=attention_sizes(config)[1] * size,
         quantised=sum(m.weight.numel() for m in linear) if bits else 0,
         quantised_bytes=_QUANTISED_BYTES[bits] if bits else 0.0,
-        form=choice.form(model),
+        form=choice.planned(model),
         form_in_words=choice.described(model),
     )
 
 
 def _saved_per_token(config: Any, compute: str) -> float:
-    """Bytes per token and layer that autograd keeps."""
     long = min(_TOKENS, getattr(config.get_text_config(), "max_position_embeddings", None) or _TOKENS)
-    short = long // 3  # two lengths, so that what does not grow with tokens drops out
+    short = long // 3  # two lengths, so that whatever does not grow with tokens cancels
 
     def per_token(layers: int) -> float:
         return (_saved(config, layers, long, compute) - _saved(config, layers, short, compute)) / (long - short)
@@ -234,12 +209,16 @@ def _saved_per_token(config: Any, compute: str) -> float:
 
 
 def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
-    """Bytes autograd keeps of one forward pass of a small copy of an architecture."""
+    """Bytes that autograd keeps of one forward pass of a small copy of an architecture."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     text.num_hidden_layers, text.vocab_size = layers, 64
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):  # a token keeps what its chosen ones do
+    for name in (
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+    ):  # a token saves the activations of the experts it is routed to
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, min(getattr(text, name), max(8, getattr(text, "num_experts_per_tok", None) or 1)))
     if getattr(text, "layer_types", None):
@@ -251,7 +230,7 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
     def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage  # held, so that no other tensor gets its address
+            saved[storage.data_ptr()] = storage  # kept, so that no other tensor gets its address
         return tensor
 
     half = torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32")
@@ -261,7 +240,7 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
 
 
 def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form: Form, budget: int | None) -> int:
-    """Tokens of the largest micro-batch, with prompts and completions of maximal length."""
+    """Tokens in the largest micro-batch, with prompts and completions of maximal length."""
     rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
     groups = rows if form == "padded" else ceil_div(rows, geometry.num_generations)
     tokens = groups * prompt + rows * longest
@@ -271,15 +250,15 @@ def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form
 def expected_memory(
     model: str, geometry: BatchGeometry, settings: Mapping[str, Any], engine: str = "ddp", prompt: int | None = None
 ) -> tuple[str, Table]:
-    """A description of what the memory depends on, and the memory per device by part.
+    """Describe what the memory depends on, and estimate the memory per device by part.
 
     Args:
         model: id, folder or config.json.
-        settings: of the run, by the names of GRPOConfig and of trl's ModelConfig.
+        settings: fields of GRPOConfig and of TRL's ModelConfig.
         prompt: tokens of the longest prompt; None assumes 512.
 
     Raises:
-        ConfigError: a configuration that cannot be read.
+        ConfigError: the model's configuration cannot be read.
     """
     # bfloat16 is TRL's default
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
@@ -289,7 +268,7 @@ def expected_memory(
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
     tokens = largest_micro_batch(geometry, longest_prompt, longest, sizes.form, settings.get("micro_batch_tokens"))
-    lag, vllm = settings.get("rollout_lag"), bool(settings.get("use_vllm"))  # whose memory is not counted
+    lag, vllm = settings.get("rollout_lag"), bool(settings.get("use_vllm"))  # vLLM's own memory is not counted
     layout = MemoryLayout(
         engine,
         geometry.num_processes,
@@ -298,7 +277,7 @@ def expected_memory(
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
         reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
         bitwise=bool(settings.get("bitwise_invariant", False)),
-        weights_ahead=lag + 1 if lag else 0,  # of batches that are due later, and of the one that is late
+        weights_ahead=lag + 1 if lag else 0,  # for batches that are due later, and for the one that is late
     )
     table = Table("part", Column("memory", justify="right"))
     for name, size in memory_of(sizes, layout).items():
@@ -317,6 +296,6 @@ def expected_memory(
 
 
 def in_units(size: float) -> str:
-    """Bytes in the largest unit of which there is one: "3.2 MiB"."""
+    """Bytes in the largest fitting unit: "3.2 MiB"."""
     power = max((n for n in (1, 2, 3) if size >= 1024**n), default=0)
     return f"{size / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"

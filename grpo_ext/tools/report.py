@@ -1,7 +1,7 @@
 """`grpo-ext report`: one page about a run, without server, network or JavaScript.
 
-Differs from a tracker: it is written from the log in the run's folder, also while the run trains or after a kill, and
-shows the settings of every start.
+Differs from a tracker: it is written from the log in the run's folder, even while the run trains or after it was
+killed, and shows the settings of every start.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from ..algorithms.pass_at_k import PASS, first_and_last
 from ..errors import ConfigError
 from ..run.fingerprint import differences
 from ..run.log import LOG, LoggedRun, read_log
+
+logger = get_logger(__name__)
 
 Series = tuple[list[int], list[float]]  # optimizer steps, values
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement
@@ -43,16 +46,15 @@ _COMPARED = ("settings", "geometry", "versions", "data", "model", "tokenizer", "
 
 
 def _status(log: LoggedRun) -> str:
-    """How the last start ended."""
     if log.starts and "ended" in log.starts[-1]:
         return str(log.starts[-1]["ended"])
-    # transformers' last line; a callback at the end of training writes the report before the end is logged
+    # in transformers' last line; a callback writes the report before the end of the run is logged
     finished = "train_runtime" in log.entries[-1]["values"]
     return "finished" if finished else "not finished: it is still running, or was killed"
 
 
 def _changes(log: LoggedRun) -> list[tuple[str, Any, Any]]:
-    """What differs between a start and the one before it: name, both values."""
+    """Differences between each start and the one before it: name, both values."""
     return [
         (f"start {number}: {name}", old, new)
         for number, (before, after) in enumerate(itertools.pairwise(log.starts), start=2)
@@ -62,13 +64,12 @@ def _changes(log: LoggedRun) -> list[tuple[str, Any, Any]]:
 
 
 def report(run: str | Path) -> Path:
-    """Write the report of a run into its folder; returns the page. A ConfigError says why there is none."""
+    """Write the report of a run into its folder and return the page; a ConfigError if there can be none."""
     try:
         import jinja2
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        needs = f"the report needs {error.name}; install what it needs with `pip install matplotlib jinja2`."
-        raise ConfigError(needs) from None
+        raise ConfigError(f"the report needs {error.name}; run `pip install matplotlib jinja2`.") from None
     log, series = load_run(run)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = _number
@@ -80,14 +81,14 @@ def report(run: str | Path) -> Path:
     text = template.render(mark=_MARK, name=str(run), log=log, series=series, pictures=pictures, **about)
     page = Path(run).resolve() / "report" / "index.html"
     if page.exists() and f'content="{_MARK}"' not in page.read_text(errors="replace")[:2000]:
-        raise ConfigError(f"{page} is not a report and would be replaced; move it elsewhere.")
+        raise ConfigError(f"{page} is not a report and would be overwritten; move it elsewhere.")
     page.parent.mkdir(exist_ok=True)
     page.write_text(text, encoding="utf-8", errors="replace")
     return page
 
 
 def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:
-    """The log in a run's folder and every number in it, by name in order; a ConfigError where there is none."""
+    """Read the log in a run's folder, and every number in it by name and in order; a ConfigError if it is empty."""
     folder = Path(path)
     log = read_log(folder / LOG) if (folder / LOG).is_file() else LoggedRun()
     if not log.entries:
@@ -99,17 +100,17 @@ def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:
                 steps, values = series.setdefault(name, ([], []))
                 steps.append(entry["step"])
                 values.append(float(value))
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no demo, or one that has not ended
+    with contextlib.suppress(OSError, ValueError, KeyError):  # not a demo, or it has not ended
         scores: Mapping[str, float] = json.loads((folder / "metrics.json").read_text())["exact_match_by_step"]
         series[HELD_OUT] = [*map(int, scores)], [*scores.values()]
     return log, series
 
 
 def plots_of(series: dict[str, Series]) -> dict[str, tuple[str, dict[str, Series]]]:
-    """The unit and the curves of each plot by its title; a plot of constant values is left out."""
+    """The unit and the curves of each plot by its title, without plots of constant values."""
     plots, ends = {}, first_and_last(series)
     k_of = {name: int(name.partition("@")[2]) for name in series if re.fullmatch(PASS, name)}
-    between = {name for name, k in k_of.items() if k & (k - 1) and name not in ends}  # 3 says little beside 2 and 4
+    between = {name for name, k in k_of.items() if k & (k - 1) and name not in ends}  # 3 adds little to 2 and 4
     for title, unit, patterns in _PLOTS:
         names = [name for pattern in patterns for name in series if re.fullmatch(pattern, name)]
         curves = {name: series[name] for name in names if name not in between}
@@ -119,13 +120,12 @@ def plots_of(series: dict[str, Series]) -> dict[str, tuple[str, dict[str, Series
 
 
 def _picture(unit: str, curves: dict[str, Series]) -> str:
-    """A PNG of about 700 by 330 pixels, in base64."""
-    from matplotlib.figure import Figure  # opens no window, and leaves the caller's own plots alone
+    from matplotlib.figure import Figure  # opens no window and leaves the caller's plots alone
 
     figure = Figure(figsize=(6.4, 3.0), dpi=110, layout="constrained")
     axis: Any = figure.subplots()
     for place, (name, (steps, values)) in enumerate(curves.items()):
-        # dashes, shorter with each curve: those beneath are seen through the gaps
+        # each curve has shorter dashes, so that the curves below show through the gaps
         style: Any = (0, (4 / place, 8 - 4 / place)) if place else "solid"
         label = name.replace("$", r"\$")  # not a formula
         axis.plot(steps, values, linestyle=style, marker="." if len(steps) <= 12 else None, label=label)
@@ -141,17 +141,16 @@ def _picture(unit: str, curves: dict[str, Series]) -> str:
 
 
 def _number(value: float) -> str:
-    """A number with four digits."""
     return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
 
 
 def report_or_reason(folder: str | Path) -> str:
-    """Write the report of a run and say where it is, or why there is none; never raises."""
+    """Write the report of a run and return a sentence: where it is, or why there is none. Never raises."""
     try:
         return f"Report: {report(folder)}"
     except ConfigError as error:
         return f"No report was written: {error}"
-    except Exception as error:  # the training is done and must not fail by its report
+    except Exception as error:  # training is done and must not fail because of its report
         return f"No report was written ({type(error).__name__}: {error}); the run itself is complete."
 
 
@@ -159,6 +158,6 @@ class ReportCallback(TrainerCallback):
     """Writes the report when training ends: `GRPOTrainer(callbacks=[ReportCallback()])`."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """On the main process alone."""
+        """Write the report on the main process, and log where it is."""
         if state.is_world_process_zero:
-            print(report_or_reason(args.output_dir), flush=True)
+            logger.info(report_or_reason(args.output_dir))

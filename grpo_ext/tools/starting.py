@@ -1,4 +1,4 @@
-"""Imported before torch and TRL: the main process announces on standard error that their import takes seconds.
+"""Import this before torch and TRL: the main process prints on standard error that their import takes seconds.
 
 Also silences bitsandbytes, which logs while it is imported.
 """

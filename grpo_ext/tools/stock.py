@@ -1,4 +1,4 @@
-"""The names of the two trainers that the tools compare, and the conversion of a run's settings to stock TRL's.
+"""The names of the two trainers that `grpo-ext check` compares, and the settings of a run converted to stock TRL's.
 
 Settings of this package that only lay out a run are dropped; they change nothing that is learned.
 """
@@ -13,7 +13,7 @@ from ..batching.sizes import geometry_of
 from ..errors import GrpoExtError
 
 OURS, STOCK = "grpo_ext", "trl"
-# settings of this package that change what is learned; off where they are None, False or 0
+# settings of this package that change what is learned; None, False or 0 turns them off
 ALGORITHM = {
     *("advantage_estimator", "loss_aggregation", "dynamic_sampling", "rollout_lag"),
     *("sampling_mask", "routing_replay"),
@@ -25,7 +25,7 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
     from ..rollouts.keyed import truncating_in  # loads torch
 
     filters = truncating_in(settings) or settings.get("generation_kwargs")
-    without = set() if filters else {"sampling_mask"}  # which changes nothing where all tokens are kept
+    without = set() if filters else {"sampling_mask"}  # it changes nothing if all tokens are kept
     if used := [f"{name}={settings[name]!r}" for name in sorted(ALGORITHM - without) if settings.get(name)]:
         raise GrpoExtError(
             f"{', '.join(used)}: stock TRL has no such setting and would learn something else; leave it out to "
@@ -34,9 +34,9 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
 
 
 def stock_config(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """The same run in the fields of `trl.GRPOConfig`; TRL's defaults where a setting is missing.
+    """Express the same run in the fields of `trl.GRPOConfig`.
 
-    Raises a GrpoExtError for what it cannot express: settings in `ALGORITHM`, a step that micro-batches do not divide.
+    Raises a GrpoExtError if that is impossible: settings in `ALGORITHM`, or micro-batches that do not divide the step.
     """
     from trl import GRPOConfig
 

@@ -3,8 +3,6 @@
 Takes a run's file and options as recipes/grpo.py does, and its own below.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +22,6 @@ SHAPE_HELP = (
 
 
 def say_dim(sentence: str) -> None:
-    """Progress, in one line."""
     Console().print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
 
 

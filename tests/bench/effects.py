@@ -11,8 +11,6 @@
 SmolLM2-135M, which is downloaded once. A decode step launches the same kernels for any number of completions.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics
@@ -60,9 +58,6 @@ def seconds_per_step(model: Any, reward: Callable[..., list[float]], **settings:
         # nothing is learned, so that all steps take the same time
         make(folder, model, reward, **parts, **sizes, max_steps=STEPS, learning_rate=1e-6, **settings).train()
     return {"seconds per step": (ends[-1] - ends[FIRST - 1]) / (STEPS - FIRST)}
-
-
-# ---- rollout_lag ----
 
 
 def waiting_sampler(seconds: Iterator[float]) -> Any:
@@ -123,9 +118,6 @@ def ahead() -> dict[str, Run]:
     }
 
 
-# ---- reward_workers ----
-
-
 def with_workers(workers: int, milliseconds: float, computes: bool, number: int) -> dict[str, float]:
     """A run with a reward that computes (processor time) or waits for so long for each completion."""
 
@@ -153,9 +145,6 @@ def rewards() -> dict[str, Run]:
     return {**cases, "no reward": no_reward}
 
 
-# ---- routing_replay ----
-
-
 def with_experts(kind: str, replay: bool, seed: int) -> dict[str, float]:
     """One rollout batch of 64 completions in micro-batches of 16 and of 3; the scores of experts lie close."""
     changes, log = [], {}
@@ -178,9 +167,6 @@ def with_experts(kind: str, replay: bool, seed: int) -> dict[str, float]:
 def routing() -> dict[str, Run]:
     cases = {"dense": ("qwen2", False), "MoE": ("moe", False), "MoE, replayed": ("moe", True)}
     return {name: partial(with_experts, *case) for name, case in cases.items()}
-
-
-# ---- float32_weight_gradients ----
 
 
 def of_sizes(float32: bool, settings: dict[str, Any], number: int) -> dict[str, float]:
@@ -208,9 +194,6 @@ def half() -> dict[str, Run]:
         for name, settings in {**forms, **terms}.items()
         for float32 in (False, True)
     }
-
-
-# ---- rollout_chunk_size ----
 
 
 def in_calls(

@@ -4,8 +4,6 @@
 `python -m tests.bench.figures held_out FILE RUN...` folders of demo runs that ended.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

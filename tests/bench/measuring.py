@@ -5,8 +5,6 @@ steps of the two alternate, so that a slow moment of the machine hits both, and 
 over the rounds are compared, after a warm-up step of each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import statistics
@@ -66,7 +64,6 @@ class Worker:
         return self._read()
 
     def close(self) -> None:
-        """End the process."""
         with self.process:  # waits, and closes the pipes
             self.process.kill()
 

@@ -1,7 +1,5 @@
 """`make bench` of a run: its model, sizes and precision from the settings that recipes/grpo.py takes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,11 +32,7 @@ def left_out(settings: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_sizes(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that given shapes replace by their own, in a bench that is not one of a run.
-
-    Raises:
-        ConfigError: names them.
-    """
+    """Refuse settings that given shapes replace by their own, in a bench that is not one of a run."""
     replaced = OF_A_SHAPE | fields_of(settings, ScriptArguments).keys()
     if named := sorted(settings.keys() & replaced):
         raise ConfigError(
@@ -48,12 +42,7 @@ def refuse_sizes(settings: Mapping[str, Any]) -> None:
 
 
 def options_of(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """(settings that both trainers of a bench are given, type of the weights).
-
-    Raises:
-        ConfigError: a demo, or a type of the weights that a bench does not have.
-        GrpoExtError: stock TRL cannot express a setting.
-    """
+    """(settings that both trainers of a bench are given, type of the weights)."""
     script, training, model = as_dataclasses(settings)
     if script.demo is not None:
         raise ConfigError(f"--demo {script.demo}: a bench has no demos; leave it out, or name a --config.")
@@ -70,11 +59,7 @@ def options_of(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def model_of(source: str) -> Any:
-    """A model as `run_shape` takes it: an id or folder as it is, a config.json as a dictionary (random weights).
-
-    Raises:
-        ConfigError: a configuration that cannot be read.
-    """
+    """A model as `run_shape` takes it: an id or folder as it is, a config.json as a dictionary (random weights)."""
     if not source.endswith(".json"):
         return source
     try:
@@ -91,9 +76,6 @@ def shape_of(
     Args:
         prompt_length: tokens.
         mean_completion_length: tokens; None is half of `max_completion_length`.
-
-    Raises:
-        ConfigError: a setting is refused.
     """
     _, training, model = as_dataclasses(settings)
     longest, group = training.max_completion_length or 512, training.num_generations or 8

@@ -1,7 +1,5 @@
 """What was measured of a shape: as tables, and as the file of `make bench --json`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

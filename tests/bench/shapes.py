@@ -1,7 +1,5 @@
 """What a step of `make bench` trains on: the reference shapes, and shapes of a text."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +48,6 @@ class Shape:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """What it is about."""
         return PHASES if self.whole else PHASES[:1] if self.sample else PHASES[1:]
 
     def lengths(self) -> list[list[int]]:
@@ -111,11 +108,7 @@ MODELS = {
 
 
 def parse_shape(text: str) -> Shape:
-    """A shape from text like `prompt=512,completions=32-256,group=8,groups=4,skewed,lora,checkpointing,sample`.
-
-    Raises:
-        ConfigError: unknown words or values.
-    """
+    """A shape from text like `prompt=512,completions=32-256,group=8,groups=4,skewed,lora,checkpointing,sample`."""
     values: dict[str, Any] = {"name": text}
     kinds = {"prompt": int, "group": int, "groups": int, "without_variance": float, "name": str}
     for word in filter(None, (part.strip() for part in text.split(","))):

@@ -1,7 +1,5 @@
 """The bench trains both on the same tokens; its figures follow from what was measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -14,7 +12,7 @@ from tests.bench import measuring
 from tests.bench.__main__ import app
 from tests.bench.measuring import fastest_micro, run_shape
 from tests.bench.results import Result, as_tables
-from tests.bench.shapes import PHASES, REFERENCE, SHORT, Shape, decoder, parse_shape
+from tests.bench.shapes import PHASES, Shape, decoder, parse_shape
 from tests.bench.worker import FixedRollouts
 from tests.support.tiny import stock_scores
 from tests.support.toy_recipe import CONFIGS, toy_model
@@ -32,16 +30,6 @@ def test_a_shape_is_read_from_text():
 def test_a_shape_that_is_none_names_the_word(text):
     with pytest.raises(ConfigError, match="shape"):
         parse_shape(text)
-
-
-def test_the_reference_lengths_stay_in_their_range_and_never_change():
-    for shape in REFERENCE:
-        lengths = shape.lengths()
-        assert lengths == shape.lengths()
-        flat = [n for group in lengths for n in group]
-        assert len(flat) == shape.groups * shape.group
-        assert shape.shortest <= min(flat) <= max(flat) <= shape.longest
-        assert not shape.skewed or sum(flat) / len(flat) <= shape.longest / 2
 
 
 def test_flops_and_tokens_count_each_prompt_once_and_leave_out_groups_without_variance():
@@ -105,13 +93,6 @@ def test_both_trainers_run_a_shape_end_to_end(what):
     assert [table.row_count for table in as_tables([result])] == [2, 1]
 
 
-def test_the_short_form_is_of_the_same_kind_as_the_long_one_and_names_its_micro_batches():
-    for shape in SHORT:
-        rows = shape.groups * shape.group
-        assert rows % min(SHORT[shape][0], rows) == 0, "stock TRL's has to divide"
-        assert shape.phases in [s.phases for s in REFERENCE]
-
-
 @pytest.fixture
 def benched(monkeypatch):
     """Runs `make bench` without measuring: what would be measured, and what was said."""
@@ -160,15 +141,6 @@ def test_a_bench_that_would_measure_something_else_is_refused(benched, words, sa
     assert not measured
     assert isinstance(result.exception, GrpoExtError)
     assert says in str(result.exception)
-
-
-def test_the_shapes_take_another_model_and_settings_of_speed(benched, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    words = ["--model_name_or_path", tmp_path / "config.json", "--entropy_coef", "0.1", "--shape", "short everything"]
-    ((shape, model, _, micro, dtype, _, options),) = benched(*words)[0]
-    assert (shape.name, model, dtype) == ("short everything", TINY, "float32")
-    assert micro == {STOCK: [32], OURS: [32]}
-    assert (options["entropy_coef"], "bf16" in options) == (0.1, False)
 
 
 @pytest.mark.full

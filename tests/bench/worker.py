@@ -4,8 +4,6 @@ Completions and rewards are fixed, so both trainers train on the same tokens; on
 Answers each line with one JSON line: seconds by phase, memory, tokens.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -75,7 +73,6 @@ class FixedRollouts:
         self.shape = shape
 
     def generate(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], None]:
-        """Stands in for `_generate_single_turn`."""
         used: dict[int, int] = defaultdict(int)
         result = []
         for ids in prompt_ids:
@@ -85,7 +82,6 @@ class FixedRollouts:
         return result, None
 
     def reward(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        """The reward function."""
         return [self.rewards.get(tuple(ids), float(len(ids))) for ids in completion_ids]
 
     def flops(self, width: int, body: int, head: int) -> float:
@@ -104,7 +100,6 @@ class FixedRollouts:
 
     @property
     def tokens(self) -> int:
-        """Unique tokens trained on."""
         return sum(self.shape.prompt + sum(map(len, group)) for group in self.trained)
 
 
@@ -154,8 +149,6 @@ def _now() -> float:
 
 
 class _Clock:
-    """Seconds by phase, from wrapped methods."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
@@ -341,7 +334,7 @@ def _serve_sampling(trainer: Any, server: _Server) -> None:
         trainer.args.seed += 1
         trainer._buffered_inputs = None
         if hasattr(trainer, "_rollouts"):  # ours
-            trainer._rollouts.forget_rollout()
+            trainer._rollouts.hold(None, None)
         trainer._prepare_inputs(item)
         server.report(sampled())
 

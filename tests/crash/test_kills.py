@@ -4,8 +4,6 @@
 `make test-crash` 50. The seed is in the output, and repeats it all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random
@@ -36,7 +34,6 @@ def bench(tmp_path_factory) -> Bench:
 
 
 def one_kill(rng: random.Random, processes: int) -> tuple[str, Any]:
-    """A description and a reward function."""
     rank = rng.randrange(processes)
     if rng.random() < 0.5:
         seconds = rng.uniform(0, LONGEST[processes])

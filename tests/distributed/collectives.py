@@ -1,7 +1,5 @@
 """Users' code that holds collectives, and code that fails, for test_collectives.py: one launch runs all of it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -127,9 +125,6 @@ def learned(folder: Path) -> dict[str, Any]:
     return results
 
 
-# ---- Failures -------------------------------------------------------------------------------------------------------
-
-
 class GathersTurns(GRPOTrainer):
     """Gathers where processes have other numbers of calls."""
 
@@ -147,8 +142,6 @@ class FieldOfOne(GRPOTrainer):
 
 
 class WithoutSuper(GRPOTrainer):
-    """Makes the whole dictionary by itself."""
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         ids = torch.arange(5, 9).repeat(len(inputs), 1)
         ones, advantages = torch.ones_like(ids), torch.arange(float(len(inputs))) % 4 - 1.5

@@ -4,8 +4,6 @@ FSDP2 on the CPU needs a switch that is for tests alone: Accelerate turns FSDP o
 launch it sees (several CPU processes) is given another name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -64,7 +62,6 @@ def main(folder: Path) -> None:
     from tests.support import tool_runs
     from tests.support.cases import LORA
     from tests.support.images import FAMILIES, image_processor, image_rows, picture_reward
-    from tests.support.server import stand_in
     from tests.support.tiny import letter_reward, prompts, tiny_tokenizer
     from tests.support.trainers import Overflow
 
@@ -88,8 +85,6 @@ def main(folder: Path) -> None:
         }
         if run["tools"]:
             parts = tool_runs.parts("company")
-        if run["config"].get("use_vllm"):
-            stand_in(folder / "server" / run["name"])
         peft = LoraConfig(**LORA, init_lora_weights=run["start"]) if run["lora"] else None
         trainer = GRPOTrainer(model=model, args=args, peft_config=peft, **parts)
         if run["config"].get("fp16"):

@@ -3,8 +3,6 @@
 A test that compares with one process calls a task itself.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
@@ -22,15 +20,13 @@ from datasets import IterableDataset
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.forward import forms
-from grpo_ext.forward.attention import TakesNoPacks
-from grpo_ext.run import checkpoint, keeper
-from grpo_ext.runtime import collectives
+from grpo_ext.forward.attention import PackRefused
 from grpo_ext.runtime.collectives import ragged_gather
 from tests.support.images import Gallery, calling, image_model, image_processor, image_rows
 from tests.support.launch import leave
 from tests.support.own_generate import Sampler
 from tests.support.tiny import letter_reward, prompts, tiny_model
-from tests.support.trainers import change, log_of, make, on
+from tests.support.trainers import change, log_of, make
 
 RANK = int(os.environ.get("RANK", "0"))
 LOGGED = ("letters", "eval_letters", "rewards", "eval_rewards", "reward", "eval_reward")
@@ -40,9 +36,6 @@ def trainer_of(folder: Path, groups: int = 4, chunk: int = 4, **changes: Any) ->
     """A trainer of two steps of `groups` groups, with micro-batches that leave a remainder."""
     sizes = {"global_batch_size": 4 * groups, "rollout_chunk_size": chunk, "per_device_train_batch_size": 3}
     return make(folder / "out", **{"train_dataset": prompts(), "max_steps": 2, **sizes, **changes})
-
-
-# ---- a run with several rewards, which sees an evaluation too ----
 
 
 def rank_of_length(prompts, completions, completion_ids, environments=None, **kwargs):
@@ -66,16 +59,16 @@ async def logging_reward(prompts, completions, log_metric, log_extra, **kwargs):
 @contextmanager
 def memory_short_on_second_process() -> Iterator[list[int]]:
     """Inside, its first micro-batch does not fit; a list of the sizes that failed."""
-    inner, failures = GRPOTrainer._compute_loss, list[int]()
+    inner, failures = GRPOTrainer._loss_of, list[int]()
 
     def fails_once(*args: Any) -> torch.Tensor:
         loss = inner(*args)
         if RANK == 1 and not failures:
-            failures.append(len(args[-1]["advantages"]))
+            failures.append(len(args[-1].columns["advantages"]))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss
 
-    with mock.patch.object(GRPOTrainer, "_compute_loss", fails_once):
+    with mock.patch.object(GRPOTrainer, "_loss_of", fails_once):
         yield failures
 
 
@@ -119,9 +112,6 @@ def train_and_evaluate(folder: Path, groups: int, chunk: int = 4, own_model: boo
     }
 
 
-# ---- a rollout that an override has changed and added to ----
-
-
 class ChangesRollouts(GRPOTrainer):
     """Leaves a token out, and adds fields of every kind, whose widths differ between processes."""
 
@@ -157,11 +147,7 @@ def changed_rollouts(folder: Path, groups: int, size: int = 3) -> dict[str, Any]
     return {"update": change(trainer), "shapes": trainer.shapes}
 
 
-# ---- images that an environment shows; packs that one process does not take; failures ----
-
-
 def shown_images(folder: Path, groups: int) -> torch.Tensor:
-    """The update."""
     parts = {"processing_class": calling(image_processor("llava")), "environment_factory": Gallery, "reward": None}
     turns = {"max_completion_length": 60, "max_tool_calling_iterations": 2, "num_iterations": 2}
     rows = image_rows(8).remove_columns("images")
@@ -174,7 +160,7 @@ def packs_on_one(folder: Path, what: str) -> list[float]:
     build = forms.build_pack
 
     def refused(*args):
-        raise TakesNoPacks("the second process takes none")
+        raise PackRefused("the second process takes none")
 
     def changed(*args):
         pack = build(*args)
@@ -249,8 +235,6 @@ def failure(folder: Path, place: str, *ranks: int) -> None:
 
     parts = {"rollout_func": rollout, "beta": 0.1} if place == "rollout" else {}
     trainer = trainer_of(folder, reward=reward, max_steps=4, **parts)
-    if place == "change" and fails:  # refused when the next rollout batch begins
-        trainer.add_callback(on("on_step_begin", lambda state: setattr(trainer, "num_generations", 8), at=1))
     try:
         trainer.train()
     except Exception as error:
@@ -274,38 +258,6 @@ def shared_disk(folder: Path) -> list[str]:
     trainer.train()
     trainer.accelerator.wait_for_everyone()
     return sorted(path.name for path in (folder / "out").iterdir() if not path.name.startswith("_"))
-
-
-def slow_hashes(folder: Path) -> list[int]:
-    """Steps of a run and of its resume, where whatever is hashed takes as long as three collectives of the other."""
-    calls, gather = folder / "collectives", torch.distributed.all_gather
-    calls.touch()
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if RANK:
-            with calls.open("a") as file:
-                file.write(".")
-        return gather(*args, **kwargs)
-
-    def slowly(function: Any) -> Any:
-        def slow(*args: Any, **kwargs: Any) -> Any:
-            start, deadline = calls.stat().st_size, time.monotonic() + 30
-            while calls.stat().st_size < start + 3:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the other process waits in a collective while {function.__name__} runs")
-                time.sleep(0.01)
-            return function(*args, **kwargs)
-
-        return slow
-
-    torch.distributed.all_gather, collectives._PULSE = counted, 0.02
-    checkpoint.file_hash, keeper.state_hashes = slowly(checkpoint.file_hash), slowly(keeper.state_hashes)
-    steps = []
-    for resume in (None, "latest"):
-        trainer = trainer_of(folder, max_steps=2, save_strategy="steps", save_steps=2)
-        trainer.train(resume)
-        steps.append(trainer.state.global_step)
-    return steps
 
 
 def save(folder: Path, result: Any) -> None:

@@ -1,7 +1,5 @@
 """FSDP2, ZeRO-2 and ZeRO-3 on real CPU processes: the update of one process, checkpoints, resume."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util
@@ -10,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,8 +51,6 @@ needs_deepspeed = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a launch."""
-
     name: str
     config: dict[str, Any]
     prompts: int = 22
@@ -117,8 +112,6 @@ ALL = [
 
 @dataclass
 class Outcome:
-    """What a run left behind."""
-
     state: dict[str, torch.Tensor]
     log: list[dict[str, Any]]
     engine: str
@@ -302,23 +295,7 @@ def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, proces
             export(final["shards"], tmp_path / "untrusted")
 
 
-@pytest.mark.parametrize(("engine", "processes"), WITH_ALL)
-def test_every_checkpoint_of_an_adapter_is_exported(launches, folder, tmp_path, engine, processes):
-    launches(engine, processes)
-    run = folder / f"{engine}_{processes}"
-    final = {name: run / name / "checkpoint-3" for name in ("lora_saved", "lora_shards")}
-    merged = export(final["lora_saved"], tmp_path / "merged", merge_adapter=True, base=str(folder / "model"))
-    alone = export(final["lora_saved"], tmp_path / "alone", base=str(folder / "model"))
-    joined = export(final["lora_shards"], tmp_path / "joined", base=str(folder / "model"), trust_shards=True)
-    assert (merged, alone, joined) == ("merged adapter", "adapter", "adapter")
-    expected = load_file(tmp_path / "alone" / "adapter_model.safetensors")
-    weights = load_file(tmp_path / "joined" / "adapter_model.safetensors")
-    assert weights.keys() == expected.keys()
-    assert all(torch.allclose(weights[name], expected[name], atol=1e-7) for name in weights)
-
-
 def test_the_checkpoint_of_another_engine_is_refused_with_a_remedy_that_works(launches, folder, tmp_path):
-    """In both directions; where no optimizer's state is read, nothing that is not frozen makes it another run."""
     launches("fsdp2", 2)
     settings = {name: value for name, value in BASE.items() if name not in ("rollout_chunk_size", "max_steps")}
     plain = functools.partial(make, tmp_path / "plain", str(folder / "model"), **settings, max_steps=1)
@@ -328,13 +305,6 @@ def test_the_checkpoint_of_another_engine_is_refused_with_a_remedy_that_works(la
             plain().train(str(checkpoint))
         export(checkpoint, tmp_path / name, trust_shards=True)
         make(tmp_path / "new", str(tmp_path / name), max_steps=1).train()
-    plain(**{**SAVED, "save_strategy": "steps"}).train()
-    written = str(tmp_path / "plain" / "checkpoint-1")
-    for engine, kind in (("FSDP", "FULL_STATE_DICT"), ("FSDP", "SHARDED_STATE_DICT"), ("DEEPSPEED", None)):
-        plugin = None if kind is None else SimpleNamespace(state_dict_type=SimpleNamespace(name=kind))
-        accelerator = SimpleNamespace(distributed_type=engine, state=SimpleNamespace(fsdp_plugin=plugin))
-        with pytest.raises(CheckpointError, match=rf"one process or DDP, .* under .*{kind or 'DeepSpeed'};"):
-            refuse_other_engine(written, accelerator)
     (tmp_path / "zero" / "global_step1").mkdir(parents=True)  # whose optimizer transformers would silently leave out
     with pytest.raises(CheckpointError, match=r"under DeepSpeed, .* under one process or DDP;"):
         refuse_other_engine(tmp_path / "zero", plain().accelerator)
@@ -357,38 +327,6 @@ def test_an_overflow_on_one_process_skips_the_step_on_all(launches, folder, engi
     assert all(bool(torch.isfinite(value).all()) for value in result.state.values())
     initial = dict(tiny_model().named_parameters())
     assert any(not torch.equal(value, initial[name]) for name, value in result.state.items() if name in initial)
-
-
-# sampled ahead by a server, of which every process asks as much
-SERVER = {"use_vllm": True, "vllm_mode": "server", "top_k": 0, "learning_rate": 3e-3, "max_steps": 5}
-SERVER |= {"global_batch_size": 24, "rollout_batch_size": 24}
-SYNCED = {"beta": 0.1, "num_iterations": 2, "max_steps": 8, "sync_ref_model": True, "ref_model_sync_steps": 1}
-AHEAD = [
-    Job("lag", {**SERVER, "rollout_lag": 2, "save_strategy": "steps", "save_steps": 2}, prompts=24),
-    Job("synced", {**SERVER, **SYNCED, "rollout_lag": 1}, prompts=24),
-]
-
-
-@pytest.mark.full
-def test_two_processes_that_a_server_samples_ahead_for_are_one_run(folder):
-    """Old log-probabilities are those of the weights that the server had; without a lag the run is one too."""
-    jobs = [*AHEAD, Job("now", SERVER, prompts=24)]
-    resumed = Job("resumed", {**SERVER, "rollout_lag": 2}, prompts=24, resume="lag/checkpoint-2")
-    one = launch(folder / "ahead_1", folder / "model", "single", 1, jobs)
-    two = launch(folder / "ahead_2", folder / "model", "single", 2, [*jobs, resumed])
-    assert gap(two["lag"], two["resumed"]) <= 1e-6
-    assert gap(one["lag"], two["synced"]) > DIFFERENT
-    assert gap(one["now"], two["now"]) <= UPDATE
-    assert gap(one["now"], one["lag"]) > DIFFERENT
-    ends = [f"sampling/importance_sampling_ratio/{end}" for end in ("min", "max")]
-    for job in AHEAD:
-        assert gap(one[job.name], two[job.name]) <= UPDATE, job.name
-        lines = [line for line in two[job.name].log if "sampling/ratio_max" in line]
-        ratios = [line[end] for line in lines for end in ends if end in line]  # of the trainer to the server
-        assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4), job.name
-        assert len(ratios) >= 6
-        assert max(line["sampling/ratio_max"] for line in lines) > 1.1, job.name
-        assert max(line["sampling/staleness"] for line in lines) >= 1
 
 
 @pytest.mark.full

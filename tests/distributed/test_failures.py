@@ -1,7 +1,5 @@
 """One of two processes fails: neither waits for the other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,8 +21,6 @@ def named(rank: int, error: str) -> str:
         ("reward", "1", (named(1, REWARD), REWARD)),
         # the other compares its first forwards with this one, and only then hears of the failure
         ("rollout", "0", (FAILURE, named(0, FAILURE))),
-        ("reward", "01", (REWARD, REWARD)),
-        pytest.param("change", "1", ("", "ConfigError: num_generations was changed to 8"), marks=pytest.mark.full),
     ],
 )
 def test_a_failure_leaves_no_process_waiting_and_is_named(tmp_path, place, ranks, errors):

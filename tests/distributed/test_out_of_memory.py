@@ -1,7 +1,5 @@
 """One of two processes runs out of memory at some forward: both start the step again, and learn the same."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

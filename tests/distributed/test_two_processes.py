@@ -1,7 +1,5 @@
 """Two real processes through the configuration file that ships with the recipes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +155,6 @@ def test_images_that_an_environment_shows_reach_the_process_that_trains_on_them(
 def test_a_checkpoint_on_a_disk_that_nodes_share_is_published_once(tmp_path):
     """A node that looks for its part while the checkpoint gets its name would move it away."""
     assert on_two(tmp_path, "shared_disk") == [["README.md", "checkpoint-1", "log.jsonl"]] * 2
-
-
-def test_no_process_waits_in_a_collective_while_another_hashes(tmp_path):
-    """When a checkpoint is written, when a resume verifies it, and at the end of a run, whose parameters are logged."""
-    assert on_two(tmp_path, "slow_hashes") == [[2, 2]] * 2
 
 
 @pytest.mark.parametrize("what", ["fault", "refusal"])

@@ -6,8 +6,6 @@
 Imports nothing but the standard library, and needs pip.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import site
@@ -24,7 +22,6 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 
 
 def dependencies() -> list[str]:
-    """The requirements in pyproject.toml, without torch."""
     listed = re.findall(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     return [line for line in re.findall(r'"(.+)"', listed[0]) if not line.startswith("torch>")]
 

@@ -6,8 +6,6 @@ written whole after each part and each run, so that a run that is cut short has 
 `--toy` rehearses all of it at toy size on the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -3,8 +3,6 @@
 In a rehearsal TRL's head runs its torch form. Shapes: S tokens, H hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampling on a GPU: tokens by blocks of the vocabulary, rows that end between two looks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config

@@ -1,7 +1,5 @@
 """Training on a GPU, mostly a model of 0.5B shape: TF32, memory, the split, bits, adapters, the loss scale, forms."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any
@@ -150,7 +148,7 @@ def test_an_adapter_trains_alone(tmp_path):
 
 @fp16
 def test_a_step_that_overflows_is_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(LossScaler, "value", 2.0**32)
+    monkeypatch.setattr(LossScaler, "initial", 2.0**32)
     monkeypatch.setattr(LossScaler, "hysteresis", 1)
     trainer, _ = train(tmp_path, SMALL, fp16=True, bf16=False)
     line = [line for line in trainer.state.log_history if "fp16/loss_scale" in line][-1]

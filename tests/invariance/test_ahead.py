@@ -3,8 +3,6 @@
 The matrix (test_matrix.py) has its losses, terms and models for every split.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any
@@ -105,13 +103,3 @@ def test_an_error_of_one_process_ends_all(bench):
     except LaunchError as error:
         message = str(error)
     assert "the judge is out" in message
-
-
-@pytest.mark.full
-def test_an_evaluation_changes_nothing(bench, whole):
-    more = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2}
-    run = dataclasses.replace(lagged(bench, "evaluated", 2, 5, **more), eval_path=bench.data(5))
-    (result,) = run_all([run], processes=2)
-    assert result.error is None, result.error
-    assert result.trace == whole["lag2"].trace
-    assert sum("eval_loss" in line for line in result.log) >= STEPS // 2

@@ -1,7 +1,5 @@
 """`bitwise_invariant=True`: every parameter, optimizer tensor and logged value has the same bits for every split."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_ext.tools.check.comparison import metric_difference

@@ -1,7 +1,5 @@
 """In bfloat16 one step from the same completions is the same for every split of whole groups, as it is in float32."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +11,6 @@ from peft import LoraConfig
 
 from grpo_ext.batching.micro_batches import MicroBatchLayout, StepSizes, plan_step
 from grpo_ext.precision import weight_gradients
-from grpo_ext.step import optimizer_step
 from grpo_ext.tools.check.comparison import describe_difference, update_error
 from tests.support.cases import LORA, Bench
 from tests.support.launches import REFERENCE, Launches
@@ -73,17 +70,6 @@ def test_the_reference_scores_parts_of_groups_as_training_does(tmp_path, size):
     assert log_of(trainer, "kl")[1] > DIFFERENT
 
 
-def test_a_weight_that_is_left_out_shows(tmp_path, monkeypatch):
-    covered = weight_gradients._linear
-
-    def all_but_some(func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        left_out = weight.shape == (64, 32)  # gate and up projections
-        return func(input, weight, bias) if left_out else covered(func, input, weight, bias)
-
-    monkeypatch.setattr(weight_gradients, "_linear", all_but_some)
-    assert error(step(tmp_path, "qwen2", REFERENCE), step(tmp_path, "qwen2", 4)) > 10 * UPDATE
-
-
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory) -> Launches:
     together = Launches(Bench(tmp_path_factory.mktemp("half")))
@@ -115,21 +101,6 @@ def test_groups_stay_whole_in_half_precision_where_that_costs_little():
 
     assert (cut(), cut(whole_groups=True)) == (1, 0)
     assert (cut(max_tokens=150), cut(max_tokens=150, whole_groups=True)) == (3, 0)
-
-
-@pytest.mark.parametrize(("settings", "on"), [({}, True), ({"bf16": False}, False), ({SETTING: False}, False)])
-def test_groups_stay_whole_for_the_sake_of_weight_gradients(tmp_path, monkeypatch, settings, on):
-    """Not in padded batches, where a group shares nothing."""
-    layouts: list[MicroBatchLayout] = []
-
-    def planned(sizes: StepSizes, rows: Any, layout: MicroBatchLayout) -> Any:
-        layouts.append(layout)
-        return plan_step(sizes, rows, layout)
-
-    monkeypatch.setattr(optimizer_step, "plan_step", planned)
-    for form in ("packed", "padded"):
-        step(tmp_path, "qwen2", 8, forward=form, **settings)
-    assert {layout.form: layout.whole_groups for layout in layouts} == {"packed": on, "padded": False}
 
 
 def test_fp16_too(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """The promise: the update and the log lines are the same for every micro-batch size and number of processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A run that was stopped anywhere and resumed is the run that was not: the same bits, whatever resumes it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`reward_workers`: the same bits and the same logs for every number of them on every number of training processes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tools and environments: transcripts, masks, rewards, update and log are the same for every split."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict

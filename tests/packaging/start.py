@@ -1,7 +1,5 @@
 """A tiny model with its tokenizer and a data set on disk, and processes that see nothing of the test's own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a library may change behind one's back, as JSON: run with statements to execute, one after the other."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

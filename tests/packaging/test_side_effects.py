@@ -1,8 +1,6 @@
 """A library changes nothing behind one's back: not when it is imported, and nothing stays changed after a run.
 What TRL's own import changes is TRL's."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path
@@ -34,6 +32,7 @@ def test_import_loads_no_library():
     assert not loaded & {"torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "rich", "typer"}
 
 
+@pytest.mark.full
 def test_import_changes_nothing():
     assert differences(*states("import grpo_ext")) == {}
 
@@ -47,6 +46,7 @@ def test_importing_the_trainer_changes_no_more_than_trl_does():
 HEAR = "import os, sys; sys.stderr = sys.stdout; "
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("code", "printed"),
     [
@@ -63,11 +63,13 @@ def test_an_import_that_takes_seconds_is_announced_once(code, printed):
     assert python("-c", HEAR + code, cwd=ROOT) == printed
 
 
+@pytest.mark.full
 def test_a_change_would_be_found():
     change = "import logging; torch.set_num_threads(3); logging.basicConfig()"
     assert differences(*states(SEEDED, change)[1:]).keys() == {"threads", "root logger"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ends", ["well", "with an error"])
 def test_a_run_leaves_no_setting_changed(tmp_path, ends):
     calls = []

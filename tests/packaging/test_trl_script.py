@@ -1,7 +1,5 @@
 """TRL's own script with this trainer in place of TRL's, as docs/coming-from.md writes it down."""
 
-from __future__ import annotations
-
 import json
 import re
 

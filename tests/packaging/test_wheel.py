@@ -1,8 +1,5 @@
 """The wheel: it builds, holds what it should and nothing else, and works where nothing of this repository is near.
-Installed without its dependencies, which are those of the environment of the tests; nothing is downloaded.
-A type checker reads it as users' scripts do."""
-
-from __future__ import annotations
+Installed without its dependencies, which are those of the environment of the tests; nothing is downloaded."""
 
 import shutil
 import subprocess
@@ -17,6 +14,7 @@ import pytest
 
 from .start import ROOT, environment, python, write_start
 
+pytestmark = pytest.mark.full
 MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext").rglob("*.py")}
 TEMPLATES = {p.relative_to(ROOT).as_posix() for p in (ROOT / "grpo_ext").rglob("*") if p.suffix in (".html", ".md")}
 
@@ -35,27 +33,6 @@ config = GRPOConfig("out", max_steps=1, max_completion_length=4, bf16=False, rep
 trainer = GRPOTrainer(model, length, config, load_dataset(data, split="train"))
 Console().install(trainer).train()
 print("trained with", grpo_ext.__file__)
-"""
-TYPED = """
-from grpo_ext import Console, GRPOConfig, GRPOTrainer
-
-config = GRPOConfig("out", global_batch_size=64)
-trainer = Console().install(GRPOTrainer(model="m", args=config))
-reveal_type(config.global_batch_size)
-reveal_type(trainer)
-reveal_type(trainer.train)
-GRPOConfig("out", global_batch_size="many")
-GRPOTrainer()
-from grpo_ext import Trainer
-"""
-# what the libraries' own modules import takes a type checker half a minute, and is not what is asked here
-MYPY = """
-[mypy]
-ignore_missing_imports = true
-[mypy-torch.*,accelerate.*,datasets.*,peft.*,numpy.*,pandas.*,transformers.*,rich.*,trl.trainer.*]
-follow_imports = skip
-[mypy-transformers.training_args,trl.trainer.grpo_config,trl.trainer.grpo_trainer,trl.trainer.base_config]
-follow_imports = silent
 """
 
 
@@ -109,7 +86,6 @@ def test_commands_work_outside_the_repository(installed):
     assert all(name in helped.stdout for name in ("plan", "check", "report", "export"))
 
 
-@pytest.mark.full
 def test_a_plan_is_made_outside_the_repository(installed):
     command = installed.python.with_name("grpo-ext")
     planned = call(command, "plan", "--global_batch_size", "16", "--num_generations", "4", cwd=installed.outside)
@@ -123,23 +99,3 @@ def test_installed_package_trains(installed, tmp_path):
     printed = python("train.py", *start, cwd=installed.outside, path=None, interpreter=installed.python)
     assert f"trained with {installed.packages}" in printed
     assert "step    1/1  reward" in printed
-
-
-@pytest.mark.full
-def test_a_script_of_a_user_is_typed(installed, lasting):
-    pytest.importorskip("mypy")
-    (installed.outside / "typed.py").write_text(TYPED)
-    (installed.outside / "mypy.ini").write_text(MYPY)
-    options = ("--python-executable", installed.python, "--cache-dir", lasting("mypy"))  # of the libraries
-    done = call(sys.executable, "-m", "mypy", *options, "typed.py", cwd=installed.outside)
-    *lines, last = done.stdout.splitlines()
-    messages = [line.split(": ", 1)[1] for line in lines]
-    assert messages[:2] == [
-        'note: Revealed type is "int | None"',
-        'note: Revealed type is "grpo_ext.trainer.GRPOTrainer"',
-    ], done.stdout + done.stderr
-    assert "resume_from_checkpoint: str | bool | None" in messages[2]
-    assert [line.rpartition("[")[2] for line in messages[3:]] == ["arg-type]", "call-arg]", "attr-defined]"], (
-        done.stdout
-    )
-    assert last.startswith("Found 3 errors")

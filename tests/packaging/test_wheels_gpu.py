@@ -3,8 +3,6 @@
 Read from the installed packages' metadata, for Python 3.12 on Linux; nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

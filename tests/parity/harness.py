@@ -5,8 +5,6 @@ Compared are the update, the dictionary of `_generate_and_score_completions`, th
 the functions of a test wrote down. Nothing of grpo_ext is named but its public classes; the rest are names of TRL's.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from trl.trainer import grpo_trainer
 
 import grpo_ext
 from tests.parity.scripts import Journal
+from tests.support.kept import of_stock
 from tests.support.tiny import config_kwargs
 from tests.support.trainers import error, parameters
 from tests.tolerances import ADAM_EPSILON, METRIC, UPDATE
@@ -47,7 +46,6 @@ class Known:
     reason: str
 
     def covers(self, part: str, name: str) -> bool:
-        """Whether the difference concerns a key."""
         return part == self.part and fnmatchcase(name, self.name)
 
 
@@ -187,7 +185,11 @@ def run_one(package: Any, folder: Path, parts: Parts, scoring: bool = False, act
 def three_runs(folder: Path, parts: Parts, act: Act = train, **settings: Any) -> list[Run]:
     """The runs of a case: stock TRL, grpo_ext with an override of the scoring as in `recording`, and without it."""
     kinds = (("stock", trl, True), ("scored", grpo_ext, True), ("ours", grpo_ext, False))
-    return [run_one(package, folder / name, parts, scoring, act, **settings) for name, package, scoring in kinds]
+
+    def run(name: str, package: Any, scoring: bool) -> Run:
+        return run_one(package, folder / name, parts, scoring, act, **settings)
+
+    return [of_stock(lambda: run(*kinds[0])), *(run(*kind) for kind in kinds[1:])]
 
 
 def differences(stock: Run, scored: Run, ours: Run, known: Sequence[Known] = ()) -> list[str]:
@@ -206,17 +208,11 @@ def alike(folder: Path, parts: Parts, act: Act = train, known: Sequence[Known] =
         settings: of both configurations. One step on one rollout batch of ROWS completions by default; with
             `steps_per_generation=2`, two. The rows of an epoch are whole rollout batches: TRL drops the rest, which
             grpo_ext trains as a smaller step.
-
-    Raises:
-        AssertionError: names all differences.
     """
     runs = three_runs(folder, parts, act, **settings)
     lines = differences(*runs, known)
     assert not lines, "\n".join(lines)
     return runs[0]
-
-
-# ---- Comparing ------------------------------------------------------------------------------------------------------
 
 
 def compare(stock: Run, ours: Run, known: Sequence[Known] = ()) -> list[str]:

@@ -4,8 +4,6 @@ The script answers from the tokens of a row and from how often the same tokens c
 which batches rows come. `Journal` is where reward functions, tools and environments of a test write what they got.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -192,9 +190,6 @@ def parts_of(journal: Journal, reply: Reply = letters, tokenizer: Any = None, **
         "reward_funcs": writing_reward(journal),
         **parts,
     }
-
-
-# ---- Environments ---------------------------------------------------------------------------------------------------
 
 
 def game(journal: Journal) -> type:

@@ -1,7 +1,5 @@
 """The negative controls of the harness: every part of a run that is another is found to be another."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Images of a data set, of tools and of environments: what models, rewards and tables get; as in stock TRL."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """From completions and rewards to numbers: ratios, advantages, masks, metrics and tables; as in stock TRL."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Iterable
@@ -39,9 +37,6 @@ MEANS = "means over the step, where TRL's are means of the micro-batches' means"
 OF_MICRO_BATCHES = [
     Known(part, name, False, MEANS) for part in ("metrics", "lines") for name in ("entropy", "clip_ratio/*")
 ]
-
-
-# ---- A vLLM server --------------------------------------------------------------------------------------------------
 
 
 class Server(StandIn):
@@ -105,9 +100,6 @@ def test_tokens_of_tools_have_the_log_probability_zero(tmp_path, served):
     assert not told.any()
 
 
-# ---- Completions ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("masked", "steps"), [(False, 1), (True, 2)])
 def test_completions_that_do_not_end_are_counted_and_may_be_masked(tmp_path, masked, steps):
     stock = alike(tmp_path, parts_of, mask_truncated_completions=masked, steps_per_generation=steps)
@@ -138,9 +130,6 @@ def test_the_last_token_says_whether_a_completion_has_ended_and_padding_is_an_en
     assert stock.metrics[0][1]["completions/clipped_ratio"] == [0.5]
 
 
-# ---- Evaluation -----------------------------------------------------------------------------------------------------
-
-
 def test_an_evaluation_tells_the_tokens_of_training_and_adds_none(tmp_path):
     def act(trainer: Any) -> None:
         trainer.train()
@@ -159,8 +148,6 @@ def test_an_evaluation_tells_the_tokens_of_training_and_adds_none(tmp_path):
     records = {mode: record for mode, record in stock.metrics if record}
     assert records["eval"]["num_tokens"] == records["train"]["num_tokens"]
 
-
-# ---- Losses ---------------------------------------------------------------------------------------------------------
 
 LOSSES: dict[str, dict[str, Any]] = {
     "bnpo": {"loss_type": "bnpo"},
@@ -231,9 +218,6 @@ def test_a_step_of_several_micro_batches_has_the_update_of_stock_trl(tmp_path, s
     assert ("old_per_token_logps" in stock.outputs[0][1]) is old
 
 
-# ---- Rewards --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "settings", [{"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}], ids=str
 )
@@ -264,8 +248,8 @@ def test_completions_that_nobody_scored_teach_nothing_and_are_warned_of(tmp_path
         )
     assert not stock.outputs[0][1]["advantages"][list(rows)].any()
     assert caplog.text.count("No completion of this rollout was scored") == (2 if len(rows) == ROWS else 0)
-    # by stock TRL, and by both runs of grpo_ext
-    assert caplog.text.count("All reward functions returned None for the following kwargs") == 3
+    # by both runs of grpo_ext, and by stock TRL where that runs
+    assert caplog.text.count("All reward functions returned None for the following kwargs") in (2, 3)
 
 
 def test_metrics_and_columns_of_reward_functions(tmp_path):

@@ -1,7 +1,5 @@
 """From rows to prompts: environments, observations, templates, columns; as in stock TRL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -128,9 +126,6 @@ def test_columns_reach_reward_functions_and_rows_stay_as_they_are(tmp_path, chat
     stock = alike(tmp_path, parts, steps_per_generation=steps, max_steps=2)
     assert set(stock.rows[0][1][0]) == {"prompt", "number" if chat else "answer"}
     assert ("old_per_token_logps" in stock.outputs[0][1]) == (steps == 2)
-
-
-# ---- rollout_func ---------------------------------------------------------------------------------------------------
 
 
 def written_rollout(journal: Journal, **more: Any) -> Any:

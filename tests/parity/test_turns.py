@@ -1,7 +1,5 @@
 """Turns: which calls are answered, in which order, what fits, and which tokens come of it; as in stock TRL."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable

@@ -3,15 +3,14 @@
 What this machine lacks (an accelerator, vLLM, the models, the data) is overridden, each override with its reason.
 """
 
-from __future__ import annotations
-
 import math
 import re
 
 import pytest
 
-from grpo_ext.batching.sizes import check_equal_slices, geometry_of
+from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.rewards.registry import resolve_rewards
+from grpo_ext.rollouts.equal_shares import check_equal_shares
 from tests.support.selection import few_of
 from tests.support.toy_recipe import (
     CONFIGS,
@@ -83,10 +82,8 @@ def test_what_uses_vllm_deals_equal_shares(recipe, name):
     geometry = geometry_of(vars(training), processes)
     # a set of unknown size may leave any rest
     for count in [prompts] if prompts else range(100_000, 100_000 + geometry.prompts_per_rollout):
-        check_equal_slices(geometry, count, training.dataloader_drop_last)
+        check_equal_shares(geometry, count, training.dataloader_drop_last)
 
-
-# ---- Presets of published algorithms --------------------------------------------------------------------------------
 
 # what identifies each algorithm, in the names of the configuration
 PRESETS = {
@@ -140,9 +137,6 @@ def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
     assert max(line["grad_norm"] for line in steps) > 0, "nothing was learned from"
     weights = "adapter_model.safetensors" if settings(CONFIGS / f"{name}.yaml").get("use_peft") else "model.safetensors"
     assert (tmp_path / "out" / weights).is_file()
-
-
-# ---- A reward of one's own -------------------------------------------------------------------------------------------
 
 
 def test_the_example_reward_is_the_share_of_characters_in_place():

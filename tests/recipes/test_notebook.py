@@ -1,7 +1,5 @@
 """The quickstart notebook: run again with fewer steps, its printed values checked; and what is committed is clean."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,7 +1,5 @@
 """recipes/smollm2.py: its problems, and how the weights come, as far as shown without them and without a network."""
 
-from __future__ import annotations
-
 import re
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """recipes/tools.py: a few steps of it, with calls and failures in the lines, the log and the report."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -39,7 +37,7 @@ def test_the_template_renders_what_the_teacher_writes(recipe):
 
 
 def test_a_misspelt_option_is_refused_in_one_sentence(recipe):
-    with pytest.raises(ConfigError, match=r"^--max_stepz is no option; did you mean --max_steps"):
+    with pytest.raises(ConfigError, match=r"^--max_stepz is not an option; did you mean --max_steps"):
         recipe.main(["--max_stepz", "3"])
     with pytest.raises(ConfigError, match=r"^argument --max_steps\S*: invalid int value: 'x'; `--help` lists"):
         recipe.main(["--max_steps", "x"])

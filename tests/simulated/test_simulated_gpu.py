@@ -3,8 +3,6 @@
 What runs here is not a GPU: kernels are the CPU's, and nothing is timed (see device.py).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any
@@ -78,7 +76,6 @@ def run(name: str, device: str = "cuda:0") -> dict[str, Any]:
 
 
 def count(name: str, kind: str) -> int:
-    """Of the last step."""
     return sum(run(name)["steps"][-1][kind].values())
 
 
@@ -129,33 +126,3 @@ def test_the_host_waits_and_copies_no_more_than_this(kind):
 def test_another_copy_of_a_micro_batch_exceeds_the_ceiling():
     most, most_of_rest = CEILINGS["to_device"]
     assert count("packed, planted", "to_device") >= 4 * (most + 1) + most_of_rest
-
-
-@functools.cache
-def decoded(who: str, planted: bool = False) -> dict[str, Any]:
-    """What tests/simulated/decode.py prints, of rows of which some end early."""
-    done = python("-m", "tests.simulated.decode", json.dumps({"who": who, "ends": [5], "planted": planted}))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-# of a decoded token, beside its layers; launches more than transformers needs (55), which samples without keys
-DECODE_CEILINGS = {"launches": 16.0, "waits": 1.1, "to_device": 0.1, "to_host": 0.05}
-
-
-def excess(kind: str, planted: bool = False) -> float:
-    ours, stock = decoded("ours", planted)[kind]["token"], decoded("stock")[kind]["token"]
-    return ours - (stock if kind == "launches" else 0.0)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", DECODE_CEILINGS)
-def test_a_decoded_token_waits_copies_and_launches_no_more_than_this(kind):
-    assert excess(kind) <= DECODE_CEILINGS[kind]
-    assert decoded("ours")[kind]["layer"] <= decoded("stock")[kind]["layer"] + 0.1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["launches", "waits", "to_device"])
-def test_another_copy_and_wait_of_a_decoded_token_are_found(kind):
-    assert excess(kind, planted=True) > DECODE_CEILINGS[kind]

@@ -6,8 +6,6 @@ With ACCELERATE_TORCH_DEVICE=cuda:0 on the simulated device, else on the CPU its
 forward a copy to the device, an operator of two devices, and a running sum of floats.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -39,7 +37,7 @@ STEPS = 2
 
 
 class Steps(transformers.TrainerCallback):
-    """What was recorded of each step, from its completions to the optimizer's; decode.py counts sampling."""
+    """What was recorded of each step, from its completions to the optimizer's."""
 
     def __init__(self) -> None:
         self.recorded: list[dict[str, Any]] = []

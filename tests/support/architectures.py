@@ -29,10 +29,8 @@ _GROUPED_EXPERTS = {
     **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
 }
 _DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
@@ -50,38 +48,21 @@ _MODELS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "lfm2": {
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
-        "block_dim": 32,
-        "block_ff_dim": 48,
+        **{"layer_types": ["conv", "full_attention"] * 2, "block_dim": 32, "block_ff_dim": 48},
     },
     "granitemoehybrid": {
-        **_MAMBA,
-        "layer_types": ["mamba", "attention", "mamba", "attention"],
-        "layers_block_type": ["mamba", "attention", "mamba", "attention"],
-        "mamba_expand": 2,
-        **_LOCAL_EXPERTS,
-        "shared_intermediate_size": 16,
+        **{**_MAMBA, **_LOCAL_EXPERTS, "mamba_expand": 2, "shared_intermediate_size": 16},
+        **{"layer_types": ["mamba", "attention"] * 2, "layers_block_type": ["mamba", "attention"] * 2},
     },
     "nemotron_h": {
-        "hybrid_override_pattern": "M*M-",
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 1,
-        "ssm_state_size": 16,
-        "chunk_size": 8,
+        **{"hybrid_override_pattern": "M*M-", "mamba_num_heads": 8, "mamba_head_dim": 8},
+        **{"n_groups": 1, "ssm_state_size": 16, "chunk_size": 8},
     },
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "zamba2": {
-        "layers_block_type": ["mamba", "hybrid", "mamba", "mamba"],
-        "mamba_ngroups": 1,
-        "n_mamba_heads": 8,
-        "mamba_headdim": 8,
-        "mamba_d_state": 16,
-        "mamba_expand": 2,
-        "chunk_size": 8,
-        "num_mem_blocks": 1,
-        "use_mem_rope": False,
-        "head_dim": None,
+        **{"layers_block_type": ["mamba", "hybrid", "mamba", "mamba"], "mamba_ngroups": 1, "n_mamba_heads": 8},
+        **{"mamba_headdim": 8, "mamba_d_state": 16, "mamba_expand": 2, "chunk_size": 8, "num_mem_blocks": 1},
+        **{"use_mem_rope": False, "head_dim": None},
     },
     # experts alone
     "mixtral": _LOCAL_EXPERTS,
@@ -93,12 +74,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
     "minimax": {**_LOCAL_EXPERTS, "block_size": 8},
     "mamba2": {
-        "num_heads": 8,
-        "head_dim": 8,
-        "n_groups": 1,
-        "state_size": 16,
-        "chunk_size": 8,
-        "num_hidden_layers": 2,
+        **{"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16, "chunk_size": 8, "num_hidden_layers": 2},
     },
 }
 REFUSING = ("jamba", "minimax", "mamba2")

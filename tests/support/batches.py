@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grpo_ext.rollouts.batch import ROW_IMAGES, ROW_NUMBER, Column, RolloutBatch
+from grpo_ext.rollouts.batch import ROW_IMAGES, Column, RolloutBatch
 from grpo_ext.rollouts.ragged import Ragged
 
 
@@ -17,8 +17,7 @@ def batch_of_rows(
     advantages: torch.Tensor | Sequence[Any],
     num_generations: int,
     masked_out: Sequence[bool] | None = None,
-    row_number: Sequence[int] | None = None,
-    row_images: Sequence[torch.Tensor] | None = None,
+    row_images: Sequence[bytes] | None = None,
     **tokens: Sequence[Any] | torch.Tensor | None,
 ) -> RolloutBatch:
     """A rollout batch of rows; columns are sequences as long as each completion, or tensors of one value each."""
@@ -35,8 +34,6 @@ def batch_of_rows(
         if rows is not None:
             cut = not isinstance(rows, torch.Tensor)
             columns[name] = Ragged.of([row[:n] for row, n in zip(rows, kept)]) if cut else rows.cpu()  # type: ignore[union-attr]
-    if row_number is not None:
-        columns[ROW_NUMBER] = torch.tensor(list(row_number))
     if row_images is not None:
-        columns[ROW_IMAGES] = Ragged.of(row_images, torch.uint8)
+        columns[ROW_IMAGES] = list(row_images)
     return RolloutBatch.of_columns(columns, num_generations)

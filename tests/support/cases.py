@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_ext.tools.check.runs import Run
 from grpo_ext.tools.stock import OURS
@@ -36,8 +36,6 @@ TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 3}  # 22 prompts: rollouts o
 REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "max_steps": 5}
 # steps of 4+4+1, 3+4+2, 2+4+3 and 1+4+4 completions
 CUT = {"global_batch_size": 9, "rollout_batch_size": 36, "rollout_chunk_size": 12}
-# a setting of DDP that older versions of transformers do not have
-STATIC = {name: True for name in ("ddp_static_graph",) if name in TrainingArguments.__dataclass_fields__}
 FILTERED = {"top_p": 0.8, "sampling_mask": "replay"}
 # half precision: the next rollout could take another token, and two runs from there
 ONE_ROLLOUT = {"rollout_batch_size": 32, "max_steps": 2}
@@ -128,7 +126,7 @@ CASES = {
     ),
     "hybrid_mamba": Case({"beta": 0.1, "micro_batch_tokens": 60, **TWO_STEPS}, model="falcon_h1"),
     "hybrid_moe": Case({"gradient_checkpointing": True, **TWO_STEPS}, model="qwen3_next"),
-    "prefix": Case({"forward": "prefix", "top_entropy_quantile": 0.5, **STATIC, **CUT}, model="llama"),
+    "prefix": Case({"forward": "prefix", "top_entropy_quantile": 0.5, "ddp_static_graph": True, **CUT}, model="llama"),
     **QUANTISED,
     "images": Case({"beta": 0.1, "rollout_batch_size": 32}, "llava", rewards=(picture_reward,), prompts=8),
     # on four processes each samples one prompt, of which some have no image

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.rollouts import engine
-from grpo_ext.run import checkpoint, keeper
-from grpo_ext.run.state import RunState
+from grpo_ext.run import checkpoint, writing
 from grpo_ext.step import gradients
 from tests.support.tiny import letter_reward
 
@@ -31,9 +30,9 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "rewards": (None, "", 24),  # the reward function itself, for each rollout chunk
     "window": (gradients.NativeGradients, "finish", 24),
     "optimizer": (sys.modules["torch.optim.adam"], "adam", 24),
-    "writing": (RunState, "save", 24),
+    "writing": (writing, "save_state", 24),
     "listing": (checkpoint, "file_hash", 240),
-    "publishing": (keeper, "publish", 24),
+    "publishing": (writing, "publish", 24),
 }
 
 
@@ -103,7 +102,7 @@ def out_of_memory(at: int, rank: int) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss
 
-    return arming(lambda: wrap(GRPOTrainer, "_compute_loss", counted), rank)
+    return arming(lambda: wrap(GRPOTrainer, "_loss_of", counted), rank)
 
 
 def jittery(longest: float) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from typing import Any
 
 import torch
@@ -65,16 +64,3 @@ def gradient(form: Form, model: Any, batch: Any) -> torch.Tensor:
         loss.backward()
     parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
     return torch.cat([part.flatten() for part in parts])
-
-
-def record_results(monkeypatch: Any, module: Any, name: str) -> list[weakref.ref[Any]]:
-    """What a function of a module returns from now on, without keeping it."""
-    function, results = getattr(module, name), []
-
-    def counted(*args: Any) -> Any:
-        value = function(*args)
-        results.append(weakref.ref(value))
-        return value
-
-    monkeypatch.setattr(module, name, counted)
-    return results

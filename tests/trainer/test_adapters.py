@@ -1,7 +1,5 @@
 """Adapters: low-rank ones train alike for every split; those that add tokens or mix rows are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft
@@ -10,7 +8,7 @@ import torch
 
 from grpo_ext.errors import ModelError, SplitDependentError
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.support.trainers import LORA, SAVE, change, error, far
+from tests.support.trainers import LORA, change, error, far
 from tests.tolerances import DIFFERENT, UPDATE
 
 _TARGETS = {"target_modules": ["q_proj", "v_proj"]}
@@ -30,29 +28,6 @@ def test_an_adapter_that_was_loaded_for_inference_is_refused_before_training(tmp
     trainer = make(tmp_path, None, model=loaded)
     with pytest.raises(ModelError, match="is_trainable=True"):
         trainer.train()
-
-
-def test_a_loaded_adapter_trains_the_same_for_every_split_and_resumes_exactly(tmp_path):
-    """One with magnitudes (DoRA); its reference is a copy. Of others the matrix and test_quantised show it."""
-    torch.manual_seed(1)
-    start = peft.LoraConfig(**LORA, use_dora=True, init_lora_weights=False)
-    peft.get_peft_model(tiny_model("llama"), start).save_pretrained(tmp_path / "adapter")
-    usual: dict[str, Any] = {"beta": 0.1, "max_steps": 2, "learning_rate": 1.0, "num_iterations": 2}
-
-    def loaded(**settings: Any) -> Any:
-        model = peft.PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path / "adapter"), is_trainable=True)
-        return make(tmp_path, None, model=model, **usual, **settings)
-
-    whole = change(loaded(per_device_train_batch_size=16))
-    assert error(whole, change(loaded(per_device_train_batch_size=3))) <= UPDATE
-    assert error(whole, change(loaded(seed=4))) > DIFFERENT
-
-    straight, resumed = loaded(**SAVE), loaded(**SAVE)
-    straight.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
-    pairs = list(zip(straight.model.named_parameters(), resumed.model.parameters()))
-    assert all(torch.equal(one, other) for (_, one), other in pairs)
-    assert any(".ref." in name for (name, _), _ in pairs)
 
 
 def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_settings(tmp_path, caplog):

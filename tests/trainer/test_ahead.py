@@ -1,11 +1,7 @@
 """What samples ahead of training (`rollout_lag`): weights of the right step, errors, interrupts, memory, refusals."""
 
-from __future__ import annotations
-
 import functools
-import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -20,8 +16,6 @@ from transformers import AutoModelForCausalLM
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError, ModelError, ProcessError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
-from grpo_ext.run.checkpoint import checkpoints, why_broken
-from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.runtime.determinism import computing_with
 from tests.support.architectures import architecture
 from tests.support.server import StandIn, stand_in
@@ -104,31 +98,6 @@ def test_an_error_in_the_thread_is_the_error_of_the_run(tmp_path, reward, error,
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
 
 
-def test_a_run_that_is_asked_to_stop_while_it_waits_ends_after_the_step_and_goes_on_as_it_was(tmp_path):
-    calls = []
-
-    def slow(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        calls.append(len(calls))
-        if calls[-1] == 2:
-            time.sleep(0.5)  # training waits
-            os.kill(os.getpid(), signal.SIGTERM)
-        return letter_reward(prompts, completions)
-
-    slow.__name__ = letter_reward.__name__
-    trainer = make(tmp_path / "out", reward=slow, max_steps=4, rollout_lag=1, save_strategy="steps", save_steps=10)
-    with pytest.raises(TrainingInterrupted):
-        trainer.train()
-    (folder,) = checkpoints(tmp_path / "out")
-    assert folder.name == f"checkpoint-{trainer.state.global_step}"
-    assert trainer.state.global_step < 4
-    assert why_broken(folder) is None
-    whole = make(tmp_path / "whole", max_steps=4, rollout_lag=1)
-    whole.train()
-    again = make(tmp_path / "out", max_steps=4, rollout_lag=1)
-    again.train(resume_from_checkpoint="auto")
-    assert torch.equal(parameters(whole), parameters(again))
-
-
 def test_copies_compute_in_the_precision_of_training(tmp_path):
     kinds: dict[str, set[torch.dtype]] = {"training": set(), "sampling": set()}
     trainer = make(tmp_path, rollout_lag=1, bf16=True)
@@ -156,15 +125,6 @@ def test_an_adapter_shares_the_weights_that_are_not_trained(tmp_path):
     snapshot.put_in_place(weights)
     for (name, own), copied in pairs:
         assert (own.data_ptr() == copied.data_ptr()) == (not own.requires_grad), name
-    trainer.train()
-    assert log_of(trainer, "sampling/ratio_max")[-1] > 1.0
-    with live.disable_adapter():
-        before = get_peft_model(tiny_model(), LoraConfig(**LORA)).state_dict()
-    base = {name: value for name, value in live.state_dict().items() if "lora" not in name}
-    assert all(torch.equal(value, before[name]) for name, value in base.items())
-
-
-# ---- A server that samples ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -187,22 +147,6 @@ def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, ev
         assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4)
     assert max(log_of(trainer, "sampling/ratio_max")) > 1.2
     assert server.sent >= 5 - lag
-
-
-# ---- Its parts ------------------------------------------------------------------------------------------------------
-
-
-def test_a_copy_does_not_share_trained_parameters_of_another_class():
-    class Kind(torch.nn.Parameter):
-        pass
-
-    model = tiny_model(tie_word_embeddings=False)
-    model.lm_head.weight = Kind(model.lm_head.weight.detach())
-    snapshot = Snapshot(model, None, False, "cpu", lambda twin: twin)
-    weights, memory = snapshot.take({"global_step": 0}), model.lm_head.weight.data_ptr()
-    snapshot.put_in_place(weights)
-    assert model.lm_head.weight.data_ptr() == memory
-    assert snapshot.policy.lm_head.weight.data_ptr() == weights.policy["lm_head.weight"].data_ptr()
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -231,9 +175,6 @@ def test_the_threads_of_a_cpu_are_divided(tmp_path):
         trainer.train()
         assert torch.get_num_threads() == 4
     assert seen == {("training", 2), ("sampling", 2)}
-
-
-# ---- Refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

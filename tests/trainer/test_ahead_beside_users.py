@@ -1,11 +1,6 @@
 """Sampling ahead of training beside what users do: subclasses, callbacks, contexts around `train()`, exits."""
 
-from __future__ import annotations
-
 import contextvars
-import os
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -16,35 +11,8 @@ from transformers import TrainerCallback
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError
-from tests.support.launch import ROOT
 from tests.support.tiny import letter_reward, tiny_model
 from tests.support.trainers import log_of, make, on, parameters, passing_on
-
-# ---- Subclasses -----------------------------------------------------------------------------------------------------
-
-
-class Renamed(GRPOTrainer):
-    """Changes what is logged."""
-
-    def _log_metric(self, name: str, value: float) -> None:
-        super()._log_metric(f"renamed/{name}", value)
-
-
-def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
-    calls: list[int] = []
-
-    def reward(prompts: list[str], completions: list[str], log_metric: Any, **columns: Any) -> list[float]:
-        calls.append(len(completions))
-        log_metric("call", float(len(calls)))
-        return letter_reward(prompts, completions)
-
-    trainer = make(tmp_path, reward=reward, cls=Renamed, rollout_lag=2, max_steps=5, rollout_chunk_size=16)
-    trainer.add_callback(on("on_step_end", lambda state: time.sleep(0.3)))  # training takes longer than sampling
-    trainer.train()
-    assert log_of(trainer, "renamed/call") == [1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-# ---- Callbacks ------------------------------------------------------------------------------------------------------
 
 
 def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
@@ -101,8 +69,6 @@ def test_rewards_are_joined_and_logged_as_at_the_submission(tmp_path, dynamic):
     assert log_of(trainer, "rewards/three/mean") == [3.0] * 2
 
 
-# ---- Around train() -------------------------------------------------------------------------------------------------
-
 request: contextvars.ContextVar[str] = contextvars.ContextVar("request")
 
 
@@ -123,9 +89,6 @@ def test_what_is_set_around_training_is_set_for_sampling(tmp_path):
     assert seen == {("rollouts", "seven")}
     # nothing has been trained yet: old log-probabilities are those of the policy only in the same precision
     assert log_of(trainer, "sampling/ratio_max")[0] == pytest.approx(1.0, abs=1e-4)
-
-
-# ---- Refusals, and the end ------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_copied_is_refused_before_training(tmp_path):
@@ -178,30 +141,3 @@ def test_overrides_that_work_with_a_lag_run_where_they_may_gather(tmp_path):
     make(tmp_path, cls=Gathering, rollout_lag=1).train()
     where = {("rewards", "MainThread", 2), ("logps", "rollouts", 0), ("logps", "MainThread", 0)}
     assert Gathering.gathered == where
-
-
-JUDGE = """
-import os, signal, sys, time
-import torch
-from tests.support.tiny import letter_reward
-from tests.support.trainers import make
-calls = []
-def judge(prompts, completions, **columns):
-    calls.append(1)
-    if len(calls) == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
-    if len(calls) >= 3:
-        end = time.time() + 8  # longer than a run waits for its thread
-        while time.time() < end:
-            torch.randn(300, 300) @ torch.randn(300, 300)
-    return letter_reward(prompts, completions)
-make(sys.argv[1], reward=judge, rollout_lag=1, max_steps=6).train()
-"""
-
-
-@pytest.mark.full
-def test_the_exit_status_of_an_interrupted_run_holds_while_a_judge_computes(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", JUDGE, str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 75, done.stderr[-2000:]

@@ -1,7 +1,5 @@
 """What makes a run another run beside its settings: the model's configuration, the tools, every row of the data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +35,7 @@ def test_a_model_by_its_path_is_compared_with_what_was_loaded(tmp_path):
     train(checkpoint, attn_implementation="eager")  # how it is computed, not what
 
 
-# ---- Tools ----------------------------------------------------------------------------------------------------------
-
-
 class Game(tool_runs.Game):
-    """The same environment with another tool."""
-
     def give_up(self) -> str:
         """Give up."""
         return "over"
@@ -78,9 +71,6 @@ def test_other_tools_are_refused_and_named(tmp_path, before, after, named):
     with_tools(tmp_path / "other", **before).train(resume_from_checkpoint=checkpoint)
 
 
-# ---- Data -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_same_rows_are_the_same_data_however_they_are_held(tmp_path):
     rows = prompts(12)
     checkpoint = saved_run(tmp_path / "out", train_dataset=rows)
@@ -95,9 +85,6 @@ def test_the_same_rows_are_the_same_data_however_they_are_held(tmp_path):
         assert trainer.state.global_step == 1
     with pytest.raises(CheckpointError, match=r"data\.rows_sha256: "):
         other(tmp_path, train_dataset=backwards, max_steps=1).train(resume_from_checkpoint=str(checkpoint))
-
-
-# ---- Checkpoints without what a resume needs ------------------------------------------------------------------------
 
 
 def test_weights_alone_are_no_run_to_go_on_with(tmp_path):

@@ -1,7 +1,5 @@
 """TRL's table of completions is written whatever is in it, and never ends the training."""
 
-from __future__ import annotations
-
 import datetime
 import shutil
 from typing import Any

@@ -1,8 +1,6 @@
 """Dynamic sampling in the trainer: the batch stays full, every sampled completion is counted, the order is a function
 of (seed, epoch, rollout)."""
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 

@@ -1,7 +1,5 @@
 """pass@k of an evaluation: of the whole set, under the set's name, whatever the split and whatever training does."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 
 from grpo_ext.errors import ConfigError
 from tests.support.tiny import prompts
-from tests.support.trainers import make, on
+from tests.support.trainers import make
 
 FOUR = {"num_generations_eval": 4}
 
@@ -144,19 +142,3 @@ def test_rewards_of_training_do_not_take_pass_at_k_from_an_evaluation(tmp_path):
 def test_a_best_metric_that_may_not_be_logged_is_refused_before_training(tmp_path, settings, why):
     with pytest.raises(ConfigError, match=f"metric_for_best_model='.*' may be missing .*{why}"):
         make(tmp_path, **settings, **FOUR)
-
-
-def test_the_best_of_pass_at_k_is_kept(tmp_path):
-    best = {"metric_for_best_model": "eval_pass@1", "eval_pass_threshold": 0.5, "save_strategy": "best"}
-    trainer = make(tmp_path, reward=graded, eval_dataset=prompts(4), max_steps=2, **EACH_STEP, **best)
-    trainer.train()
-    assert trainer.state.best_metric == max(line.get("eval_pass@1", 0) for line in trainer.state.log_history)
-
-
-def test_the_seconds_of_the_optimizer_are_logged_after_an_evaluation_too(tmp_path):
-    trainer = make(tmp_path, eval_dataset=prompts(4), max_steps=3, eval_strategy="steps", eval_steps=1)
-    trainer.add_callback(on("on_step_begin", lambda state: trainer.predict(prompts(2)), at=1))
-    trainer.train()
-    lines = [line for line in trainer.state.log_history if "time/train" in line]
-    assert [line.get("time/optimizer", 0) > 0 for line in lines] == [False, True, True]
-    assert not any(name.startswith("eval_time/") for line in trainer.state.log_history for name in line)

@@ -1,7 +1,5 @@
 """Callbacks get the events that they get from TRL: a micro-batch is a substep, and a batch of an evaluation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,6 +7,7 @@ import transformers
 import trl
 
 import grpo_ext
+from tests.support.kept import of_stock
 from tests.support.tiny import prompts, stock_scores
 from tests.support.trainers import make
 
@@ -64,17 +63,17 @@ def recorded_by(recorder: Recorder, cls: type, folder: Any, *callbacks: Any, **s
     ids=["default precision and checkpoints", "evaluations and other sizes"],
 )
 def test_the_events_are_those_of_stock_trl_in_their_order(tmp_path, settings):
-    recorders = []
-    for package in (trl, grpo_ext):
+    def events(package: Any) -> list[tuple[Any, ...]]:
         recorder = Recorder()
         trainer = recorded_by(recorder, package.GRPOTrainer, tmp_path / package.__name__, **settings)
         trainer.train()
         trainer.evaluate()
-        recorders.append(recorder)
-    stock, ours = recorders
-    assert stock.events == ours.events
-    assert stock.count("on_substep_end") > 0
-    assert stock.count("on_prediction_step") > 3
+        return recorder.events
+
+    stock = of_stock(lambda: events(trl))
+    assert stock == events(grpo_ext)
+    assert sum(name == "on_substep_end" for name, *_ in stock) > 0
+    assert sum(name == "on_prediction_step" for name, *_ in stock) > 3
 
 
 class Stop(transformers.TrainerCallback):

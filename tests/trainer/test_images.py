@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import trl
 from datasets import Dataset
+from PIL import Image
+from safetensors.torch import load_file
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.checks import trainer as checks
-from grpo_ext.errors import ConfigError, DataError
-from grpo_ext.forward.images import packed_images
+from grpo_ext.errors import ConfigError, DataError, ModelError
+from grpo_ext.forward.images import packed_images, unpacked_images
 from tests.support import trainers
 from tests.support.images import (
     FAMILIES,
@@ -60,16 +64,6 @@ def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, famil
     assert error(expected, change(make(tmp_path / "others", family, train_dataset=others, max_steps=1))) > DIFFERENT
 
 
-def test_dynamic_sampling_and_a_budget_do_not_change_the_update(tmp_path):
-    def sparse(completions: Any, **kwargs: Any) -> list[float]:
-        return [float(completion[0]["content"][:1] in "abcdefghij") for completion in completions]
-
-    settings = {"reward": sparse, "dynamic_sampling": True, "micro_batch_tokens": 60, "pad_to_multiple_of": 8}
-    one, other = (make(tmp_path / f"{n}", per_device_train_batch_size=n, **settings) for n in (16, 3))
-    assert error(change(one), change(other)) <= UPDATE
-    assert max(log_of(one, "dynamic_sampling/replaced_groups")) > 0
-
-
 def test_compact_decoding_samples_what_generate_samples(tmp_path):
     """Also where prompts have the same tokens and other images."""
     rows = image_rows(8)
@@ -110,8 +104,6 @@ def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_p
     with pytest.raises(DataError, match="prompts with and without images are in one rollout batch"):
         trainer.train()
 
-
-# ---- Tools, environments and a rollout_func -----------------------------------------------------------------------
 
 SHOWN = {"max_completion_length": 60, "max_tool_calling_iterations": 2}
 
@@ -167,11 +159,6 @@ def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, 
         with_tools(tmp_path)
 
 
-def longer_prompts(prompts: Any, trainer: Any) -> dict[str, Any]:
-    ids = [[5, 6, *row] for row in trainer._tokenize_prompts(prompts)[0]]
-    return {"prompt_ids": ids, "completion_ids": [[5, 6, 1]] * len(ids), "logprobs": None}
-
-
 def drawn_anew() -> Dataset:
     rows, drawn = image_rows(8), iter(range(1000, 2000))
     rows.set_transform(lambda batch: {**batch, "images": [[image(next(drawn))] for _ in batch["prompt"]]})
@@ -185,24 +172,74 @@ def beside_text() -> Dataset:
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        (lambda: {"train_dataset": image_rows(8).to_iterable_dataset()}, "reads the images of a row again"),
         (lambda: {"train_dataset": drawn_anew()}, "gives other images when it is read again"),
         (lambda: {"train_dataset": beside_text()}, "row 0 of the data set has images and a prompt that is text"),
         (
             lambda: {"processing_class": image_processor("llava").tokenizer},
             "the processing class is a tokenizer",
         ),
-        (lambda: {"rollout_func": longer_prompts, "family": "gemma3"}, "by which the images are placed"),
         (
             lambda: {"rollout_func": print, "tools": [look], "processing_class": calling(image_processor("llava"))},
             "TRL leaves out the images of prompts there",
         ),
     ],
-    ids=["stream", "drawn", "text", "tokenizer", "rollout_func", "rollout_func and tools"],
+    ids=["drawn", "text", "tokenizer", "rollout_func and tools"],
 )
 def test_images_that_cannot_be_placed_are_refused(tmp_path, parts, words):
     with pytest.raises((ConfigError, DataError), match=words):
         make(tmp_path, **parts()).train()
+
+
+def test_a_stream_of_images_trains_like_a_data_set_with_a_length(tmp_path):
+    rows = image_rows(8, **MIXED)
+    whole = change(make(tmp_path / "whole", train_dataset=rows, shuffle_dataset=False))
+    stream = {"train_dataset": rows.to_iterable_dataset(), "shuffle_dataset": False, "per_device_train_batch_size": 3}
+    assert error(whole, change(make(tmp_path / "stream", **stream))) <= UPDATE
+
+
+def test_a_checkpoint_holds_the_images_of_a_prompt_once_and_a_resumed_run_has_the_same_bits(tmp_path):
+    sizes = {"global_batch_size": 8, "rollout_batch_size": 16}  # the first checkpoint is within a rollout batch
+    exact = {"bitwise_invariant": True, **SAVE, **sizes}
+    whole = change(make(tmp_path / "whole", **exact))
+    saved = load_file(tmp_path / "whole" / "checkpoint-1" / "grpo_ext_rollout.safetensors")
+    assert len(saved["row_images/lengths"]) < len(saved["row_images/rows"]) == sizes["rollout_batch_size"]
+    assert torch.equal(whole, resumed(make(tmp_path / "whole", per_device_train_batch_size=3, **exact)))
+
+
+def test_a_processor_that_marks_tokens_in_its_own_way_is_refused(tmp_path):
+    processor = image_processor("qwen2_5_vl")
+    call = type(processor).__call__
+
+    class Marking(type(processor)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            output = call(self, *args, **kwargs)
+            if isinstance(types := output["mm_token_type_ids"], torch.Tensor):
+                output["mm_token_type_ids"] = 2 * types
+            return output
+
+    processor.__class__ = Marking
+    with pytest.raises(ModelError, match="returns mm_token_type_ids other than 1 for the image token"):
+        make(tmp_path, "qwen2_5_vl", processing_class=processor)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "HSV"])
+def test_packed_images_keep_the_pixels_of_every_mode(mode):
+    pictures = [image(1, 16, 8), image(2).convert("L").convert("I") if mode == "I;16" else image(2)]
+    pictures[1] = pictures[1].convert(mode)
+    for picture, back in zip(pictures, unpacked_images(packed_images(pictures)), strict=True):
+        expected = picture.convert("RGB") if picture.mode == "HSV" else picture
+        assert (back.mode, back.size, back.tobytes()) == (expected.mode, expected.size, expected.tobytes())
+
+
+def test_packed_images_are_not_turned_and_arrays_may_have_their_channels_first():
+    file, picture = io.BytesIO(), image(3, 16, 8)
+    exif = picture.getexif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    picture.save(file, "PNG", exif=exif)
+    values = np.asarray(picture)
+    kinds = [Image.open(file), values, torch.tensor(values.transpose(2, 0, 1))]
+    assert all(np.array_equal(values, back) for back in unpacked_images(packed_images(kinds)))
+    assert not np.array_equal(values, unpacked_images(packed_images([image(4, 16, 8)]))[0])
 
 
 def test_images_that_cannot_be_packed_are_named():

@@ -1,7 +1,5 @@
 """Every switch of the layout changes where work is done, and nothing that is learned."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any
@@ -11,6 +9,8 @@ import torch
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
+from grpo_ext.forward import choice
+from grpo_ext.rollouts.ahead import RolloutsAhead
 from tests.support.architectures import architecture
 from tests.support.tiny import prompts, sparse_reward, tiny_model
 from tests.support.trainers import error, form_of, log_of, make, update
@@ -107,16 +107,46 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
         make(tmp_path, forward="fast")
 
 
-def test_the_plan_says_which_form_runs_and_why(tmp_path, capsys):
+def test_the_plan_says_which_form_runs_and_why(tmp_path, caplog):
     make(tmp_path, architecture("lfm2"), max_steps=1).train()
-    why = r"\(no packs: Lfm2ForCausalLM has layers of another kind \(conv\)\)\n"
-    assert re.search(f"  forward +shared prefixes: .* {why}", capsys.readouterr().out)
+    why = r"\(no packs: Lfm2ForCausalLM has layers that packs do not support \(conv\)\)\n"
+    assert re.search(f"  forward +shared prefixes: .* {why}", caplog.text)
 
 
-def test_a_form_that_is_found_out_not_to_work_is_said(tmp_path, caplog):
+def test_a_refused_form_is_warned_of(tmp_path, caplog):
     make(tmp_path, tiny_model("nemotron", bos_token_id=1), max_steps=1).train()
-    assert caplog.text.count("Completions do not run as planned: shared prefixes: ") == 1
+    assert caplog.text.count("The best form of the forward was refused; completions run as shared prefixes: ") == 1
     assert "(no packs: " in caplog.text
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_forms_are_compared_once_before_training_or_an_evaluation(tmp_path, monkeypatch, lag):
+    compared, why_form_fails = [], choice.why_form_fails
+
+    def watched(form: Any, model: Any, *args: Any) -> str | None:
+        compared.append(model)
+        return why_form_fails(form, model, *args)
+
+    monkeypatch.setattr(choice, "why_form_fails", watched)
+    settings = {"beta": 0.1, "max_steps": 2, "rollout_lag": lag, "eval_dataset": prompts(4)}
+    trainer = make(tmp_path, **settings)
+    models, forms = [trainer.model, trainer.ref_model], trainer._forwards.choice
+    assert [forms.form(model) for model in models] == ["padded", "padded"]
+    if lag:
+        sample = RolloutsAhead._sample
+
+        def spied(ahead: RolloutsAhead, *args: Any) -> Any:
+            models.extend((ahead.snapshot.policy, ahead.snapshot.reference))
+            return sample(ahead, *args)
+
+        monkeypatch.setattr(RolloutsAhead, "_sample", spied)
+    else:
+        trainer.evaluate()
+        assert compared == models
+    trainer.train()
+    assert compared == models[:2]
+    assert {forms.form(model) for model in models} == {"packed"}
+    assert len(models) >= 2 + 2 * lag
 
 
 @pytest.mark.parametrize("kind", ["doge", "bloom"])
@@ -148,12 +178,3 @@ def test_a_loss_computed_outside_a_step_does_not_run_packs_under_checkpointing(t
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None]))
     assert error(gradients[1], gradients[0]) <= UPDATE
-
-
-def test_nothing_is_scored_by_trls_head(tmp_path, monkeypatch):
-    """Its kernel is None beside TRL 1.15 on a machine without Triton."""
-    settings = {"beta": 0.1, "forward": "padded", "max_steps": 2}
-    expected, _ = update(tmp_path / "with", "moe", **settings)
-    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", None)
-    found, _ = update(tmp_path / "without", "moe", **settings)
-    assert torch.equal(found, expected)

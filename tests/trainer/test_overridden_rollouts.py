@@ -1,7 +1,5 @@
 """What a user's `_generate_and_score_completions` returns is trained on as stock TRL does, however a step is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +33,6 @@ class Changed:
 
 
 class WithoutTheMiddle(Changed):
-    """Of every other completion, two tokens."""
-
     def changed(self, scored: dict[str, Any]) -> None:
         scored["completion_mask"][::2, 2:4] = 0
 
@@ -115,22 +111,6 @@ class WithFields(Changed):
 @stock_scores
 def test_fields_of_an_override_reach_the_loss_in_the_shapes_that_trl_hands_over(tmp_path):
     learns_as_in_trl(tmp_path, WithFields, parts, loss_type="grpo", num_iterations=2)
-
-
-class MaskedInTheLoss:
-    """Attention and loss without the second token, decided in the loss."""
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        mask = inputs["completion_mask"].clone()
-        mask[:, 1] = 0
-        return super()._compute_loss(model, {**inputs, "completion_mask": mask})
-
-
-@stock_scores
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_mask_that_is_changed_in_the_loss_is_scored_with(tmp_path, checkpointing):
-    settings = {"gradient_checkpointing": checkpointing, "loss_type": "luspo"}  # whose weights count no tokens
-    learns_as_in_trl(tmp_path, MaskedInTheLoss, parts, **settings)
 
 
 class PassesOn:

@@ -3,9 +3,6 @@
 What is refused where processes have other shares is in tests/distributed/test_collectives.
 """
 
-from __future__ import annotations
-
-import logging
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from datasets import Dataset
 from grpo_ext import GRPOTrainer
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
-from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build, learns_as_in_trl
 from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
 from tests.support.trainers import make, passing_on
@@ -30,7 +26,7 @@ OVERRIDDEN = (
     *("log", "_log_metric", "create_optimizer", "create_scheduler"),
 )
 NO_ROWS = [0]  # of a step that goes on with a rollout batch
-MORE_INPUTS = {CONTEXT_KEY, "attention_mask"}
+MORE_INPUTS = {"attention_mask"}
 
 
 def shown(value: Any) -> Any:
@@ -147,17 +143,22 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
     learns_as_in_trl(tmp_path, override, differs=override is not TrlsLoss, **settings)
 
 
+@pytest.mark.parametrize(("override", "padded"), [(None, False), (OwnTerm, True), (HalfLogps, True)], ids=str)
+def test_tokens_are_padded_for_a_loss_only_where_an_override_reads_them(tmp_path, override, padded):
+    class Seen(GRPOTrainer):
+        def _loss_of(self, model: Any, micro_batch: Any) -> torch.Tensor:
+            assert {"prompt_ids", "completion_ids"}.isdisjoint(micro_batch.columns) is not padded
+            return super()._loss_of(model, micro_batch)
+
+    build(tmp_path, Seen, override, max_steps=1).train()
+
+
 def test_what_is_not_called_is_said(tmp_path, caplog):
     build(tmp_path, passing_on("get_high_entropy_mask"))
     assert "Own.get_high_entropy_mask has no effect here" in caplog.text
 
 
-# ---- Where processes differ, and a rollout_func ---------------------------------------------------------------------
-
-
 class Alone(GRPOTrainer):
-    """Makes the whole dictionary by itself."""
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         ids = torch.arange(5, 9).repeat(len(inputs), 1)
         ones, advantages = torch.ones_like(ids), torch.arange(float(len(inputs))) % 4 - 1.5
@@ -190,17 +191,3 @@ def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
     parts = {"reward_funcs": reward, "train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
     make(tmp_path, max_steps=1, rollout_func=rollout, **parts).train()
     assert seen == [1] * 16
-
-
-def test_a_rollout_func_may_sample_with_the_trainer_itself_and_that_is_said(tmp_path, caplog):
-    def by_itself(prompts: Any, trainer: Any) -> Any:
-        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        completions = [trainer._generate_single_turn([row], None, {}, 1)[0][0] for row in ids]
-        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
-
-    trainer = make(tmp_path, rollout_func=by_itself, max_steps=2)
-    with caplog.at_level(logging.WARNING):
-        trainer.train()
-    assert trainer.state.global_step == 2
-    assert "rollout_func may sample in its own way; only the update is covered" in caplog.text
-    assert "random numbers of Python, NumPy and torch" in caplog.text

@@ -1,7 +1,5 @@
 """Weights in 4 and 8 bits under an adapter: the update, checkpoints and export, and what is refused of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -126,43 +124,6 @@ def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
     assert moved() > 0.99
     with bfloat16():
         assert moved() < 0.1
-
-
-def test_an_adapter_that_was_trained_before_keeps_its_digits(tmp_path, base, bfloat16):
-    def before_and_after() -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(1)
-        model = peft.get_peft_model(loaded(base, 4), lora(init_lora_weights=False))
-        return trained(model), trained(make(tmp_path, model).model)
-
-    assert torch.equal(*before_and_after())
-    with bfloat16():
-        assert error(*before_and_after()) > DIFFERENT
-
-
-@EITHER
-def test_a_loaded_model_trains_as_its_name_does_and_a_forward_in_evaluation_mode_changes_nothing(tmp_path, base, bits):
-    settings = {"per_device_train_batch_size": 5, "max_steps": 2}
-    expected = update(tmp_path, base, quantise=BITS[bits], **settings)
-    trainer = make(tmp_path, loaded(base, bits), **SAVE, **settings)
-    trainer.model.eval()
-    with torch.no_grad():
-        trainer.model(input_ids=torch.tensor([[3, 4, 5]]))
-    assert torch.equal(change(trainer), expected)
-
-
-def test_weights_that_are_repacked_for_inference_are_refused(tmp_path, base):
-    from bitsandbytes.functional import has_avx512bf16
-
-    if not has_avx512bf16():
-        pytest.skip("bitsandbytes repacks on CPUs with AVX512-BF16 alone")
-    model = loaded(base, 4)
-    ids = torch.tensor([[3, 4, 5]])
-    with torch.no_grad():
-        expected = model.train()(input_ids=ids).logits
-        model.eval()(input_ids=ids)
-    assert error(expected, model.train()(input_ids=ids).logits) > DIFFERENT  # it is refused for a reason
-    with pytest.raises(ModelError, match=r"repacked the 4-bit weights of \S*layers\.0.*load the model"):
-        make(tmp_path, model)
 
 
 def test_outlier_columns_are_refused_because_they_depend_on_the_rows(tmp_path, base, monkeypatch):

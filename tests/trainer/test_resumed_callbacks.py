@@ -22,7 +22,6 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model":
 
 
 def as_good(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """A reward that never improves."""
     return [1.0] * len(completions)
 
 
@@ -58,7 +57,7 @@ def test_patience_is_restored(tmp_path, restored):
     assert evaluations[0] == evaluations[1]
 
 
-def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on(tmp_path, capsys):
+def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on(tmp_path, caplog):
     whole = early(tmp_path)
     whole.train()
     assert whole.state.global_step == 3
@@ -66,7 +65,7 @@ def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on
     again.train("latest")
     assert again.state.global_step == 3
     assert torch.equal(parameters(whole), parameters(again))
-    said = capsys.readouterr().out
+    said = caplog.text
     assert "stopped early, after step 3 of 6" in said
     assert "allow_changed_on_resume=['stopped_early']" in said
     going_on = early(tmp_path, patience=4, allow_changed_on_resume=["stopped_early"])
@@ -78,16 +77,7 @@ def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on
     assert trained.state.global_step == 7
 
 
-def test_a_finished_run_that_is_made_longer_was_not_stopped_early(tmp_path):
-    other(tmp_path, max_steps=1).train()
-    longer = other(tmp_path, max_steps=2, allow_changed_on_resume=["max_steps"])
-    longer.train("latest")
-    assert longer.state.global_step == 2
-
-
 class StopAt(TrainerCallback):
-    """Stops the run at a step."""
-
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -96,7 +86,7 @@ class StopAt(TrainerCallback):
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, capsys, stops):
+def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, caplog, stops):
     trainer = other(tmp_path)
     trainer.add_callback(StopAt(2 if stops else 9))
     trainer.add_callback(on("on_pre_optimizer_step", lambda state: os.kill(os.getpid(), signal.SIGTERM), at=1))
@@ -105,7 +95,7 @@ def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, capsy
     again = other(tmp_path)
     again.train("latest")
     assert again.state.global_step == (2 if stops else 3)
-    assert ("stopped early" in capsys.readouterr().out) is stops
+    assert ("stopped early" in caplog.text) is stops
 
 
 def test_the_state_of_every_callback_is_restored_into_its_object(tmp_path, caplog):
@@ -125,21 +115,6 @@ def test_the_state_of_every_callback_is_restored_into_its_object(tmp_path, caplo
     assert [callback.total for callback in third] == [3, 30]
 
 
-class Numbered(Counting):
-    """Keeps totals by step: JSON turns its numbers into texts."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.totals: dict[int | str, int] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_end(args, state, control)
-        self.totals[state.global_step] = self.total
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"totals": self.totals, "total": self.total}}
-
-
 class Converting(Counting):
     """Has a tensor, which its own `from_state` makes of a list."""
 
@@ -157,17 +132,9 @@ class Converting(Counting):
         return made
 
 
-class Unnamed(Counting):
-    """Names no argument in its state, so that nothing can be built from that."""
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"total": self.total}}
-
-
-@pytest.mark.parametrize("build", [Numbered, Converting, lambda: Unnamed(2)], ids=["numbers", "tensor", "no-argument"])
-def test_a_state_that_json_or_a_class_changes_is_restored_and_saved_again(tmp_path, caplog, build):
+def test_a_state_that_a_class_changes_is_restored_and_saved_again(tmp_path, caplog):
     def states(name: str, checkpoint: str | None = None) -> Any:
-        other(tmp_path / name, callbacks=[build()]).train(checkpoint)
+        other(tmp_path / name, callbacks=[Converting()]).train(checkpoint)
         return json.loads((tmp_path / name / "checkpoint-3" / "trainer_state.json").read_text())["stateful_callbacks"]
 
     assert states("whole") == states("again", str(tmp_path / "whole" / "checkpoint-2"))

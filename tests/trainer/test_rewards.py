@@ -1,7 +1,5 @@
 """Reward functions in the trainer: called by chunks, what they log, and what runs in `reward_workers`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sqlite3
@@ -37,9 +35,6 @@ def test_a_subclass_may_log_beside_its_reward_functions(tmp_path):
     table = pandas.read_parquet(max((tmp_path / "completions").iterdir()))
     assert [*table["text"]] == [*table["completion"]]
     assert (len(table["length"]), table["length"].notna().all()) == (16, True)
-
-
-# ---- reward_workers -----------------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_too(tmp_path):

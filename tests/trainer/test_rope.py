@@ -1,13 +1,10 @@
 """Rotary positions that depend on the length of a forward: one length for a whole run, or a refusal; never silence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from grpo_ext.checks import data as checks
 from grpo_ext.errors import DataError, SplitDependentError
@@ -84,14 +81,6 @@ def test_sampling_scores_what_training_scores(tmp_path, kind):
     assert torch.allclose(sampled, scored, atol=1e-4)
     sampled, scored = logits_while_sampling(of_kind(kind), ids, 12)
     assert not torch.allclose(sampled, scored, atol=1e-2)
-
-
-def test_the_reference_uses_the_length_of_the_policy(tmp_path, caplog):
-    of_kind("longrope").save_pretrained(tmp_path / "start")
-    trainer = make(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path / "start"), beta=0.1)
-    assert "those of 22 tokens, the longest prompt and max_completion_length" in caplog.text
-    trainer.train()
-    assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_second_run_of_the_same_object_has_its_own_length(tmp_path):

@@ -1,20 +1,16 @@
 """`routing_replay`: a token goes to the experts that it was sampled with, in every later forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError
 from grpo_ext.forward.routing import LIVE
 from grpo_ext.rollouts.batch import EXPERTS
-from grpo_ext.rollouts.ragged import Ragged
 from grpo_ext.rollouts.transcript import Transcript, share_prompt_experts
 from tests.support.float64 import float64_throughout
-from tests.support.tiny import given_rollout, prompts, tiny_model
+from tests.support.tiny import given_rollout, tiny_model
 from tests.support.tool_runs import always_calling
 from tests.support.trainers import OtherMask, change, error, make, other, parameters, passing_on, train_and_keep_first
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
@@ -147,12 +143,6 @@ def test_a_run_that_resumes_inside_a_rollout_batch_replays_its_experts(tmp_path)
         other(tmp_path / "live", model=moe(), **REUSED).train(str(tmp_path / "whole" / "checkpoint-1"))
 
 
-def test_an_evaluation_replays_too(tmp_path):
-    trainer = make(tmp_path, moe(), max_steps=1, eval_dataset=prompts(4, seed=1), **REPLAY)
-    trainer.train()
-    assert trainer.evaluate()["eval_routing/changed_share"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
@@ -182,17 +172,3 @@ def test_an_auxiliary_loss_without_a_gradient_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef.*use_reentrant"):
         make(tmp_path / "aux", moe(), **settings)
     make(tmp_path / "none", moe(router_aux_loss_coef=0.0), router_aux_loss_coef=0.0, **settings)
-
-
-def test_rows_of_one_prompt_whose_experts_differ_run_it_each(tmp_path):
-    rows = Dataset.from_dict({"prompt": ["abc>"] * 8})
-    batch = train_and_keep_first(make(tmp_path, moe(), train_dataset=rows, max_steps=1, **REPLAY))
-
-    def first_rows() -> list[int]:
-        return [row for row, same in enumerate(batch.token_rows().same_prompt, start=1) if not same]
-
-    assert first_rows() == [4, 8, 12]  # of groups
-    experts = list(batch[EXPERTS])
-    experts[5:7] = [(row_NC + 1) % 4 for row_NC in experts[5:7]]
-    batch.columns[EXPERTS] = Ragged.of(experts)
-    assert first_rows() == [4, 5, 7, 8, 12]

@@ -1,7 +1,5 @@
 """Tools and environments that hang or do not fit: the run goes on without them, or is refused before it begins."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time
@@ -63,9 +61,6 @@ def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
     assert made[0] not in trainer._environment_pool[None]
     assert [environment.asked for environment in made] == [0] + [2] * 7 + [1]
     assert caplog.text.count("has no reward (None), and the next rollout has another") == 1
-
-
-# ---- Before training ------------------------------------------------------------------------------------------------
 
 
 BAD = [

@@ -1,7 +1,5 @@
 """Trackers, offline and for real: what the trainer logs arrives in them. And the run log of real runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_ext.tools.report import ReportCallback, load_run

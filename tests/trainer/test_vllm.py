@@ -1,7 +1,5 @@
 """Completions from a stand-in for a vLLM server: adapters by themselves, the check, seeds, bitwise mode."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,9 +62,6 @@ def ratios(trainer: Any) -> list[float]:
     return [one for end in ("min", "max") for one in log_of(trainer, f"sampling/importance_sampling_ratio/{end}")]
 
 
-# ---- Adapters by themselves -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_server_samples_with_the_adapter_of_the_step(tmp_path, serving, lag):
     trainer = adapted(tmp_path, rollout_lag=lag)
@@ -110,9 +105,6 @@ def test_an_adapter_that_a_server_does_not_load_ends_the_run(tmp_path, serving):
         adapted(tmp_path).train()
 
 
-# ---- The check ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("corrects", [True, False])
 def test_a_server_with_other_weights_ends_the_run_in_its_first_rollout_batch(tmp_path, server, corrects):
     with torch.no_grad():
@@ -139,17 +131,6 @@ def test_weights_that_stop_arriving_end_the_run(tmp_path, server):
     with pytest.raises(RolloutError, match="vLLM's log-probabilities"):
         trainer.train()
     assert trainer.state.global_step > 0
-
-
-def test_the_check_changes_nothing_that_is_learned(tmp_path, server):
-    settings = {**SERVER, "vllm_importance_sampling_correction": False, "max_steps": 2}
-    checked, plain = make(tmp_path / "a", **settings), make(tmp_path / "b", **settings, vllm_check=False)
-    assert torch.equal(change(checked), change(plain))
-    for name in ("loss", "reward"):
-        assert log_of(checked, name) == log_of(plain, name)
-
-
-# ---- Seeds and bitwise mode -----------------------------------------------------------------------------------------
 
 
 def test_without_seeds_a_run_samples_other_completions_every_time(tmp_path, server):

@@ -1,7 +1,5 @@
 """`sampling_mask="replay"` with vLLM: a stand-in for a colocated engine returns which tokens it sampled from."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +8,6 @@ import torch
 
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts.keyed import MOST_KEPT
-from tests.support import server
 from tests.support.colocated import Engine, stand_in
 from tests.support.trainers import change, error, first_line, make
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
@@ -68,14 +65,6 @@ def test_without_a_filter_vllm_is_asked_for_nothing(tmp_path, engines):
     assert {params.top_k for engine in engines for params in engine.asked} == {0}
 
 
-def test_the_plan_says_what_bounds_the_masks(tmp_path, engines, capsys):
-    make(tmp_path, **{**COLOCATE, "max_steps": 1}, top_p=0.9, **REPLAY).train()
-    assert "up to 512 ids per token (4 bytes each)" in "".join(capsys.readouterr())
-
-
-# ---- What cannot be replayed -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
@@ -125,9 +114,3 @@ def test_an_engine_that_does_not_return_what_it_was_told_to_ends_the_run(
     with pytest.raises(RolloutError, match=f"return_sampling_mask=True.* returned {problem}.* completion of 12 tokens"):
         trainer.train()
     assert trainer.state.global_step == 0
-
-
-def test_a_server_samples_with_replay_where_nothing_is_filtered(tmp_path, monkeypatch):
-    server.stand_in(tmp_path / "server", monkeypatch.setattr)
-    log = first_line(tmp_path / "run", **{**COLOCATE, "vllm_mode": "server"}, **REPLAY)
-    assert log["sampling/logp_difference"] < METRIC

@@ -23,9 +23,6 @@ def verify_anew():
     compat.verify_overrides.cache_clear()
 
 
-# ---- Overrides ------------------------------------------------------------------------------------------------------
-
-
 def test_every_override_is_verified():
     ours = {name for name, value in vars(GRPOTrainer).items() if inspect.isfunction(value)}
     assert {name for name in ours if hasattr(trl.GRPOTrainer, name)} == set(compat.OVERRIDES)
@@ -45,23 +42,10 @@ def test_a_parameter_more_on_a_method_that_is_overridden_is_named(monkeypatch, v
     assert "1.15 and 1.16" in text
 
 
-def turn(self, prompt_ids, images, extra, num_generations):
-    """TRL's `_generate_single_turn` with another parameter."""
-
-
-def test_the_first_parameters_have_to_fit_where_the_override_passes_on_what_follows(monkeypatch, verify_anew):
-    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", turn)
-    with pytest.raises(ContractError, match=r"_generate_single_turn takes \(prompt_ids, images, extra, "):
-        verify_anew()
-
-
 def test_a_method_that_is_gone_is_named(monkeypatch, verify_anew):
     monkeypatch.delattr(transformers.Trainer, "_finalize_training")
     with pytest.raises(ContractError, match=r"GRPOTrainer\._finalize_training is missing"):
         verify_anew()
-
-
-# ---- Warnings -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -98,23 +82,11 @@ def test_trl_still_uses_old_names(warned, monkeypatch):
     assert warned() == ["configuration", "construction", "training", "evaluation"]
 
 
-def test_other_warnings_are_shown_beside_old_names():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with compat.hiding_old_names():
-            warnings.warn("`is_gradient_checkpointing` is deprecated and so on", FutureWarning, stacklevel=1)
-            warnings.warn("`gradient_clipping` is deprecated", FutureWarning, stacklevel=1)
-    assert [str(warning.message) for warning in caught] == ["`gradient_clipping` is deprecated"]
-
-
-# ---- vLLM ------------------------------------------------------------------------------------------------------------
-
-
-def test_trl_starts_its_engine_with_further_options_for_as_long_as_it_takes_none_itself(monkeypatch):
+def test_trls_engine_starts_with_further_options(monkeypatch):
     monkeypatch.setattr(compat.vllm_generation, "LLM", dict, raising=False)
-    with compat.engine_options({"enable_lora": True}):
+    with compat.starting_vllm_with({"enable_lora": True}):
         assert compat.vllm_generation.LLM(model="name") == {"model": "name", "enable_lora": True}
-    with compat.engine_options({}):
+    with compat.starting_vllm_with({}):
         assert compat.vllm_generation.LLM(model="name") == {"model": "name"}
     taken = inspect.signature(compat.VLLMGeneration.__init__).parameters
     assert not [name for name in taken if "lora" in name or "engine" in name]  # else pass `enable_lora` there

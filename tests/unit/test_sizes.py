@@ -13,6 +13,6 @@ def test_a_large_file_function_and_package_are_named(tmp_path):
     assert [sentence.split(" has ")[0] for sentence in found] == ["function.py:5: large", "long.py", "the package"]
 
 
-def test_what_is_at_its_bound_passes(tmp_path):
+def test_code_at_its_bound_passes(tmp_path):
     (tmp_path / "file.py").write_text("def f():\n" + "    x = 1\n" * (FUNCTION - 1) + "y = 1\n" * (FILE - FUNCTION))
     assert list(too_large(tmp_path)) == []

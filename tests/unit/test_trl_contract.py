@@ -12,7 +12,6 @@ import textwrap
 from functools import cache
 from typing import Any
 
-import pytest
 import transformers
 import trl
 from trl.trainer.base_trainer import _BaseTrainer
@@ -42,28 +41,11 @@ def test_the_constructor_reads_beta_for_the_reference_model_alone():
     assert len(read) == 4, "GRPOTrainer.__init__ reads beta elsewhere"
 
 
-# ---- Collectives ----------------------------------------------------------------------------------------------------
-
-
 TURN = ("_generate_single_turn", "_tokenize_prompts")  # still TRL's, where continuous batching or a user calls them
 COLLECTIVE = re.compile(r"(?<!asyncio\.)\b(?:gather|reduce|broadcast|pad_across|all_)\w*\(")
 
 
-def test_what_is_still_called_of_trls_turn_exchanges_nothing():
+def test_trls_turn_calls_no_collectives():
     used = [COLLECTIVE.findall(code_of(getattr(trl.GRPOTrainer, name))) for name in TURN]
     assert used == [[], []], f"TRL's turn uses collectives, of which processes run different numbers: {used}"
     assert COLLECTIVE.findall(code_of(trl.GRPOTrainer._calculate_rewards))  # it finds those that there are
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("_generate_and_score_completions", "self.accelerator.process_index * len(prompts)"),
-        ("_calculate_rewards", "gather(rewards_per_func)"),
-        ("_generate", "self.accelerator.gather(prompt_lengths)"),
-    ],
-)
-def test_trl_still_takes_as_many_rows_from_every_process(name, line):
-    # and so does code that is written for it, which runs here where processes have unequal shares
-    source = inspect.getsource(getattr(trl.GRPOTrainer, name))
-    assert line in source, f"{name} may take unequal shares now: see whether uneven_collectives is still needed"

@@ -5,8 +5,6 @@ stay as they are, and are multiplied by torch. To a server TRL sends weights ove
 `FileWeights` is for the worker of the server (`--worker-extension-cls`), `send_by_file` for the client.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from pathlib import Path

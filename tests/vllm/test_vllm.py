@@ -3,8 +3,6 @@
 Several steps in colocate mode, with weights synced: the same completions for one process and for two.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json
@@ -47,7 +45,6 @@ def run(tmp_path_factory):
 
     @functools.cache
     def launch(processes: int, control: str = "", url: str = "", lag: int = 0) -> list[dict[str, Any]]:
-        """What every process saw."""
         folder = root / f"{processes}{control}{lag if url else ''}"
         save_model(folder / "model")
         command = [sys.executable, str(SCRIPT), str(folder), control, *([url, str(lag)] if url else [])]

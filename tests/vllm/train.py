@@ -1,7 +1,5 @@
 """Run by test_vllm.py on one or two processes: trains with vLLM rollouts and writes what was sampled."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,8 @@
 """Compares two runs: their updates, gradients, logs and bits. The invariance tests use the same code.
 
-The relative update error is `norm(dA - dB) / norm(dA)`, d the parameter change in float64, A the reference. The
-gradient error is the same for the first gradient, which has the same weights and completions in every split, so that
-the optimizer has not amplified its rounding.
+The relative update error is `norm(dA - dB) / norm(dA)`, where d is the parameter change in float64 and A the reference.
+The gradient error is the same for the first gradient: weights and completions are the same in every split there, and
+the optimizer has not amplified any rounding.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from ..stock import STOCK
 from .report import Split, SplitResult
 from .runs import Run, RunResult
 
-# Float32 carries 24 bits, and two orders of summation of a gradient differ by 1e-7 to 5e-6 of its norm (measured: the
-# demo, SmolLM2-135M). The smallest fault that was measured, an entropy bonus that is a mean of means, is 2e-4.
+# Float32 has 24 bits, and two orders of summation change a gradient by 1e-7 to 5e-6 of its norm (measured: the demo,
+# SmolLM2-135M). The smallest fault that was measured, an entropy bonus that is a mean of means, changes it by 2e-4.
 TOLERANCE = 1e-5  # relative update error, the promise of the default mode
 GRADIENT_TOLERANCE = 1e-5  # relative error of the first gradient
-METRIC_TOLERANCE = 1e-4  # |a - b| / max(1, |a|) of a logged value: logs are float32 sums in another order
+METRIC_TOLERANCE = 1e-4  # |a - b| / max(1, |a|) of a logged value: a float32 sum in another order
 
 
 class Rounding(NamedTuple):
-    """The largest errors that are called rounding."""
+    """The largest errors that count as rounding."""
 
-    gradient: float  # of the first one
-    start: float  # of its norm before it was clipped, and of values in the first log line
+    gradient: float  # the first gradient
+    start: float  # its norm before clipping, and values in the first log line
     update: float
-    log: float  # of any logged value
+    log: float  # any logged value
 
 
 # Adam divides a gradient by its own size, so an element whose gradient is rounding noise moves by a whole learning
-# rate: with its default epsilon the updates of equal gradients differ by 1e-5 to 1e-2.
+# rate: with the default epsilon, updates from equal gradients differ by 1e-5 to 1e-2.
 IN_FLOAT32 = Rounding(GRADIENT_TOLERANCE, METRIC_TOLERANCE, update=1e-2, log=1e-2)
-# bfloat16 carries 8 bits. Where forwards round differently, gradients differed by up to 5e-2 and sums over the step by
-# up to 2e-3; most faults move one of these further (docs/tools.md). Once a sampled token changes, updates differ by up
-# to 0.33, and those of another seed by 1.4.
+# bfloat16 has 8 bits. When forwards rounded differently, gradients differed by up to 5e-2 and sums over the step by up
+# to 2e-3; most faults cause larger errors (docs/tools.md). Once a sampled token has changed, updates differ by up to
+# 0.33; updates of another seed differ by 1.4.
 IN_HALF = Rounding(gradient=0.1, start=5e-3, update=0.5, log=math.inf)
-_TIMING = ("step_time", "total_flos")  # values that the algorithm does not determine
+_TIMING = ("step_time", "total_flos")  # values that do not follow from the algorithm
 _TIMING_ENDS = ("_runtime", "_per_second")
 _LAYOUT_STARTS = ("time/", "layout/")  # values that depend on the split
 _SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that reveal different completions
 
 
 def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """`norm(dA - dB) / norm(dA)` over all parameters, in float64; 0 where neither moved, infinity where only B did."""
+    """`norm(dA - dB) / norm(dA)` over all parameters, in float64; 0 if neither moved, infinity if only B did."""
     if reference.keys() != other.keys():
         return math.inf
     difference = math.sqrt(sum(float((other[n].double() - d.double()).norm()) ** 2 for n, d in reference.items()))
@@ -55,7 +55,7 @@ def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 
 def norm_error(reference: RunResult, other: RunResult) -> float:
-    """Relative error of the first gradient's norm, which the logs have unclipped."""
+    """Relative error of the first gradient's norm, which is logged before clipping."""
     one, two = ({"norm": torch.tensor(run.log[0].get("grad_norm", math.nan))} for run in (reference, other))
     return update_error(one, two)
 
@@ -66,7 +66,7 @@ def gradient_error(reference: RunResult, other: RunResult) -> float:
 
 
 def describe_difference(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> str:
-    """The parameter that differs most, with its largest and mean difference."""
+    """Name the parameter that differs most, with its largest and mean difference."""
     if reference.keys() != other.keys():
         return "the trained parameters differ"
     gaps = {name: (other[name].double() - d.double()).abs() for name, d in reference.items()}
@@ -104,7 +104,7 @@ def compare(
 ) -> SplitResult:
     """Compare two splits of `run`; with a trace compare hashes.
 
-    "same" is within all tolerances; "rounding" within the errors of `Rounding` that the run's precision has.
+    The verdict is "same" within all tolerances, and "rounding" within the errors that `Rounding` allows the precision.
     """
     result = SplitResult(split, run.trainer)
     if other.error is not None:
@@ -121,10 +121,11 @@ def compare(
 def _verdict(
     run: Run, result: SplitResult, reference: RunResult, other: RunResult, tolerance: float, metric: str
 ) -> tuple[str, str]:
-    """The verdict of a split that was trained, and why it differs."""
     only_log = f"only the log differs, most in {metric}"
     if not any(bool(d.any()) for d in other.delta.values()):
-        nothing = "no parameter moved: no group had rewards that differ, or the learning rate is 0; train more steps"
+        nothing = (
+            "no parameter moved: in every group all rewards are equal, or the learning rate is 0; train more steps"
+        )
         return "nothing learned", nothing
     if other is reference:
         return "reference", ""
@@ -134,7 +135,8 @@ def _verdict(
     same_gradient, same_update = result.gradient_error <= GRADIENT_TOLERANCE, result.update_error <= tolerance
     if same_gradient and same_update and result.metric_error <= METRIC_TOLERANCE:
         return "same", ""
-    bounds, noise = (IN_FLOAT32, ()) if run.in_float32 else (IN_HALF, ("sampling/",))  # which is rounding itself
+    # in half precision "sampling/" measures rounding itself
+    bounds, noise = (IN_FLOAT32, ()) if run.in_float32 else (IN_HALF, ("sampling/",))
     first_lines = [[{n: v for n, v in r.log[0].items() if not n.startswith(noise)}] for r in (reference, other)]
     start, name = max(metric_difference(*first_lines), (norm_error(reference, other), "grad_norm"))
     near, begins = result.gradient_error <= bounds.gradient, start <= bounds.start
@@ -146,12 +148,12 @@ def _verdict(
     if cause := _known_cause(run, reference, other, beyond):
         return "differs", cause
     if same_update:
-        return "differs", only_log if same_gradient else "the gradient differs, the update hides it"
+        return "differs", only_log if same_gradient else "the gradient differs, but the update hides it"
     return "differs", describe_difference(reference.delta, other.delta)
 
 
 def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str, str]]) -> str:
-    """The first step and tensor whose hashes differ; empty where all are the same."""
+    """Name the first step and tensor whose hashes differ; empty if there is none."""
     for step, (a, b) in enumerate(zip(reference, other), start=1):
         if different := sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name)):
             return f"the first difference is in {different[0]} after step {step}"
@@ -159,10 +161,10 @@ def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str,
 
 
 def _known_cause(run: Run, reference: RunResult, other: RunResult, beyond: str) -> str:
-    """Why a split differs, where the settings or the log show it; `beyond`: what 16-bit rounding does not explain."""
+    """Why a split differs, if settings or the log show it; `beyond`: what 16-bit rounding does not explain."""
     logs = enumerate(zip(reference.log, other.log), start=1)
-    turned = (step for step, (a, b) in logs if any(_relative_gap(a.get(k), b.get(k)) > 1e-6 for k in _SAMPLED))
-    step = next(turned, 0)
+    changed = (step for step, (a, b) in logs if any(_relative_gap(a.get(k), b.get(k)) > 1e-6 for k in _SAMPLED))
+    step = next(changed, 0)
     if run.trainer == STOCK and step == 1:
         return "the first rollout differs (each process has its own sampling seed)"
     if run.config.get("allow_split_dependent"):
@@ -170,5 +172,5 @@ def _known_cause(run: Run, reference: RunResult, other: RunResult, beyond: str) 
     if beyond:
         return beyond
     if step > 1:
-        return f"completions differ from step {step} on, by rounding or a fault; fewer steps tell (--steps {step - 1})"
+        return f"completions differ from step {step} on, by rounding or a fault; --steps {step - 1} tells which"
     return ""

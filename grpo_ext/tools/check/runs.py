@@ -34,23 +34,23 @@ OUTPUT, RUNS = "output.txt", "runs.pickle"  # in the folder of a launch: what it
 
 @dataclass(frozen=True)
 class Run:
-    """One training run; `rewards` and `rollout_func` as for the trainer."""
+    """One training run; `rewards` and `rollout_func` are those of the trainer."""
 
     name: str  # unique among the runs of a launch
     model_path: str  # folder or id of the initial model, loaded in float32, with its tokenizer
     data_path: str  # folder of the training set (`Dataset.save_to_disk`)
     rewards: tuple[Any, ...]
-    config: dict[str, Any]  # keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply
-    trainer: str = OURS  # or STOCK: TRL's with the same settings
+    config: dict[str, Any]  # keyword arguments of `grpo_ext.GRPOConfig`, `model_init_kwargs` included
+    trainer: str = OURS  # or STOCK: TRL's trainer with the same settings
     peft: PeftConfig | None = None  # None: full training
     quantization: Any = None  # a `transformers.BitsAndBytesConfig`
-    eval_path: str | None = None  # folder of a set that is evaluated once after training
+    eval_path: str | None = None  # folder of a data set that is evaluated once, after training
     trace: bool = False  # hash every parameter and optimizer tensor after every step
     gradients: bool = False  # return the first gradient that is not zero
     resume_from: str | None = None  # a checkpoint
     rollout_func: Any = None
     nameless: bool = False  # clear the model's name, as for a model built in memory
-    within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext  # around the training, from the model
+    within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext  # of the model, entered to train
 
     @property
     def half(self) -> str | None:
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def in_float32(self) -> bool:
-        """Whether it computes and trains in float32; TRL's adapters of quantised weights are bfloat16."""
+        """Whether the run computes and trains in float32; TRL's adapters on quantised weights are bfloat16."""
         return self.half is None and (self.quantization is None or self.trainer == OURS)
 
 
@@ -70,18 +70,18 @@ class RunResult:
     name: str
     delta: dict[str, torch.Tensor] = field(default_factory=dict)  # trained parameters after minus before, float64
     log: list[dict[str, Any]] = field(default_factory=list)  # the Trainer's log lines
-    error: str | None = None  # the message, where the run ended with one
-    trace: list[dict[str, str]] = field(default_factory=list)  # by step, the hash of every tensor
-    # the first that is not zero, as the optimizer gets it
+    error: str | None = None  # the message, if the run ended with an error
+    trace: list[dict[str, str]] = field(default_factory=list)  # the hash of every tensor, by step
+    # the first gradient that is not zero, as the optimizer gets it
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-# starts a worker that has `kill()` and `wait()`: (folder of the launch, environment, the worker's end of its pipe)
+# starts a process with `kill()` and `wait()`, from the folder of the launch, an environment and its end of the pipe
 Starter = Callable[[Path, dict[str, str], Connection], Any]
 
 
 def launched(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
-    """A `Starter`: a fresh interpreter, which Ctrl-C does not reach."""
+    """Start a fresh interpreter that Ctrl-C does not reach (a `Starter`)."""
     command = [sys.executable, "-m", WORKER, str(folder), str(pipe.fileno())]
     with (folder / OUTPUT).open("ab") as output:
         streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "pass_fds": [pipe.fileno()]}
@@ -93,13 +93,13 @@ def train(
 ) -> Iterator[RunResult]:
     """Train every run on `processes` real processes, one after the other; yield each result as soon as it exists.
 
-    A LaunchError, with the error or the end of the output, where a process ended or a run took over `timeout_s`.
+    A LaunchError, with the error or the end of the output, if a process ended or a run took over `timeout_s`.
     """
     what = f"{len(runs)} run(s) on {processes} process(es)"
     with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_", ignore_cleanup_errors=True) as name, ExitStack() as stack:
         folder = Path(name)
         (folder / RUNS).write_bytes(pack(list(runs)))
-        # no launcher of Accelerate's, which has the defaults of a configuration file of the user's
+        # not Accelerate's launcher, which takes defaults from the user's configuration file
         environments = ranked(_environment(runs, processes), processes)
         workers = dict(stack.enter_context(_worker(folder, environment, start)) for environment in environments)
         while workers:
@@ -115,7 +115,7 @@ def train(
                     raise LaunchError(f"{what} ended with status {status}. {_last_output(folder)}") from None
                 if isinstance(message, RunResult):
                     yield message
-                elif message is None:  # it has trained all runs
+                elif message is None:  # all runs are trained
                     del workers[pipe]
                 else:
                     raise LaunchError(f"{what} ended with an error. {message}")
@@ -123,7 +123,7 @@ def train(
 
 @contextlib.contextmanager
 def _worker(folder: Path, environment: dict[str, str], start: Starter) -> Iterator[tuple[Connection, Any]]:
-    """A process and this end of its pipe; it ends with the context, or with this process."""
+    """A process and this end of its pipe; the process ends with the context, or with this process."""
     here, there = multiprocessing.Pipe()
     with here:
         with there:
@@ -136,7 +136,7 @@ def _worker(folder: Path, environment: dict[str, str], start: Starter) -> Iterat
 
 
 def ranked(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
-    """The environment of each process, as torch's launcher sets it; a single process has no launcher."""
+    """The environment of each process, as torch's launcher sets it; a single process needs none."""
     if processes == 1:
         return [environment]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
@@ -145,7 +145,7 @@ def ranked(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
 
 
 def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
-    # the same number of threads for every launch: matrix products sum in another order otherwise
+    # the same number of threads in every launch: it determines the order of sums in matrix products
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
     if all(Path(run.model_path).is_dir() for run in runs):
         environment["HF_HUB_OFFLINE"] = "1"

@@ -1,6 +1,6 @@
-"""`grpo-ext check`: trains a few steps under several hardware splits and reports for each whether it learned the same.
+"""`grpo-ext check`: trains a few steps under several hardware splits and reports whether each learned the same.
 
-Stock TRL beside it (`against="trl"`) is the negative control.
+Stock TRL under the same splits (`against="trl"`) is the negative control.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .runs import Run, RunResult, train
 
 
 def splits_of(global_batch_size: int, processes: Sequence[int], sizes: Sequence[int] | None = None) -> list[Split]:
-    """Each micro-batch size on each number of processes.
+    """List each micro-batch size on each number of processes.
 
-    Without sizes: on the first number of processes the whole step in one forward, and a size that leaves a rest; on
-    each further one two equal micro-batches on each process, where possible, which stock TRL can train too.
+    Without sizes: on the first number of processes, the whole step in one forward, and a size that leaves a remainder;
+    on each other number, two equal micro-batches per process if possible, which stock TRL can train too.
     """
     if sizes is not None:
         return [Split(size, n) for n in processes for size in sizes]
@@ -44,14 +44,15 @@ def check(
     """Train a few steps under every split and compare the updates with those of the first split.
 
     Args:
-        run: with a `global_batch_size`; the micro-batch size in its settings is replaced.
+        run: has a `global_batch_size`; the micro-batch size in its settings is replaced.
         against: "trl" runs stock TRL under the same splits.
         tolerance: the largest relative update error that counts as the same; `comparison` has the other tolerances.
         bitwise: train with `bitwise_invariant=True` and compare hashes of every tensor after every step.
-        progress: called with a line at the start, and as each split ends.
+        progress: called with a line at the start and at the end of each split.
 
     Raises:
-        ConfigError: sizes that break a rule, or no split that could be trained. LaunchError: the processes died.
+        ConfigError: sizes break a rule, or no split could be trained.
+        LaunchError: the processes ended without results.
     """
     if against not in (None, STOCK):
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")

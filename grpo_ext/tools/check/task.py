@@ -1,5 +1,5 @@
-"""The run that `grpo-ext check` trains, from the settings of recipes/grpo.py: without its output and evaluation, and in
-float32 where the settings name no other precision."""
+"""The run that `grpo-ext check` trains: that of recipes/grpo.py without output and evaluation, and in float32 unless
+the settings name another precision."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "generat
 
 
 def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
-    """(the run of these settings, with its data in `folder`; a sentence about it, with the settings it leaves out).
+    """Return (the run of these settings, with its data in `folder`; a sentence about it and what it leaves out).
 
     Settings that name neither a model nor data are those of the demo, here with smaller steps. Without
-    `global_batch_size` the step is that of the run on one process. A ConfigError or DataError where that is refused.
+    `global_batch_size` the step is that of the run on one process. A ConfigError or DataError if the run is refused.
     """
     demo = demo_of(run_settings)
     defaults: dict[str, Any] = {"bf16": False}
@@ -62,11 +62,11 @@ def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
 
 
 def _config(settings: Mapping[str, Any], load: dict[str, Any]) -> dict[str, Any]:
-    """The settings of GRPOConfig, with sizes that no split changes."""
+    """Settings of GRPOConfig, with sizes that no split changes."""
     geometry = geometry_of(fields_of(settings, GRPOConfig), 1)
     config = {name: value for name, value in fields_of(settings, GRPOConfig).items() if name not in _SIZES}
     config["global_batch_size"] = geometry.global_batch_size
-    # a call for each chunk, so that every split trains on the same completions
+    # one `generate` call per chunk, so that every split trains on the same completions
     config["rollout_chunk_size"] = geometry.rollout_chunk_size
     if geometry.steps_per_rollout > 1:
         config["rollout_batch_size"] = geometry.rollout_batch_size

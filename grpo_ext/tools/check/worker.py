@@ -1,4 +1,4 @@
-"""The worker processes of runs.py: each trains the runs of a launch and sends the results through its pipe."""
+"""The processes of runs.py: each trains the runs of a launch; the main one sends the results through its pipe."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
 
 
 class _Recorder(TrainerCallback):
-    """Records the first gradient and the hashes of every step in the result, as the run asks for."""
+    """Records the first gradient, or the hashes of every step, in the result."""
 
-    def __init__(self, run: Run, trainer: Any, result: RunResult) -> None:
+    def __init__(self, run: Run, trainer: trl.GRPOTrainer, result: RunResult) -> None:
         self.run, self.trainer, self.result = run, trainer, result
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -71,13 +71,14 @@ class _Recorder(TrainerCallback):
             self.result.trace.append(state_hashes(model, self.trainer.optimizer))
 
 
-def _train(run: Run, trainer: Any) -> RunResult:
+def _train(run: Run, trainer: trl.GRPOTrainer) -> RunResult:
     result = RunResult(run.name)
-    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().double().clone() for name, p in parameters.items()}
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_Recorder(run, trainer, result))
-    with run.within(trainer.accelerator.unwrap_model(trainer.model)):
+    with run.within(model):
         trainer.train(resume_from_checkpoint=run.resume_from)
         if run.eval_path:
             trainer.evaluate()
@@ -87,7 +88,7 @@ def _train(run: Run, trainer: Any) -> RunResult:
 
 
 def _outcome(run: Run, folder: Path, processes: int) -> RunResult:
-    """The result of a run, or its error, where every process has the same."""
+    """The result of a run, or its error if every process has the same one."""
     trainer = None
     try:
         trainer = _build(run, folder, processes)
@@ -95,14 +96,14 @@ def _outcome(run: Run, folder: Path, processes: int) -> RunResult:
             raise RuntimeError(f"{processes} processes were started, {trainer.accelerator.num_processes} are joined")
         return _train(run, trainer)
     except Exception as error:
-        refused = trainer is None and isinstance(error, ValueError)  # by ours or TRL's
+        refused = trainer is None and isinstance(error, ValueError)  # by this package or TRL
         if processes > 1 and not refused:
-            raise  # the others may wait in a collective: the caller ends them
+            raise  # other processes may wait in a collective: the caller ends them
         return RunResult(run.name, error=f"{type(error).__name__}: {error}")
 
 
 def main(folder: Path, caller: Connection) -> None:
-    """Train every run of a launch. Ends with the pipe, whose other end the caller closes.
+    """Train every run of a launch; end when the caller closes its end of the pipe.
 
     The main process sends results. Every process sends None at the end, or the text of an error.
     """
@@ -122,7 +123,7 @@ def main(folder: Path, caller: Connection) -> None:
     except Exception as error:
         last = f"{type(error).__name__}: {error}"
     caller.send_bytes(pickle.dumps(last))
-    # not a normal exit: with several DDP models gloo's destructor can wait for a thread that waits for the interpreter
+    # no normal exit: with several DDP models gloo's destructor can wait for a thread that waits for the interpreter
     threading.Event().wait()
 
 

@@ -54,7 +54,11 @@ def test_an_advantage_is_the_centred_reward_over_its_scale(scale, groups):
     expected = []
     for group in groups:
         own = scored(group)
-        divisor = {"group": spread(own), "batch": spread(scored([value for group in groups for value in group])), "none": 1 - EPSILON}[scale] + EPSILON
+        divisor = {
+            "group": spread(own),
+            "batch": spread(scored([value for group in groups for value in group])),
+            "none": 1 - EPSILON,
+        }[scale] + EPSILON
         expected += [0.0 if math.isnan(value) else (value - statistics.mean(own)) / divisor for value in group]
     rewards = torch.tensor(groups, dtype=torch.float64).view(-1, 1)
     assert group_advantages(rewards, torch.ones(1), 4, scale).tolist() == pytest.approx(expected, abs=1e-9)
@@ -128,7 +132,7 @@ def test_an_estimator_that_returns_something_else_is_named(estimators, returning
         estimated("broken", 0, 1, 2, 3, 0, 1, 2, 3)
 
 
-def test_an_estimator_may_write_to_its_rewards_without_scoring_what_was_not(estimators):
+def test_an_estimator_that_writes_to_its_rewards_scores_no_unscored_completion(estimators):
     def filling(rewards):
         rewards[torch.isnan(rewards)] = 0
         return rewards - rewards.mean(1, keepdim=True)
@@ -153,14 +157,6 @@ def test_rewards_that_cancel_have_no_variance_in_their_sum_but_apart():
 
 
 # ---- Dynamic sampling -----------------------------------------------------------------------------------------------
-
-
-def test_places_are_filled_in_order():
-    places, free = fill_places([[True, False, False, True], [False, True], [True]])
-    assert places == [(0, 0), (1, 1), (2, 0), (0, 3)]
-    assert free == 0
-    assert fill_places([[False, True, False], [True, False]]) == ([(1, 0), (0, 1), (0, 2)], 1)
-    assert fill_places([[True, True]]) == ([(0, 0), (0, 1)], 0)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.lists(st.lists(st.booleans(), max_size=12), max_size=5))

@@ -40,12 +40,8 @@ OPTIONS = {
     "entropy keep": {"keep": True},
     "sampling ratio per sequence": {"correct_sampling": True, "sampling": "sequence"},
     "everything": {
-        "delta": 1.3,
-        "beta": 0.1,
-        "off_policy_mask_threshold": 0.05,
-        "keep": True,
-        "correct_sampling": True,
-        "sampling": "token",
+        **{"delta": 1.3, "beta": 0.1, "off_policy_mask_threshold": 0.05},
+        **{"keep": True, "correct_sampling": True, "sampling": "token"},
     },
 }
 VARIANTS = list(itertools.product(LOSS_TYPES, LEVELS, OPTIONS))
@@ -153,7 +149,7 @@ def test_averaging_parts_that_count_for_themselves_does_not_add_up(loss_type):
     assert abs(own - whole) > 1e-3
 
 
-def test_a_token_the_engine_could_not_score_is_no_evidence_against_its_sequence():
+def test_a_token_without_an_engine_score_does_not_mask_its_sequence():
     mask = torch.ones(2, 3, dtype=torch.long)
     logps = torch.zeros(2, 3, dtype=torch.float64)
     sampling = torch.tensor([[math.nan, 0.0, 0.0], [math.nan, 5.0, 5.0]], dtype=torch.float64)
@@ -194,7 +190,7 @@ def test_the_prompt_mean_by_hand():
     assert total.item() == pytest.approx(by_hand, rel=1e-6)
 
 
-def test_what_is_not_known_is_refused_with_what_is():
+def test_unknown_aggregations_and_groups_are_refused():
     with pytest.raises(ConfigError, match="needs whole groups"):
         token_weights(LossConfig(aggregation="prompt_mean"), MASK, StepCounts(4, 7, 7))
     with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown; use one of token_mean, .*"):

@@ -42,11 +42,6 @@ def step(seed: int, groups: int = 6, num_generations: int = 8, skewed: bool = Fa
     return whole(num_generations, prompts, [length() for _ in range(groups * num_generations)])
 
 
-def imbalance(sizes: StepSizes, shares: list[list[int]]) -> float:
-    loads = [sizes.load(share, COST) for share in shares]
-    return max(loads) / (sum(loads) / len(loads))
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_packs_are_few_and_even(seed):
     sizes = step(seed, groups=40, skewed=True)
@@ -60,17 +55,6 @@ def test_cuts_by_count_fall_between_groups_where_they_can():
     sizes = whole(8, [10] * 4, [10] * 32)
     assert [len(part) for part in cut_by_count(sizes, range(32), 12)] == [8, 12, 12]
     assert [len(part) for part in cut_by_count(sizes, range(32), 20)] == [16, 16]
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("seed", range(3))
-def test_loads_are_even_where_counts_are_not(seed, processes):
-    sizes = step(seed, skewed=True)
-    rows = list(range(48))
-    by_count = [rows[48 * p // processes : 48 * (p + 1) // processes] for p in range(processes)]
-    by_cost = assign_rows(sizes, rows, MicroBatchLayout(1, cost=COST, processes=processes))
-    assert imbalance(sizes, by_cost) <= 1.1
-    assert imbalance(sizes, by_cost) <= imbalance(sizes, by_count)
 
 
 def test_one_group_is_cut_for_two_processes_when_that_pays():

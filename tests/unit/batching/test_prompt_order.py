@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 from types import SimpleNamespace
 
-import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.batching.prompt_order import ProcessSlices, make_eval_loader, make_loader, prompt_order
+from grpo_ext.batching.prompt_order import ProcessSlices, make_loader, prompt_order
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 
 GENERATIONS = 3
@@ -30,10 +26,6 @@ def geometry(prompts_per_step=2, steps_per_rollout=2, iterations=1, chunk_groups
         num_processes=1,
         rollout_chunk_size=chunk_groups * generations,
     )
-
-
-def data(count: int) -> Dataset:
-    return Dataset.from_dict({"prompt": [f"p{i}" for i in range(count)], "answer": list(range(count))})
 
 
 class Stream:
@@ -64,14 +56,6 @@ def loader(prompts, g, processes=1, rank=0, *, seed=42, shuffle=True, drop_last=
 
 def names(rows) -> list[str]:
     return [row["prompt"] for row in rows]
-
-
-def described(steps, count: int | None = None) -> list:
-    """Everything of the first `count` steps (a stream never ends), comparable."""
-    pairs = [(step.request, list(step)) for step in itertools.islice(steps, count)]
-    # where the rollout batch is at hand a data set brings no rows, and a stream has them anyway
-    none = {"columns": ()}
-    return [(r, rows) if r.layout.starts_rollout else (dataclasses.replace(r, **none), []) for r, rows in pairs]
 
 
 # ---- The order ------------------------------------------------------------------------------------------------------
@@ -133,33 +117,7 @@ def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
             assert all(len(set(group)) == 1 for group in groups)
 
 
-def test_writing_to_a_row_reaches_neither_its_group_nor_a_later_step():
-    g = geometry(prompts_per_step=2, steps_per_rollout=1, iterations=2)
-    for prompts in (data(2), Stream(2)):
-        steps = loader(prompts, g, shuffle=False)
-        first, later = itertools.islice(steps, 2)
-        first[0]["answer"] = "changed"
-        assert [row["answer"] for row in first[1:3]] == [0, 0]
-        later = later or steps.dataset.rows(later.request)
-        assert [row["answer"] for row in later] == [0, 0, 0, 1, 1, 1]
-
-
 # ---- Loaders --------------------------------------------------------------------------------------------------------
-
-
-@given(SPLITS)
-def test_a_stream_and_a_map_style_set_agree_without_shuffling(split):
-    count, g, processes, drop_last = split
-    rows = [{"prompt": f"p{i}", "answer": i} for i in range(count)]
-    for rank in range(processes):
-        mapped, streamed = (
-            loader(p, g, processes, rank, shuffle=False, drop_last=drop_last) for p in (rows, Stream(count))
-        )
-        expected = []
-        for epoch in (0, 1):  # a stream goes on with its next pass by itself
-            mapped.set_epoch(epoch)
-            expected += described(mapped)
-        assert described(streamed, len(expected)) == expected
 
 
 def test_a_stream_is_read_one_rollout_at_a_time():
@@ -169,23 +127,3 @@ def test_a_stream_is_read_one_rollout_at_a_time():
         next(steps)
     assert stream.read == 4
     assert list(loader(Stream(0), geometry(), shuffle=False)) == []
-
-
-# ---- Evaluation -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("processes", [1, 4])
-@pytest.mark.parametrize("as_stream", [False, True])
-def test_evaluation_is_one_item_over_the_whole_set_in_order(processes, as_stream):
-    g = geometry(chunk_groups=2)
-    parts = []
-    for rank in range(processes):
-        steps = make_eval_loader(Stream(5) if as_stream else data(5), rule(g, processes, rank), micro_batch=3)
-        steps.set_epoch(4)
-        assert len(steps) == math.ceil(5 * GENERATIONS / (3 * processes))  # micro-batches of one process
-        (item,) = list(steps)
-        assert item.request.epoch == 0  # the same completions in every evaluation of the same model
-        assert item.request.layout.rollout_prompts == range(5)
-        parts += [] if item.request.empty else names(item)
-    assert parts == [f"p{i}" for i in range(5) for _ in range(GENERATIONS)]
-    assert list(make_eval_loader([], rule(g), micro_batch=3)) == []

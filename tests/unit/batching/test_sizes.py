@@ -16,12 +16,12 @@ from grpo_ext.batching.sizes import (
     BatchGeometry,
     EpochLayout,
     ceil_div,
-    check_equal_slices,
     geometry_of,
     process_prompts,
 )
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
+from grpo_ext.rollouts.equal_shares import check_equal_shares
 
 
 def resolve(**sizes) -> BatchGeometry:
@@ -40,34 +40,28 @@ def refusal(**sizes) -> str:
 # ---- Refusals name a remedy that works; tests/trainer/test_bad_input.py reads the rest of the messages --------------
 
 
-@pytest.mark.parametrize("value", [0, 1.5, "8", True])
-def test_a_size_that_is_no_positive_integer_is_refused_under_the_users_name(value):
+@pytest.mark.parametrize("value", [0, 1.5, True])
+def test_sizes_must_be_positive_integers(value):
     with pytest.raises(ConfigError, match=rf"^per_device_train_batch_size={value!r} .*whole number, 1 or more"):
         resolve(micro_batch_size=value)
 
 
 SIX = {"micro_batch_size": 6, "accumulation_steps": 3}
-EIGHTS = {"micro_batch_size": 3, "num_processes": 2, "num_generations": 8}
 
 
 @pytest.mark.parametrize(
     ("settings", "wrong", "name", "sizes"),
     [
         ({}, {"global_batch_size": 15}, "global_batch_size", [12, 16]),
-        ({}, {"global_batch_size": 3}, "global_batch_size", [4]),
-        (EIGHTS, {"accumulation_steps": 5}, "global_batch_size", [24, 32]),
         (SIX, {"rollout_batch_size": 54}, "rollout_batch_size", [36, 72]),
-        (SIX, {"generation_batch_size": 54}, "rollout_batch_size", [36, 72]),
         (SIX, {"steps_per_generation": 9}, "rollout_batch_size", [36, 72]),
         ({"global_batch_size": 18}, {"rollout_batch_size": 40}, "rollout_batch_size", [36, 72]),
-        ({"global_batch_size": 16}, {"rollout_batch_size": 40}, "rollout_batch_size", [32, 48]),
-        ({"global_batch_size": 16}, {"generation_batch_size": 20}, "rollout_batch_size", [16, 32]),
         ({"global_batch_size": 16}, {"rollout_batch_size": 8}, "rollout_batch_size", [16]),
         ({}, {"rollout_chunk_size": 7}, "rollout_chunk_size", [4, 8]),
     ],
     ids=str,
 )
-def test_sizes_that_cut_what_has_to_be_whole_are_refused_with_sizes_that_work(settings, wrong, name, sizes):
+def test_sizes_that_cut_groups_are_refused_with_sizes_that_work(settings, wrong, name, sizes):
     message = refusal(**settings, **wrong)
     assert all(f"={value}" in message for value in wrong.values())
     remedy = re.search(r"(?:use|global_batch_size to) (\d+)(?: or (\d+))?", message)
@@ -120,7 +114,6 @@ def test_an_accumulation_that_is_given_has_to_be_the_derived_one():
 
 
 PHASES = [
-    *((2, 1, 2, phase) for phase in ({}, {"steps_per_generation": 8}, {"generation_batch_size": 64})),
     *((4, 4, 2, phase) for phase in ({}, {"steps_per_generation": 8}, {"generation_batch_size": 64})),
     # steps that cut groups
     *((6, 3, 4, phase) for phase in ({"steps_per_generation": 6}, {"generation_batch_size": 36})),
@@ -247,22 +240,9 @@ def test_drop_last_drops_the_smaller_last_step_and_nothing_else(layout):
     assert all(s.rollout_prompts.stop <= trained for s in steps_of(dropping))
 
 
-# ---- The plan for people --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("processes", "num_prompts", "drop_last", "fits"),
-    [
-        (1, 7, False, True),
-        (2, 10, False, True),
-        (2, 9, False, False),
-        (2, 9, True, True),
-    ],
-)
-def test_equal_shares_are_checked_up_to_the_last_rollout(processes, num_prompts, drop_last, fits):
-    g = resolve(num_generations=4, num_processes=processes, micro_batch_size=4, global_batch_size=16)
-    if fits:
-        check_equal_slices(g, num_prompts, drop_last)
-        return
-    with pytest.raises(ConfigError, match=f"on {processes} processes; choose a rollout_batch_size"):
-        check_equal_slices(g, num_prompts, drop_last)
+def test_equal_shares_are_checked_up_to_the_last_rollout():
+    g = resolve(num_processes=2, global_batch_size=16)
+    check_equal_shares(g, 10, drop_last=False)
+    check_equal_shares(g, 9, drop_last=True)
+    with pytest.raises(ConfigError, match="on 2 processes; choose a rollout_batch_size"):
+        check_equal_shares(g, 9, drop_last=False)

@@ -10,11 +10,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from grpo_ext.errors import MemoryShortageError
 from grpo_ext.forward import attention, forms
-from grpo_ext.forward.form_check import Trial, try_form
+from grpo_ext.forward.choice import ForwardChoice
+from grpo_ext.forward.form_check import why_form_fails
 from grpo_ext.forward.lm_head import install
+from grpo_ext.forward.probe import probe_rows
 from tests.support.architectures import architecture
 from tests.support.packs import rows_of
+from tests.support.tiny import tiny_tokenizer
 
 # settings of each architecture; layers that differ in attention, positions and experts
 KINDS: dict[str, dict[str, Any]] = {
@@ -42,9 +46,11 @@ def arithmetic(precision: str) -> Any:
 LONG = ([20], [[30, 2, 17, 9]])
 
 
-def tried(model: Any, precision: str, batch: Any = None) -> Trial:
+def why_no_packs(model: Any, precision: str, batch: Any = None) -> str | None:
+    """Why packs are refused, on a batch or on the rows that a run compares."""
     with arithmetic(precision):
-        return try_form("packed", model, batch or rows_of(*LONG))
+        batches = probe_rows(model, tiny_tokenizer()) if batch is None else [batch]
+        return next(filter(None, (why_form_fails("packed", model, rows) for rows in batches)), None)
 
 
 @pytest.mark.parametrize("start", range(12))
@@ -60,8 +66,9 @@ def test_a_healthy_start_is_not_refused(start):
         hidden_size=source.choice([32, 64, 128]),
     )
     lengths = [source.randint(0, source.choice([3, 12, 40])) for _ in range(source.choice([2, 4, 8]))]
-    trial = tried(model, precision, rows_of([source.choice([1, 9, 60])], [[*lengths, 2]], seed=start))
-    assert trial.refused is None, (kind, precision, model.config, lengths)
+    batch = rows_of([source.choice([1, 9, 60])], [[*lengths, 2]], seed=start)
+    assert why_no_packs(model, precision, batch) is None, (kind, precision, model.config, lengths)
+    assert why_no_packs(model, precision) is None, (kind, precision, model.config)
 
 
 def _ignored_by_the_model(monkeypatch: Any, model: Any) -> None:
@@ -74,7 +81,7 @@ def _one_is_one_too_far(monkeypatch: Any, model: Any) -> None:
 
     def shifted(*args: Any) -> Any:
         pack = build(*args)
-        for token in range(*pack.layout.groups[0].completions[3]):
+        for token in range(*pack.layout.groups[0].completions[-1]):
             pack.positions_N[token] += 1
         return pack
 
@@ -105,7 +112,7 @@ FAULTS = [_ignored_by_the_model, _one_is_one_too_far, _one_sees_its_neighbour]
 def test_a_planted_fault_is_found(monkeypatch, fault, precision):
     model = model_of("qwen2", precision, initializer_range=0.1)
     fault(monkeypatch, model)
-    assert "the model does something between tokens" in str(tried(model, precision).refused)
+    assert "the model does something between tokens" in str(why_no_packs(model, precision))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -113,21 +120,30 @@ def test_ignored_positions_are_found_in_a_deep_model_before_training(monkeypatch
     """Its log-probabilities differ by less than the rounding that sixteen layers have multiplied."""
     model = model_of("qwen2", precision, num_hidden_layers=16)
     _ignored_by_the_model(monkeypatch, model)
-    assert "rotary_emb" in str(tried(model, precision).refused)
+    assert "rotary_emb" in str(why_no_packs(model, precision))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", ["gemma3_text", "gemma2"])
-def test_a_lost_window_is_found(monkeypatch, kind, precision):
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gemma3_text", {}),
+        ("gemma2", {}),
+        ("gemma3_text", {"sliding_window": 96}),
+        ("mistral", {"sliding_window": 512}),
+    ],
+)
+def test_a_lost_window_is_found(monkeypatch, kind, sizes, precision):
     _mask(monkeypatch, lambda whole, group, window, device: whole(group, None, device))
-    assert tried(model_of(kind, precision), precision).refused is not None
+    model = model_of(kind, precision, max_position_embeddings=1024, **sizes)
+    assert why_no_packs(model, precision) is not None
 
 
-def test_an_error_of_the_model_itself_is_no_refusal():
+def test_an_error_of_the_model_is_raised():
     model = model_of("qwen2")
     model.model.norm.forward = lambda hidden: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        tried(model, "float32")
+        why_no_packs(model, "float32")
 
 
 def test_the_check_leaves_the_model_and_the_random_numbers_alone():
@@ -141,7 +157,45 @@ def test_the_check_leaves_the_model_and_the_random_numbers_alone():
         return [torch.get_rng_state().tolist(), hooks, wrapped.training, model.is_gradient_checkpointing]
 
     before = state()
-    with arithmetic("autocast"):
-        trial = try_form("packed", wrapped, rows_of(*LONG))
-    assert (trial.refused, trial.tokens > 0) == (None, True)
+    assert why_no_packs(wrapped, "autocast") is None
     assert state() == before
+
+
+def test_rows_of_text_that_a_model_takes():
+    """Longer than its windows, and never longer than its positions."""
+    tokenizer = tiny_tokenizer()
+    for sizes, longest in (({}, [27]), ({"max_position_embeddings": 16}, [16])):
+        batches = probe_rows(model_of("gpt2" if sizes else "llama", **sizes), tokenizer)
+        assert [max(map(sum, zip(rows.prompts_B, rows.completions_B))) for rows in batches] == longest
+        assert all(rows.same_prompt.count(False) == 1 and len(rows) == 5 for rows in batches)
+        assert not {*tokenizer.all_special_ids} & {*torch.cat([rows.ids_N for rows in batches]).tolist()}
+    for window, prompts in ((40, [48, 48]), (1024, [1152, 1152]), (1025, None)):
+        _, *long = probe_rows(model_of("mistral", sliding_window=window, max_position_embeddings=4096), tokenizer)
+        assert [rows.prompts_B for rows in long] == ([prompts] if prompts else [])
+
+
+def test_a_model_pads_until_it_is_compared_and_its_copy_runs_as_it_does():
+    chosen, model, twin = ForwardChoice(("packed",), torch.device("cpu")), model_of("qwen2"), model_of("qwen2")
+    assert (chosen.form(model), chosen.planned(model)) == ("padded", "packed")
+    chosen.compare(model, lambda policy: [rows_of(*LONG)])
+    chosen.share(model, twin)
+    assert chosen.form(model) == chosen.form(twin) == "packed"
+
+
+def test_rows_that_cannot_be_made_or_numbers_that_are_not_finite_refuse_a_form(caplog):
+    chosen, model = ForwardChoice(("packed",), torch.device("cpu")), model_of("qwen2")
+    chosen.compare(model, lambda policy: [][0])
+    assert chosen.form(model) == "padded"
+    assert "rows to compare it on could not be made (IndexError: " in caplog.text
+    model.lm_head.weight.data[:] = torch.nan
+    assert "are not finite" in str(why_no_packs(model, "float32"))
+
+
+def test_memory_that_does_not_suffice_has_a_remedy():
+    def out_of_memory(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    model = model_of("qwen2")
+    model.model.norm.forward = out_of_memory
+    with pytest.raises(MemoryShortageError, match="forward='padded'"):
+        ForwardChoice(("packed",), torch.device("cpu")).compare(model, lambda policy: [rows_of(*LONG)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
@@ -162,21 +161,7 @@ def test_the_logits_are_those_of_every_model_that_transformers_has():
     assert outcomes["BertLMHeadModel"] == "refused"
 
 
-@pytest.mark.parametrize("setting", ["_FACTORS", "_DIVISORS", "_CAPS"])
-def test_a_transform_that_is_not_known_would_show(monkeypatch, setting):
-    monkeypatch.setattr(lm_head, setting, ())
-    name = {"_FACTORS": "CohereForCausalLM", "_DIVISORS": "GraniteForCausalLM", "_CAPS": "Gemma2ForCausalLM"}[setting]
-    assert outcome(name).startswith("off by")
-
-
 # ---- The forward ----------------------------------------------------------------------------------------------------
-
-
-def padded_batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 50, (3, 10), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = mask[2, 8:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def test_casting_the_head_to_float32_leaves_autocast():
@@ -195,22 +180,6 @@ def test_casting_the_head_to_float32_leaves_autocast():
         assert (model(ids, **{TARGETS: targets})[0] - logps).abs().max() > 1e-4
 
 
-def test_every_other_call_and_the_signature_are_the_models_own():
-    inputs = padded_batch()
-    model, plain = tiny_model("qwen2"), tiny_model("qwen2")
-    install(model, TEMPERATURE)
-    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
-    for call in ({}, {"labels": inputs["input_ids"]}, {"use_cache": True}):
-        ours, theirs = model(**inputs, **call), plain(**inputs, **call)
-        assert type(ours) is type(theirs)
-        assert torch.equal(ours.logits, theirs.logits)
-    with pytest.raises(ValueError, match="not used by the model"):
-        model.generate(**inputs, max_new_tokens=1, no_such_argument=1)
-
-
-# ---- TRL's kernel ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("deterministic", "head"), [(False, "Triton"), (True, "tiled")])
 def test_bitwise_mode_does_not_use_trls_kernel(monkeypatch, deterministic, head):
     """On tensors that say they are on a CUDA device; both heads are stand-ins."""
@@ -222,13 +191,7 @@ def test_bitwise_mode_does_not_use_trls_kernel(monkeypatch, deterministic, head)
         assert lm_head.log_probs(hidden, weight, None, targets, LogitTransform())[0] == head
 
 
-def test_a_model_that_returns_tuples_is_scored():
-    model, ids = tiny_model("qwen2"), torch.randint(3, 50, (1, 9))
-    install(model, TEMPERATURE)
-    targets = Targets(predictor_S=torch.arange(8), tokens_S=ids[0, 1:])
-    expected = model(ids, **{TARGETS: targets})[0]
-    model.config.return_dict = False
-    assert torch.equal(model(ids, **{TARGETS: targets})[0], expected)
+# ---- TRL's kernel ---------------------------------------------------------------------------------------------------
 
 
 def test_a_head_of_several_layers_and_an_adapter_on_it_are_refused():

@@ -12,7 +12,7 @@ from transformers.models.mistral import modeling_mistral
 
 from grpo_ext.batching.packing import PackLayout
 from grpo_ext.forward import attention
-from grpo_ext.forward.attention import TakesNoPacks, packed_attention
+from grpo_ext.forward.attention import PackRefused, packed_attention
 from grpo_ext.forward.forms import run_rows, why_not_packed
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows, in_columns
@@ -88,7 +88,7 @@ def test_a_model_that_drops_the_layout_is_refused():
     model, batch = model_of("qwen2"), rows_of(*SHAPES["groups"])
     forward = model.model.forward
     model.model.forward = lambda *args, grpo_ext_pack=None, **kwargs: forward(*args, **kwargs)
-    with pytest.raises(TakesNoPacks, match="is not given the layout"):
+    with pytest.raises(PackRefused, match="is not given the layout"):
         run_rows("packed", model, batch)
 
 
@@ -97,7 +97,7 @@ def test_a_model_that_makes_its_own_mask_is_refused_where_its_window_does_not_sh
     run_rows("packed", model, batch)
     mask = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
     monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", lambda *args, **kwargs: mask)
-    with pytest.raises(TakesNoPacks, match="MistralAttention attends under a mask that the model makes"):
+    with pytest.raises(PackRefused, match="MistralAttention uses a mask that the model builds"):
         run_rows("packed", model, batch)
 
 
@@ -154,13 +154,3 @@ def test_rows_go_to_trls_layout_and_back(shape, multiple):
     assert (back.prompts_B, back.completions_B) == (list(rows.prompts_B), list(rows.completions_B))
     assert back.same_prompt == rows.same_prompt
     assert torch.equal(in_columns(rows.targets(), rows.places(), len(rows), width), ids[:, -width:])
-
-
-def test_a_part_attends_to_what_its_rows_do():
-    ids, mask = torch.arange(10).view(2, 5), torch.ones(2, 5, dtype=torch.long)
-    mask[1, 3] = 0  # inside a completion
-    rows = TokenRows.of_padded(ids, mask, 3)
-    assert rows.part(slice(0, 1)).attended_N is None
-    attended_N = rows.part(slice(1, 2)).attended_N
-    assert attended_N is not None
-    assert attended_N.tolist() == [True, True, True, False, True]

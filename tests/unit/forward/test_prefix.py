@@ -10,14 +10,15 @@ from peft import LoraConfig, get_peft_model
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ext.compat import CACHE
-from grpo_ext.forward import choice, forms, prefix_cache
-from grpo_ext.forward.choice import ForwardChoice
-from grpo_ext.forward.form_check import try_form
+from grpo_ext.forward import forms, prefix_cache
+from grpo_ext.forward.form_check import why_form_fails
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
+from grpo_ext.forward.probe import probe_rows
 from tests.support.architectures import HYBRID, PREFIXED, architecture
 from tests.support.float64 import float64_throughout
 from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of
+from tests.support.tiny import tiny_tokenizer
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 
 ALWAYS = ("lfm2", "falcon_h1", "qwen3_5_text")  # convolutions, Mamba 2 and attention in a layer, linear attention
@@ -75,20 +76,6 @@ def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
             assert apart(gradient("prefix", model, batch), expected) <= FLOAT64_SUMS
 
 
-def test_a_prompt_whose_cache_carries_no_gradient_would_show(monkeypatch):
-    """The negative control: transformers' own caches copy states in place, or a detached cache loses the prompt."""
-    model, batch = model_of("lfm2"), rows_of(*SHAPES["groups"])
-    expected = gradient("padded", model, batch)
-    update = prefix_cache._Recorded.update
-
-    def detached(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        update(self, keys.detach(), values.detach())
-        return keys, values
-
-    monkeypatch.setattr(prefix_cache._Recorded, "update", detached)
-    assert apart(gradient("prefix", model, batch), expected) > 1e-3
-
-
 def test_the_router_counts_what_the_padded_batch_counts():
     assert_same_router_counts("prefix", model_of("qwen3_next"), rows_of(*SHAPES["masked_out"]))
 
@@ -103,24 +90,18 @@ def test_adapters_and_widths():
     assert apart(wide, run_rows("padded", wrapped, batch).logps_S) <= FLOAT32_SUMS
 
 
-# ---- Which models run it --------------------------------------------------------------------------------------------
-
-
-def chosen_form(caplog: Any, model: Any, **options: Any) -> tuple[str, str]:
-    """The form after the check, and the warnings."""
-    caplog.clear()
-    chosen = ForwardChoice(("packed", "prefix"), torch.device("cpu"), **options)
+def refusal(model: Any, checkpointing: Any = None) -> str | None:
+    """Why a model does not run the prefix form: by its class, or because its modules disagree with padding."""
+    if (reason := why_no_prefix(model, reentrant=bool(checkpointing and checkpointing["use_reentrant"]))) is not None:
+        return reason
     with torch.no_grad():
-        chosen.check(model, rows_of(*SHAPES["long"]))
-    assert chosen.settled(model)
-    return chosen.form(model), " ".join(r.getMessage() for r in caplog.records if r.name == choice.__name__)
+        return why_form_fails("prefix", model, rows_of(*SHAPES["long"]), torch.device("cpu"), checkpointing)
 
 
 @pytest.mark.parametrize("precision", [in_full_unless(False, torch.float32), torch.bfloat16])
 @pytest.mark.parametrize("kind", HYBRID)
-def test_hybrid_models_run_it_after_the_check(caplog, kind, precision):
-    model = model_of(kind).to(precision)
-    assert chosen_form(caplog, model, checkpointing_kwargs=CHECKPOINTING) == ("prefix", "")
+def test_hybrid_models_run_it(kind, precision):
+    assert refusal(model_of(kind).to(precision), CHECKPOINTING) is None
 
 
 @pytest.mark.parametrize(
@@ -133,22 +114,14 @@ def test_hybrid_models_run_it_after_the_check(caplog, kind, precision):
         ("gpt2", CHECKPOINTING, "fails on completions after a cached prompt"),  # whose layers drop the cache
     ],
 )
-def test_models_that_cannot_pad_and_say_why(caplog, kind, checkpointing, words):
-    model = model_of(kind)
-    if kind == "gpt2":
-        model._supports_attention_backend = False  # else it packs
-        assert chosen_form(caplog, model)[0] == "prefix"
-    form, warnings = chosen_form(caplog, model, checkpointing_kwargs=checkpointing)
-    assert form == "padded"
-    assert warnings.count("Padded batches run") == 1
-    assert words in warnings
-    assert not model.is_gradient_checkpointing
+def test_models_that_cannot_run_it_say_why(kind, checkpointing, words):
+    assert words in str(refusal(model_of(kind), checkpointing))
 
 
 @pytest.mark.parametrize("fault", ["position", "neighbour", "padding"])
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
 def test_a_planted_fault_is_found(monkeypatch, kind, fault):
-    model, batch = model_of(kind), rows_of([20, 11], [[30, 2, 17, 9], [4, 8, 20, 3]])
+    model, batch, tokenizer = model_of(kind), rows_of([20, 11], [[30, 2, 17, 9], [4, 8, 20, 3]]), tiny_tokenizer()
     changes = {
         "position": lambda value: {"position_ids": value.position_ids + 1},
         "neighbour": lambda value: {"prompt_B": value.prompt_B.flip(0)},
@@ -160,6 +133,9 @@ def test_a_planted_fault_is_found(monkeypatch, kind, fault):
         vars(continuation).update(changes[fault](continuation))
         return continuation
 
-    assert try_form("prefix", model, batch).refused is None
+    def refused() -> list[bool]:
+        return [why_form_fails("prefix", model, rows) is not None for rows in (batch, *probe_rows(model, tokenizer))]
+
+    assert refused() == [False, False]
     monkeypatch.setattr(forms, "Continuation", spoilt)
-    assert try_form("prefix", model, batch).refused is not None
+    assert refused() == [True, True]

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from grpo_ext.errors import ModelError
 from grpo_ext.forward.forms import in_form, run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed
+from grpo_ext.forward.routing import LIVE, Routing, install_routers
 from tests.support.architectures import architecture
 from tests.support.packs import SHAPES, apart, gradient, rows_of
 from tests.tolerances import DIFFERENT, FLOAT32_SUMS
@@ -101,36 +100,11 @@ def test_the_router_learns_though_its_choice_is_replayed():
     assert all(p.grad.norm() > 0 for name, p in model.named_parameters() if name.endswith("gate.weight"))
 
 
-class Functional(nn.Module):
-    """A router that chooses without `topk`."""
-
-    top_k, num_experts = 2, 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 32))
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        scores, experts = (hidden @ self.weight.T).sort(descending=True)
-        return scores, scores[:, :2], experts[:, :2]
-
-
-class Twice(Functional):
-    """A router that returns other experts than it chose."""
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        scores, experts = torch.topk(hidden @ self.weight.T, 2)
-        return scores, scores, experts.flip(0)
-
-
-@pytest.mark.parametrize(
-    ("router", "name"), [(Functional, "Functional"), (Twice, "Twice"), (nn.Identity, "top_k and num_experts")]
-)
-def test_a_router_that_is_not_known_is_refused_by_name(router, name):
+def test_an_unknown_router_is_refused_by_name():
     model = architecture("mixtral")
     for layer in model.model.layers:
-        layer.mlp.gate = router()
-    with pytest.raises(ModelError, match=f"routing_replay=True does not know.*{name}"):
+        layer.mlp.gate = nn.Identity()
+    with pytest.raises(ModelError, match=r"routing_replay=True does not know.*top_k and num_experts"):
         install_routers(model)
 
 
@@ -141,22 +115,6 @@ def test_a_router_that_gives_replayed_experts_no_weight_is_refused():
     install_routers(architecture("deepseek_v2", topk_group=1, topk_method="greedy", **sizes))
     with pytest.raises(ModelError, match="DeepseekV2TopkRouter gives no weight to experts outside the groups"):
         install_routers(architecture("deepseek_v2", topk_group=1, topk_method="group_limited_greedy", **sizes))
-
-
-@pytest.mark.parametrize("part", ["gate", "mlp", "experts"])
-def test_a_part_that_peft_trains_whole_is_counted_once(part):
-    adapter = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[part], task_type="CAUSAL_LM")
-    model = get_peft_model(architecture("qwen3_moe"), adapter).get_base_model()
-    install_routers(model)
-    ids, recording = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1)), Routing()
-    with torch.no_grad(), routed(model, recording):
-        model(ids)
-    experts_NC = recording.take()
-    assert experts_NC.shape == (18, 8)  # two of each of four layers
-    replaying = Routing(others(experts_NC, 4), torch.ones(18))
-    with torch.no_grad(), routed(model, replaying):
-        model(ids)
-    assert 0 < int(replaying.changed) <= int(replaying.replayed) == 18 * 4
 
 
 def test_a_forward_that_leaves_out_its_routers_is_refused():

@@ -88,25 +88,13 @@ def test_a_model_scores_and_learns_as_on_the_padded_batch(calls, kind, settings,
     assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= SAME_ALGEBRA
 
 
-def test_layers_with_and_without_a_window_share_a_pack(calls, monkeypatch):
-    """The arguments of the calls are computed once for each window, and those windows are known beforehand."""
-    windows: list[int | None] = []
-
-    def recorded(layout: Any, window: int | None) -> Any:
-        windows.append(window)
-        return shared_prefix.joint_parts(layout, window)
-
-    monkeypatch.setattr(attention, "joint_parts", recorded)
+def test_layers_with_and_without_a_window_share_a_pack(calls):
     layers = ["sliding_attention", "full_attention"] * 2
     model, batch = model_of("gemma3_text", sliding_window=6, layer_types=layers), rows_of(*SHAPES["groups"])
     expected = gradient("padded", model, batch)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
-    assert sorted(map(str, windows)) == ["6", "None"]
-    assert attention.joint_parts_by_window(layout_of(PACKS["ragged"]), model.config).keys() == {6, None}
-    assert attention.joint_parts_by_window(layout_of(PACKS["prompts alone"]), model_of("mistral").config).keys() == {6}
-    assert attention.joint_parts_by_window(layout_of(PACKS["one token each"]), model.config).keys() == {None}
 
 
 def join_error(dtype: torch.dtype) -> float:

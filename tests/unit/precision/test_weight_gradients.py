@@ -138,11 +138,6 @@ ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
     "embeddings": ("qwen2", lambda: lora(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"])),
     "adalora": ("qwen2", lambda: peft.AdaLoraConfig(total_step=10, target_modules=TWO)),
 }
-LEFT_OUT: dict[str, tuple[str, Callable[[], Any], str]] = {
-    "the parameter of a linear layer": ("qwen2", lambda: lora(target_parameters=["o_proj.weight"]), "o_proj"),
-    "oft": ("qwen2", lambda: peft.OFTConfig(oft_block_size=8, target_modules=TWO), "oft_R"),
-    "loha": ("qwen2", lambda: peft.LoHaConfig(target_modules=TWO), "hada_"),
-}
 
 
 def adapted(base: Any, config: Any) -> Any:
@@ -161,15 +156,6 @@ def test_parts_of_an_adapter_add_up(name):
     if name == "experts":
         base.set_experts_implementation("eager")
     assert_parts_add_up(adapted(base, config()))
-
-
-@full
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_weights_made_of_weights_are_left_out(name):
-    kind, config, part = LEFT_OUT[name]
-    model = adapted(network(kind), config())
-    names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad and part in name)
-    assert_parts_add_up(model, names)
 
 
 # ---- Modules of users -----------------------------------------------------------------------------------------------
@@ -291,40 +277,6 @@ def test_products_in_a_module_of_its_own(name, dtype):
         assert [torch.equal(gradient.to(dtype).float(), gradient) for gradient in weights] == [rounded] * len(weights)
 
 
-def of_users() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 8), nn.Conv1d(5, 5, 3, padding=1), Doubled(8, 8), nn.Linear(8, 8))
-
-
-def twice_differentiated(model: nn.Module) -> None:
-    weights = list(model.parameters())
-    with torch.autocast("cpu", torch.bfloat16):
-        output = model(INPUT)
-    found = torch.autograd.grad(output.float().square().sum(), weights, create_graph=True)
-    torch.stack([gradient.square().sum() for gradient in found]).sum().backward()
-
-
-def transformed(model: nn.Module) -> None:
-    def loss(weights: Any) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return torch.func.functional_call(model, weights, (INPUT,)).float().square().sum()
-
-    for name, gradient in torch.func.grad(loss)({n: p.detach() for n, p in model.named_parameters()}).items():
-        model.get_parameter(name).grad = gradient
-
-
-@pytest.mark.parametrize("use", [twice_differentiated, transformed])
-def test_higher_derivatives_and_function_transforms_work_as_without(use):
-    model, found = of_users(), []
-    for on in (False, True):
-        model.zero_grad()
-        with float32_weight_gradients(model) if on else nullcontext():
-            use(model)
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    assert max(apart(*found).values()) < 0.02
-
-
 @pytest.mark.parametrize("case", ["no autocast", "bfloat16 weights", "float64 weights"])
 def test_other_precisions_keep_their_bits(case):
     torch.manual_seed(1)
@@ -334,17 +286,3 @@ def test_other_precisions_keep_their_bits(case):
     (plain, theirs), (output, ours) = (of_module(model, on, **options) for on in (False, True))
     assert torch.equal(output, plain)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_forwards_are_put_back_after_an_error():
-    model = nn.Sequential(nn.Linear(8, 8), replaced(nn.Linear(8, 8)), Doubled(8, 9))
-
-    def forwards() -> list[Any]:
-        return [vars(module).get("forward") for module in model.modules()]
-
-    before = forwards()
-    with float32_weight_gradients(model):
-        assert None not in forwards()[1:]
-    with pytest.raises(RuntimeError, match="shape"), float32_weight_gradients(model):
-        model(torch.randn(3, 9))
-    assert forwards() == before

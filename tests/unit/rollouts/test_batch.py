@@ -9,8 +9,6 @@ import torch
 
 from grpo_ext.errors import RolloutError
 from grpo_ext.rollouts.batch import RolloutBatch, gather_scored
-from grpo_ext.step.metrics import StepMetrics
-from grpo_ext.step.statistics import count_step
 from tests.support.batches import batch_of_rows
 
 PAD = 0
@@ -26,7 +24,7 @@ def scored_batch() -> dict[str, Any]:
     return rollout.collate(PAD) | {"num_items_in_batch": torch.tensor(11)}
 
 
-def test_rows_are_padded_to_their_own_longest_with_what_counts_for_nothing():
+def test_rows_are_padded_to_the_longest_of_them_with_neutral_values():
     tool_mask = [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
     names = ("old_per_token_logps", "importance_sampling_ratio")
     tokens = {name: [[2.0] * len(ids) for ids in COMPLETIONS] for name in names}
@@ -45,19 +43,7 @@ def test_rows_are_padded_to_their_own_longest_with_what_counts_for_nothing():
     }
 
 
-def test_a_step_counts_the_tokens_that_a_group_has_in_it():
-    lengths = [3, 1, 2, 5, 4, 6, 7, 8]
-    step = batch_of_rows([[1]] * 8, [[7] * n for n in lengths], torch.ones(8), 4).select(range(3, 6))
-    assert list(step.sizes().groups_B) == [0, 1, 1]
-    counts = count_step(step, StepMetrics(torch.device("cpu"))).counts
-    assert counts.group_tokens == {0: 5, 1: 10}
-    assert (counts.completions, counts.tokens) == (3, 15)
-
-
-# ---- What a user's override returns ---------------------------------------------------------------------------------
-
-
-def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():
+def test_fields_of_different_widths_are_padded_when_rounds_are_joined():
     parts = []
     for width in (2, 3):
         changes = {"few": torch.ones(4, width), "prompt_few": torch.ones(4, width), "texts": [str(width)] * 4}
@@ -75,6 +61,6 @@ def test_another_number_of_rows_is_refused():
         gather_scored(scored_batch(), 8, 2)
 
 
-def test_what_the_loss_needs_is_asked_for_by_name():
+def test_missing_fields_of_the_loss_are_named():
     with pytest.raises(RolloutError, match="returned no prompt_mask, advantages; the loss needs them"):
         gather_scored(scored_batch() | {"prompt_mask": None, "advantages": None}, 4, 2)

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import DataError
-from grpo_ext.forward.images import images_in
 from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox, TurnLimits, continue_with
 from grpo_ext.rollouts.transcript import Sampled, Transcript
-from tests.support.images import image, image_processor
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tool_runs import count, sampled
 
@@ -25,7 +23,7 @@ def chat_with(*tools: Any) -> Chat:
 def test_a_template_that_writes_calls_again_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(DataError, match="renders a call of the tool 'count' in another way where its answer follows"):
+    with pytest.raises(DataError, match="renders a call of the tool 'count' differently once its answer follows"):
         Chat(tokenizer, [count]).suffix_ids([{"role": "tool", "name": "count", "content": "3"}])
 
 
@@ -53,23 +51,9 @@ def test_calls_of_kinds_that_end_trls_run_are_answered():
     assert (transcript.tool_calls, transcript.tool_failures) == (3, 3)
 
 
-def test_an_engine_that_stops_telling_log_probabilities_tells_none_of_a_turn():
+def test_a_turn_without_log_probabilities_has_none():
     chat, limits = chat_with(count), TurnLimits(5)
     transcript = Transcript({}, key=0, ids=[3, 4], mask=[1, 0], logps=[-1.0, 0.0], completion=[])
     continue_with(transcript, Sampled([5, 6, 7, 8]), chat, limits)
     assert (transcript.ids, transcript.mask) == ([3, 4, 5, 6, 7], [1, 0, 1, 1, 1])
     assert transcript.logps == [-1.0, 0.0, None, None, None]
-
-
-def test_images_of_a_row_stand_in_its_prompt_or_are_refused():
-    picture, question = image(3), [{"role": "user", "content": "what"}]
-    chat = Chat(image_processor("llava"))
-    assert images_in(chat.with_images(question, {"image": picture})) == [picture]
-    assert chat.with_images(question, {}) == question
-    assert chat.with_images(question, {"images": []}) == [
-        {"role": "user", "content": [{"type": "text", "text": "what"}]}
-    ]
-    assert Chat(tiny_tokenizer()).with_images(question, {"images": []}) == question
-    assert chat.with_images("what", {"images": None}) == "what"
-    with pytest.raises(DataError, match=r"a row has 1 image\(s\), and its prompt is the text 'what'"):
-        chat.with_images("what", {"image": picture})

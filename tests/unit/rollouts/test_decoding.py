@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
-from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.rollouts.decoding import GrowingLayer, decodes_compactly, own_generate, remaining_rows
+from grpo_ext.rollouts.decoding import decodes_compactly, remaining_rows
 from tests.support.architectures import HYBRID, architecture
 from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
@@ -89,27 +87,6 @@ def test_prompts_run_once_and_finished_rows_leave():
     assert sum(rows) < 0.8 * sum(n for n, _ in theirs[1:])
 
 
-def test_a_growing_layer_holds_what_a_dynamic_one_holds():
-    generator = torch.Generator().manual_seed(0)
-    ours, theirs = GrowingLayer(), DynamicLayer()
-    count = 2
-    for step, tokens in enumerate([5, *[1] * 90, 3]):
-        if step == 1:  # prompts are repeated
-            count = 5
-            for layer in (ours, theirs):
-                layer.reorder_cache(torch.tensor([0, 0, 1, 1, 1]))
-        if step == 50:  # finished rows leave
-            count = 3
-            index, places = remaining_rows([False, True, False, True, False], torch.device("cpu"))
-            assert index.tolist() == [0, 4, 2]
-            ours.keep(index, places)
-            theirs.reorder_cache(index)
-        states = torch.randn(2, count, 2, tokens, 8, generator=generator)
-        for held, expected in zip(ours.update(*states), theirs.update(*states)):
-            assert torch.equal(held, expected)
-        assert ours.get_seq_length() == theirs.get_seq_length()
-
-
 @given(st.lists(st.booleans(), max_size=20))
 def test_rows_that_stay_are_in_the_order_once_and_few_move(done):
     index, places = (part.tolist() for part in remaining_rows(done, torch.device("cpu")))
@@ -132,31 +109,3 @@ def test_models_that_keep_all_rows_are_left_to_transformers():
     assert decodes_compactly(model, GenerationConfig())
     model.peft_config["default"].alora_invocation_tokens = [5]  # looks for tokens in every row
     assert not decodes_compactly(model, GenerationConfig())
-
-
-# ---- Architectures with a `generate` of their own -------------------------------------------------------------------
-
-SAMPLE_THEIR_OWN_WAY = {
-    "transformers.models.musicgen.modeling_musicgen.MusicgenForCausalLM.generate": "several codebooks at a time",
-    "transformers.models.musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForCausalLM.generate": "the same",
-}
-
-
-@pytest.mark.full
-def test_every_architecture_that_overrides_generate_is_known():
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    names = set()
-    for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        names |= {value} if isinstance(value, str) else set(value)
-    found = set()
-    for name in names:
-        cls = getattr(transformers, name)
-        if (own := own_generate(cls.__new__(cls))) is not None:
-            found.add(own)
-        assert own is None or cls.generate is not transformers.GenerationMixin.generate
-    assert len(names) > 100
-    undecided = found - set(SAMPLE_THEIR_OWN_WAY)
-    assert not undecided, (
-        f"{undecided} override generate: see whether that has a say in what is sampled; they belong to the list above"
-    )

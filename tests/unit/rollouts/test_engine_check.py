@@ -21,20 +21,16 @@ TOKENS, VOCABULARY = 400, 64
     ("changes", "mode", "surplus"),
     [
         ({}, "processed_logprobs", 0.0),
-        ({"temperature": 0.5}, "processed_logprobs", 0.0),
         ({"top_p": 0.5}, "processed_logprobs", math.log(2)),
-        ({"generation_kwargs": {"top_p": 0.5, "seed": 3}}, "processed_logprobs", math.log(2)),
-        ({"top_k": 5}, "processed_logprobs", math.log(2)),
         ({"min_p": 0.1, "top_p": 0.5}, "processed_logprobs", math.log(4)),
         ({"repetition_penalty": 1.1}, "processed_logprobs", None),
-        ({"structured_outputs_regex": "a+"}, "processed_logprobs", None),
         ({"generation_kwargs": {"logit_bias": {1: 2.0}}}, "processed_logprobs", None),
         ({"top_k": 5, "repetition_penalty": 1.1}, "raw_logprobs", 0.0),
         ({"temperature": 0.5}, "raw_logprobs", None),
         ({}, "raw_logits", None),
     ],
 )
-def test_what_filters_and_modes_add(changes, mode, surplus):
+def test_filters_and_modes_bound_the_surplus(changes, mode, surplus):
     assert surplus_of(generation_settings(**changes), mode) == (None if surplus is None else pytest.approx(surplus))
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from contextlib import nullcontext
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ import torch
 from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
-from packaging.version import Version
 from scipy import stats
 from transformers import GenerationConfig
 
@@ -22,7 +19,7 @@ from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, sample_chunk
-from grpo_ext.rollouts.keyed import request_keys, sampling_filters
+from grpo_ext.rollouts.keyed import request_keys
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.runtime.out_of_memory import Halving
 from tests.support.rollouts import sampled_chunk
@@ -63,13 +60,8 @@ FILTERS = {
     "none": {},
     "trl's": {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02},
     "all": {
-        "temperature": 1.3,
-        "top_k": 20,
-        "top_p": 0.95,
-        "min_p": 0.01,
-        "typical_p": 0.95,
-        "epsilon_cutoff": 0.003,
-        "eta_cutoff": 0.003,
+        **{"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.01},
+        **{"typical_p": 0.95, "epsilon_cutoff": 0.003, "eta_cutoff": 0.003},
     },
     "top_h": {"top_h": 0.3},
 }
@@ -78,18 +70,6 @@ FILTERS = {
 def transformers_filters(model, config: GenerationConfig):
     model._prepare_special_tokens(config, device=CPU)
     return model._get_logits_processor(config, input_ids_seq_length=1, device=CPU, model_kwargs={})
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_the_filters_leave_the_scores_that_generate_samples_from(model, name):
-    config = sampling(**FILTERS[name])
-    ids = torch.zeros(16, 3, dtype=torch.long)
-    scores = 2 * torch.randn(16, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    theirs = transformers_filters(model, config)(ids, scores.clone())
-    ours = scores.clone()
-    for each in sampling_filters(model, config)[0]:
-        ours = each(ids, ours)
-    assert torch.equal(ours, theirs)
 
 
 # ---- A row alone, in a batch, in any order --------------------------------------------------------------------------
@@ -156,26 +136,6 @@ def test_the_first_token_follows_the_filtered_softmax_of_the_models_logits(model
     assert p_value(counts, expected_distribution(model, **options)) > P_VALUE
     other = {**options, "temperature": options["temperature"] * 1.1}  # the control
     assert p_value(counts, expected_distribution(model, **other)) < P_VALUE
-
-
-@pytest.mark.skipif(
-    Version(version("transformers")) < Version("5.23"), reason="transformers before 5.23 penalises a row's padding too"
-)
-def test_the_penalty_of_a_padded_row_is_that_of_the_row_alone(model):
-    config = sampling(repetition_penalty=3.0)
-    keys_B = keys(len(PROMPTS))
-    alone = [sample(model, [p], keys_B[i : i + 1], config)[0] for i, p in enumerate(PROMPTS)]
-    assert sample(model, PROMPTS, keys_B, config) == alone
-    assert alone != [sample(model, [p], keys_B[i : i + 1])[0] for i, p in enumerate(PROMPTS)]
-
-
-def test_a_filter_of_the_models_own_generation_config_is_applied_as_generate_does(model):
-    own = copy.deepcopy(model)
-    own.generation_config.typical_p = 0.3
-    possible = set(np.flatnonzero(expected_distribution(model, typical_p=0.3)))
-    assert len(possible) < VOCABULARY
-    tokens = sample(own, [[5, 6, 7]] * 500, keys(500), sampling(max_new_tokens=1))
-    assert {c[0] for c in tokens} <= possible
 
 
 # ---- Keys and rows --------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def call(output: Any, needs: str | None = None) -> Any:
     return checked_rollout(output, 2, needs)
 
 
-def test_what_is_right_goes_through_as_it_is():
+def test_a_valid_rollout_passes_unchanged():
     assert call(GOOD) == GOOD
     more = {**GOOD, "logprobs": [[-1.0, -2.0], [-1.0, None]], "env_mask": [[1, 0], [1, 1]], "score": [0.5, 1.0], "k": 3}
     assert call(more) == more
@@ -48,14 +48,9 @@ def test_tensors_and_arrays_become_plain_numbers(kind):
         ({**GOOD, "env_mask": [[1, 1], [1]]}, "1 env_mask for the 2 tokens of completion 1"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_rule(output, says):
+def test_an_invalid_rollout_is_refused_with_the_rule(output, says):
     with pytest.raises(RolloutError, match=rf"returned {says}.*one list of token ids for each prompt"):
         call(output)
-
-
-def test_log_probabilities_may_be_needed():
-    with pytest.raises(RolloutError, match="returned logprobs=None, and the correction wants them"):
-        call(GOOD, needs="the correction wants them")
 
 
 @pytest.mark.parametrize(
@@ -63,10 +58,7 @@ def test_log_probabilities_may_be_needed():
     [
         (None, "returned no kept_ids"),
         ([[[5, 7], []], [[6]]], "returned 1 kept_ids for the 2 tokens of completion 1"),
-        ([[[5, 7], []], [[6], [2, 3]]], "do not contain token 1, or contain what is no id, at place 1 of completion 1"),
-        ([[[5, -7], []], [[6], [1]]], "do not contain token 5, or contain what is no id, at place 0 of completion 0"),
-        ([[[5, 7], None], [[6], [1]]], "returned no kept_ids"),
-        ((), "returned 0 kept_ids for 2 prompts"),
+        ([[[5, 7], []], [[6], [2, 3]]], "do not contain token 1, or contain something .* at place 1 of completion 1"),
     ],
 )
 def test_the_ids_that_tokens_were_sampled_from_are_checked(kept, says):

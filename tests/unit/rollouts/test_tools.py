@@ -1,19 +1,19 @@
-"""Tools that hang: the model is told, and an environment whose call has not come back is used no more."""
+"""Tools that hang, and environments whose rows or `reset` cannot be used; tests/parity compares the others with TRL."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
+import time
 from typing import Any
 
 import pytest
 
+from grpo_ext.errors import DataError, RolloutError
 from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox, TurnLimits
 from grpo_ext.rollouts.transcript import Transcript
-from tests.support.rewards import running_loop
 from tests.support.tool_runs import Shop, count, sampled
 
 SECONDS = 0.1
@@ -26,12 +26,6 @@ def chat():
     return Chat(sampled(lambda ids: []), [count])
 
 
-@pytest.fixture(scope="module")
-def loop():
-    with running_loop() as loop:
-        yield loop
-
-
 def answered(toolbox: Toolbox, chat: Chat, calls: list[str], environment: Any = None, **arguments: Any) -> Transcript:
     """A transcript whose calls are answered."""
     asked = [
@@ -40,11 +34,6 @@ def answered(toolbox: Toolbox, chat: Chat, calls: list[str], environment: Any = 
     transcript = Transcript({}, key=0, completion=[], calls=asked, environment=environment)
     assert toolbox.answer([transcript], chat, LIMITS) == [transcript]
     return transcript
-
-
-def answers(*args: Any, **arguments: Any) -> list[str]:
-    """What the model is told, one answer for each call in the order in which they come."""
-    return [message["content"] for message in answered(*args, **arguments).completion]
 
 
 def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(chat, caplog):
@@ -60,55 +49,48 @@ def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(chat
     release.set()
     assert [message["content"] for message in transcript.completion] == [NO_ANSWER, "1", NO_ANSWER]
     assert (transcript.tool_calls, transcript.tool_failures) == (3, 2)
-    assert caplog.text.count("its thread is left behind") == 1
+    assert caplog.text.count("its thread keeps running") == 1
 
 
-@pytest.mark.parametrize("deaf", [False, True], ids=["cancelled", "deaf"])
-def test_an_asynchronous_tool_that_hangs_is_cancelled(chat, loop, deaf):
-    ended = threading.Event()
-
-    async def hang(number):
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            ended.set()
-            if deaf:
-                await asyncio.sleep(60)
-            raise
-
-    assert answers(Toolbox([hang, count], Environments(), loop), chat, ["hang", "count"]) == ["1", NO_ANSWER]
-    assert ended.wait(10)
+ROW = {"prompt": [{"role": "user", "content": "a"}]}
 
 
-def test_asynchronous_calls_of_a_transcript_run_together(chat, loop):
-    gate = asyncio.Event()
-
-    async def wait(number):
-        await gate.wait()
-        return "waited"
-
-    async def open_gate(number):
-        gate.set()
-        return "opened"
-
-    toolbox = Toolbox([wait, open_gate], Environments(), loop)
-    assert answers(toolbox, chat, ["wait", "open_gate"]) == ["waited", "opened"]
+def transcripts(*rows: dict[str, Any]) -> list[Transcript]:
+    return [Transcript(dict(row), key=0) for row in rows]
 
 
-class Deaf(Shop):
-    async def stall(self, number):
-        while True:
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                continue
+def test_a_row_of_an_unknown_environment_is_refused():
+    with pytest.raises(DataError, match=r"a row has environment='shp', .* did you mean 'shop'"):
+        Environments({"shop": Shop}).begin(transcripts({**ROW, "environment": "shp"}))
 
 
-def test_an_environment_with_an_asynchronous_method_is_used_no_more_after_a_hang(chat, loop):
-    environments = Environments({None: Deaf})
-    transcript = Transcript({"prompt": [{"role": "user", "content": "a"}]}, key=0)
-    environments.begin([transcript])
-    toolbox = Toolbox([], environments, loop)
-    assert NO_ANSWER in answers(toolbox, chat, ["stall", "ask"], transcript.environment)
-    assert environments.pools == {None: []}
-    assert not environments.uses(transcript.environment)
+def test_a_reset_that_hangs_ends_the_run():
+    class Slow:
+        def reset(self, **row):
+            time.sleep(60)
+
+    with pytest.raises(RolloutError, match=r"`reset` of environment Slow: no answer within tool_timeout=0\.1"):
+        Environments({None: Slow}).begin(transcripts(ROW), seconds=0.1)
+
+
+async def later(**row: Any) -> None:
+    pass
+
+
+def raises(**row: Any) -> str:
+    return row["missing"]
+
+
+@pytest.mark.parametrize(
+    ("reset", "cause"), [(raises, "KeyError: 'missing'"), (lambda **row: 3, "TypeError"), (later, "TypeError")]
+)
+@pytest.mark.filterwarnings("ignore:coroutine 'later' was never awaited")
+def test_a_reset_that_cannot_be_used_is_named(reset, cause):
+    class Broken:
+        def __init__(self) -> None:
+            self.reset = reset
+
+    with pytest.raises(
+        RolloutError, match=rf"`reset` of environment Broken: {cause}.*a list of content parts, or None"
+    ):
+        Environments({None: Broken}).begin(transcripts(ROW))

@@ -1,4 +1,4 @@
-"""vLLM without an engine: seeds from the key alone, the same in both modes of TRL."""
+"""vLLM without an engine: seeds follow from keys alone, and answers of a server belong to their rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import torch
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.errors import RolloutError
 from grpo_ext.forward.routing import LIVE, Router
-from grpo_ext.rollouts.transcript import Sampled, Transcript
-from grpo_ext.rollouts.vllm import VllmServer, seeds_of
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.vllm import seeds_of
 from grpo_ext.rollouts.vllm_replay import experts_of
-from tests.support.server import generation_settings
+from tests.support.server import stand_in
+from tests.support.tool_runs import always_calling
+from tests.support.trainers import first_line, make
+from tests.tolerances import METRIC
 
 
 def keys(prompts: range, group: int = 4, rollout: int = 0) -> torch.Tensor:
@@ -50,47 +53,27 @@ def test_experts_of_the_layers_with_a_router_are_taken_in_the_dtype_of_recorded_
         experts_of(completion, 2, [routers[0], dataclasses.replace(routers[1], layer=-1)])
 
 
-def server() -> tuple[VllmServer, list[dict[str, Any]]]:
-    asked: list[dict[str, Any]] = []
-
-    def generate(prompts: Any, n: int, generation_kwargs: Any, **params: Any) -> dict[str, Any]:
-        asked.append({"prompt": prompts[0], "n": n, "generation_kwargs": generation_kwargs, **params})
-        ids = [[generation_kwargs["seed"] + i] for i in range(n)]
-        return {"completion_ids": ids, "logprobs": [[[-1.0, -2.0]]] * n}
-
-    settings = generation_settings(temperature=0.5, max_completion_length=4, generation_kwargs={"min_tokens": 1})
-    return VllmServer(settings, SimpleNamespace(generate=generate)), asked
+SERVER = {"use_vllm": True, "vllm_mode": "server", "top_k": 0}
 
 
-def transcripts() -> list[Transcript]:
-    """Three groups of two, each of one prompt."""
-    return [Transcript({}, key, prompt_ids=[1 + place // 2]) for place, key in enumerate(keys(range(3), 2).tolist())]
+def test_a_server_that_returns_other_rows_is_refused(tmp_path, monkeypatch):
+    client = stand_in(tmp_path / "server", monkeypatch.setattr)
+    answer = client.generate
+    monkeypatch.setattr(client, "generate", lambda prompts, n, *rest, **more: answer(prompts, n + 1, *rest, **more))
+    with pytest.raises(RolloutError, match="returned 5 completions of a prompt, and 4 were requested"):
+        make(tmp_path / "run", **SERVER).train()
 
 
-def test_a_server_is_asked_once_for_each_prompt_and_answers_in_order():
-    engine, asked = server()
-    sampled = engine.generate(transcripts(), None, 2)
-    assert sampled == [
-        Sampled([seed], [-1.0]) for seed in seeds(range(3), 2)
-    ]  # what an engine of this process would sample
-    assert sorted(request["prompt"] for request in asked) == [[1], [2], [3]]
-    for request in asked:
-        assert (request["n"], request["min_p"], request["max_tokens"], request["temperature"]) == (2, 0.0, 4, 0.5)
-        assert request["generation_kwargs"]["min_tokens"] == 1
+def test_rows_whose_tokens_differ_after_an_answer_are_asked_for_one_by_one(tmp_path, monkeypatch):
+    client = stand_in(tmp_path / "server", monkeypatch.setattr)
+    asked, answer = [], client.generate
 
+    def generate(prompts: Any, n: int, *rest: Any, **more: Any) -> Any:
+        asked.append(n)
+        return answer(prompts, n, *rest, **more)
 
-def test_a_server_that_returns_other_rows_is_refused():
-    engine, _ = server()
-    answer = engine.client.generate
-    engine.client.generate = lambda n, **request: answer(n=n + 1, **request)
-    with pytest.raises(RolloutError, match="returned 3 completions of a prompt; 2 were wanted"):
-        engine.generate(transcripts(), None, 2)
-
-
-def test_rows_that_no_longer_share_their_tokens_are_asked_for_one_by_one():
-    engine, asked = server()
-    rows = transcripts()[1:]  # a transcript of the first group has ended
-    for row in rows:
-        row.ids = [7]
-    assert [row.ids for row in engine.generate(rows, None, 2)] == [[seed] for seed in seeds_of(rows, 2)]
-    assert [request["n"] for request in asked] == [1] * 5
+    monkeypatch.setattr(client, "generate", generate)
+    log = first_line(tmp_path / "run", **SERVER, **always_calling())
+    assert set(asked) == {4, 1}
+    assert log["tools/call_frequency"] > 0
+    assert log["sampling/sampling_logp_difference/mean"] < METRIC  # the engine continued the rows that are trained

@@ -53,27 +53,21 @@ def test_shards_of_fsdp2_are_merged_and_saved_whole(tmp_path):
     assert torch.equal(loaded(input_ids=ids).logits, adapted("lora")(input_ids=ids).logits)
 
 
-# ---- Adapters by themselves -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (None, "the model has no adapter"),
         (LoraConfig(**LORA), None),
-        (LoraConfig(r=8, target_modules="all-linear", use_rslora=True, lora_dropout=0.1), None),
         (LoraConfig(r=16, target_modules=["q_proj"]), "rank is 16"),
         (LoraConfig(**LORA, use_dora=True), "use_dora=True"),
         (LoraConfig(**LORA, modules_to_save=["norm"]), "modules_to_save"),
         (LoraConfig(**LORA, bias="lora_only"), "bias='lora_only'"),
-        (LoraConfig(**LORA, rank_pattern={"q_proj": 2}), "rank_pattern"),
-        (LoraConfig(**LORA, alpha_pattern={"q_proj": 2}), "alpha_pattern"),
         (LoraConfig(**LORA, alora_invocation_tokens=[3]), "alora_invocation_tokens"),
         (LoraConfig(**LORA, init_lora_weights="pissa"), "init_lora_weights='pissa'"),
         (LoraConfig(r=4, target_modules=["embed_tokens"]), "Embedding"),
         (LoHaConfig(r=4, target_modules=["q_proj"]), "not one LoRA"),
     ],
 )
-def test_what_vllm_cannot_serve_is_merged(config, reason):
+def test_adapters_that_vllm_cannot_serve_are_merged(config, reason):
     why = why_not_alone(tiny_model() if config is None else get_peft_model(tiny_model(), config), max_rank=8)
     assert why is None if reason is None else reason in why

@@ -71,7 +71,7 @@ def test_damage_is_found_and_the_file_is_named(tmp_path, damage, says, caplog):
     assert f"Skipped a checkpoint: {reason}." in caplog.text
 
 
-def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):
+def test_an_unfinished_save_is_ignored_and_removed(tmp_path):
     make(tmp_path, 1)
     half = writing_folder(tmp_path) / "checkpoint-2"
     half.mkdir(parents=True)
@@ -81,23 +81,11 @@ def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["_running.lock", "checkpoint-1"]
 
 
-def test_a_name_that_is_taken_is_kept_beside(tmp_path):
-    make(tmp_path, 4)
-    (tmp_path / "checkpoint-4" / "mine.txt").write_text("mine")
-    make(tmp_path, 4)
-    assert (tmp_path / "checkpoint-4.replaced-1" / "mine.txt").read_text() == "mine"
-    assert why_broken(tmp_path / "checkpoint-4") is None
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
-
-
-def test_rotation_deletes_the_oldest_and_no_more_than_there_are_too_many(tmp_path):
+def test_rotation_deletes_the_oldest_checkpoints_beyond_the_limit(tmp_path):
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
     rotate(tmp_path, 3)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
-
-
-# ---- The folder of a run --------------------------------------------------------------------------------------------
 
 
 def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):

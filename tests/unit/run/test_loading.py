@@ -38,7 +38,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("shard", ["20KB", pytest.param("1GB", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", [*PREFIXED, *FAMILIES])
-def test_of_every_architecture(tmp_path, kind, shard):
+def test_every_architecture_loads_its_own_checkpoint(tmp_path, kind, shard):
     saved, loaded = model(kind, 0), model(kind, 1)
     saved.save_pretrained(tmp_path, max_shard_size=shard)
     assert not same(saved, loaded)
@@ -57,7 +57,7 @@ def test_no_digit_is_lost(tmp_path, dtype):
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_a_weight_that_is_not_there_is_an_error(tmp_path, kind, file):
+def test_a_missing_weight_is_an_error(tmp_path, kind, file):
     saved = model(kind, 0)
     saved.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

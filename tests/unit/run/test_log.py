@@ -64,17 +64,7 @@ def test_an_unfinished_last_line_is_left_out_and_the_next_one_is_whole(tmp_path)
     assert len(lines(tmp_path)) == 3  # two of the values, and the second start
 
 
-def test_every_line_is_an_object_after_resumes_here_and_elsewhere(tmp_path):
-    for step in (0, 1, 2):
-        write(begun(tmp_path / "old", step), step + 1)
-    path = tmp_path / "old" / LOG
-    path.write_bytes(path.read_bytes() + b'{"step": 3, "val')  # cut by a kill
-    write(begun(tmp_path / "new", 3, tmp_path / "old"), 4)
-    assert len(lines(tmp_path / "new")) == 7
-    assert path.read_bytes().endswith(b'"val')  # another run's log stays as it is
-
-
-def test_what_a_resume_logs_of_its_own_step_is_superseded_by_another_resume_there(tmp_path):
+def test_a_second_resume_supersedes_the_log_of_the_first(tmp_path):
     """An evaluation that was put off, made by a run that was killed before its next checkpoint, and made again."""
     write(begun(tmp_path), 1)
     for score in (0.25, 0.5):
@@ -83,15 +73,6 @@ def test_what_a_resume_logs_of_its_own_step_is_superseded_by_another_resume_ther
         write(log, 2)
     values = [entry["values"] for entry in read_log(tmp_path / LOG).entries]
     assert values == [{"reward": 1.0}, {"eval_reward": 0.5}, {"reward": 2.0}]
-
-
-def test_a_run_that_goes_on_elsewhere_takes_the_log_along(tmp_path):
-    log = begun(tmp_path / "old")
-    for step in (1, 2):
-        write(log, step)
-    write(begun(tmp_path / "new", 1, tmp_path / "old"), 2, reward=7.0)
-    assert [e["values"]["reward"] for e in read_log(tmp_path / "new" / LOG).entries] == [1.0, 7.0]
-    assert len(lines(tmp_path / "old")) == 2
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_training(tmp_path):

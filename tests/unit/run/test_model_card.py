@@ -12,7 +12,6 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from grpo_ext.run.model_card import base_name
 from grpo_ext.tools.export import export
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, other
@@ -72,18 +71,6 @@ def test_the_cards_of_a_run_and_of_its_export_name_the_base_and_show_code_that_r
         run_shown(card, capsys)
 
 
-def test_an_object_that_was_never_saved_has_no_base_and_none_is_named(here):
-    trainer = other(here / "run", peft_config=LoraConfig(**LORA), max_steps=1)
-    trainer.train()
-    export(here / "run" / "checkpoint-1", here / "out")
-    for card in (here / "run" / "README.md", here / "out" / "README.md"):
-        text = card.read_text()
-        assert not re.search(r"\bNone\b", text)
-        assert "object in memory, and then `PeftModel.from_pretrained(model, " in text
-    export(here / "run" / "checkpoint-1", here / "based", base="models/tiny")
-    assert "`tiny`, trained with GRPO" in (here / "based" / "README.md").read_text()
-
-
 def test_the_id_of_a_model_is_the_base_of_an_object_that_was_loaded_by_it(here):
     model = AutoModelForCausalLM.from_pretrained("models/tiny")
     model.config._name_or_path = "some/model"
@@ -96,9 +83,3 @@ def test_the_id_of_a_model_is_the_base_of_an_object_that_was_loaded_by_it(here):
     assert 'from_pretrained("run")' in code_of(card)
     assert {"mine", "grpo"} <= set(ModelCard.load(card).data.tags)
     assert "some/data" in card.read_text()
-
-
-def test_names_hold_no_path_of_the_machine(tmp_path):
-    names = {"some/model": "some/model", "gpt2": "gpt2", str(tmp_path / "gone" / "tiny"): "tiny", "": "", None: ""}
-    names[str(Path(".").resolve())] = names["."] = Path.cwd().name
-    assert {name: base_name(name) for name in names} == names

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_ext.forward.snapshot import Weights
 from grpo_ext.rollouts.batch import RolloutBatch
-from grpo_ext.run.state import RunState
+from grpo_ext.rollouts.saved import batch_state, saved_batch, saved_waiting, waiting_state
+from grpo_ext.run.state import load_state, save_state
 from tests.support.batches import batch_of_rows
+
+
+def kept(folder: Path, state: Any) -> Any:
+    """A state as it is read from the folder that it was written to."""
+    save_state(folder, {"part": state})
+    states = load_state(folder)
+    assert states is not None
+    return states["part"]
 
 
 def test_rollout_batches_that_the_same_weights_sample_share_them(tmp_path):
     """Also after they were read: with `rollout_lag=2`, a resumed run would take the memory of three moments for two."""
     first, second = (Weights({"global_step": step}, {"weight": torch.full((2,), float(step))}, {}) for step in (0, 1))
-    RunState(waiting=[(1, first), (2, first), (3, second)]).save(tmp_path)
-    state = RunState.load(tmp_path, num_generations=4)
-    assert state is not None
-    (steps, weights) = zip(*state.waiting)
+    steps, weights = zip(*saved_waiting(kept(tmp_path, waiting_state([(1, first), (2, first), (3, second)]))))
     assert steps == (1, 2, 3)
     assert weights[0] is weights[1]
     assert [moment.policy["weight"].tolist() for moment in weights] == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
@@ -50,10 +57,7 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
     written = rollout(**fields, texts=["a", "b"], records=[{"n": 1}, {"n": [2.5, None]}])
     written.constants = {"shift": torch.tensor(0.5), "kind": "math", "nothing": None}
     written.widths, written.items_per_token = (4, 6), 1.25
-    RunState(rollout=written, rollout_name=(0, 1)).save(tmp_path)
-    state = RunState.load(tmp_path, 2)
-    assert state is not None
-    assert (read := state.rollout) is not None
+    assert (read := saved_batch(kept(tmp_path, batch_state(written)))) is not None
     assert (read.widths, read.items_per_token, list(read.groups)) == ((4, 6), 1.25, [0, 0])
     assert read.columns.keys() == written.columns.keys()
     assert all(same(column, read.columns[name]) for name, column in written.columns.items())
@@ -61,9 +65,6 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
     assert read.constants == written.constants
 
 
-def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(tmp_path, caplog):
-    RunState(rollout=rollout(kinds=[int, float]), rollout_name=(0, 1), sampled_at=3).save(tmp_path)
+def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(caplog):
+    assert saved_batch(batch_state(rollout(kinds=[int, float]))) is None
     assert "cannot hold kinds of this rollout batch" in caplog.text
-    state = RunState.load(tmp_path, 2)
-    assert state is not None
-    assert (state.rollout, state.rollout_name, state.sampled_at) == (None, None, 3)

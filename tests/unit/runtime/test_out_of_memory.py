@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 import torch
 
@@ -35,7 +33,7 @@ def test_every_row_is_done_once_in_order_and_the_size_is_kept(most):
 
 
 @pytest.mark.parametrize(("expected", "sizes"), [(8, [8]), (5, [4, 4]), (3, [3, 3, 2]), (0, [1] * 8), (None, [8])])
-def test_what_is_expected_not_to_fit_is_cut_beforehand_and_said_once(expected, sizes, caplog):
+def test_work_is_cut_before_it_exceeds_the_expected_memory(expected, sizes, caplog):
     halving, seen = Halving("scoring", "help"), []
     for _ in range(2):
         results = halving.run(range(8), limited(max(sizes), seen), expected)
@@ -48,14 +46,14 @@ def test_what_is_expected_not_to_fit_is_cut_beforehand_and_said_once(expected, s
     assert seen == [8]
 
 
-def test_what_cannot_be_cut_is_an_error_with_the_remedy():
+def test_work_that_cannot_be_cut_raises_an_error_with_a_remedy():
     with pytest.raises(MemoryShortageError, match=r"scoring ran out of memory with 1 completion.*2 GiB.*shorter"):
         Halving("scoring", "take shorter ones").run(range(4), limited(0, []))
     with pytest.raises(MemoryShortageError, match="4 completion"):  # a canonical piece
         Halving("scoring", "help", enabled=False).run(range(4), limited(3, []))
 
 
-def test_a_budget_halves_from_what_was_really_used():
+def test_a_token_budget_halves_from_the_tokens_used():
     limits = MicroBatchLimits(8, tokens=4096)
     assert limits.shrink(6, 1000) == "micro_batch_tokens=500"
     assert limits.rows == 6
@@ -65,10 +63,10 @@ def test_a_resumed_run_keeps_the_smaller_sizes():
     saved = MicroBatchLimits(8)
     saved.shrink(8, 100)
     resumed = MicroBatchLimits(16)
-    resumed.restore(**asdict(saved))
+    resumed.load_state_dict(saved.state_dict())
     assert (resumed.rows, resumed.failures) == (4, 1)
     untouched = MicroBatchLimits(16)
-    untouched.restore(**asdict(MicroBatchLimits(2)))
+    untouched.load_state_dict(MicroBatchLimits(2).state_dict())
     assert untouched.rows == 16  # it never failed: the size is the user's choice
 
 

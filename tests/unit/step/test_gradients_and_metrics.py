@@ -146,13 +146,3 @@ def test_sums_are_float64_so_that_the_order_does_not_show():
             metrics.add("mean", torch.tensor(number), 1.0)
         results.add(tuple(metrics.reduce().values()))
     assert results == {(6.0, 0.5)}
-
-
-@pytest.mark.parametrize("lowest", [False, True])
-def test_an_extreme_ignores_nan_and_keeps_its_sign(lowest):
-    metrics = StepMetrics(CPU)
-    metrics.add_extreme("x", torch.tensor([math.nan, -2.0]), 1.0, lowest=lowest)
-    metrics.add_extreme("x", torch.tensor([math.nan]), 1.0, lowest=lowest)
-    metrics.add_extreme("x", torch.tensor([-1.0]), 1.0, lowest=lowest)
-    metrics.add_extreme("x", torch.tensor([-9.0, 9.0]), 0.0, lowest=lowest)
-    assert metrics.reduce() == {"x": -2.0 if lowest else -1.0}

@@ -84,7 +84,7 @@ def verdict(reference: RunResult, other: RunResult, trace: bool = False, **chang
         ({"update": 1.02}, "differs", "largest difference 2.00e-02 (mean 2.00e-02) in w"),
         ({"loss": 1.02}, "differs", "only the log differs, most in loss"),
         ({"entropy": 2.005}, "differs", "only the log differs, most in entropy"),  # of the same weights
-        ({"norm": 1.0001}, "differs", "the gradient differs, the update hides it"),
+        ({"norm": 1.0001}, "differs", "the gradient differs, but the update hides it"),
         ({"update": 1.005, "norm": math.nan}, "differs", "largest difference"),
     ],
 )
@@ -101,8 +101,7 @@ def test_a_token_that_was_sampled_differently_is_named_with_its_step():
     one, other = with_gradient(1.0), with_gradient(1.0, update=1.5)
     one.log[1]["num_tokens"], other.log[1]["num_tokens"] = 40, 41
     assert (
-        verdict(one, other).reason
-        == "completions differ from step 2 on, by rounding or a fault; fewer steps tell (--steps 1)"
+        verdict(one, other).reason == "completions differ from step 2 on, by rounding or a fault; --steps 1 tells which"
     )
     one.log[0]["num_tokens"], other.log[0]["num_tokens"] = 40, 41
     assert verdict(one, other).reason.startswith("largest difference")
@@ -143,12 +142,6 @@ def saved(folder: Path, config: dict[str, Any], model: Any = None, rewards: Sequ
 def fork_launches(monkeypatch):
     """The launches of `check` come from the tests' server."""
     monkeypatch.setattr(splits, "train", train_forked)
-
-
-def test_check_bitwise_trains_under_several_splits(fork_launches, tmp_path):
-    report = check(saved(tmp_path, TRAINED), [Split(8), Split(3)], steps=2, bitwise=True)
-    assert [r.verdict for r in report.results] == ["reference", "same bits"]
-    assert report.conclusion() == "Every split of grpo_ext learns the same, to the bit."
 
 
 @pytest.mark.parametrize(
@@ -236,26 +229,6 @@ def test_wrong_sizes_and_names_are_refused_before_anything_starts():
         check(run_of(SIZES), [Split(8)], against="verl")
     with pytest.raises(ConfigError, match="global_batch_size=15"):
         check(run_of({**SIZES, "global_batch_size": 15}), [Split(8)])
-
-
-@stock_scores
-def test_check_trains_and_compares_with_a_local_reward(fork_launches, tmp_path):
-    factor = 2.0  # a closure reaches the processes too
-
-    def scaled(prompts, completions, **kwargs):
-        return [factor * r for r in letter_reward(prompts, completions)]
-
-    config = {**TRAINED, "learning_rate": 1e-3, "adam_epsilon": 1e-4}
-    report = check(saved(tmp_path, config, rewards=[scaled]), [Split(8), Split(3)], against="trl")
-    assert [r.verdict for r in report.of(OURS)] == ["reference", "same"]
-    assert [r.verdict for r in report.of(STOCK)] == ["reference", "refused"]
-    assert report.ok
-    assert 0.0 < report.of(OURS)[1].gradient_error < 2e-6
-
-
-def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches, tmp_path):
-    with pytest.raises(ConfigError, match=r"no split could be trained: .*reward weights \(2\)"):
-        check(saved(tmp_path, {**SIZES, "reward_weights": [1.0, 2.0]}), [Split(8)])
 
 
 def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):

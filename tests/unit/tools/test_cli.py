@@ -38,23 +38,16 @@ def test_plan_loads_no_model_library():
 
 
 def test_lists_and_files_are_checked(tmp_path):
-    assert integers("16,5,1", "sizes") == [16, 5, 1]
-    for text in ("16,x", "0", ""):
-        with pytest.raises(ConfigError, match="is not a list of positive integers"):
-            integers(text, "sizes")
+    with pytest.raises(ConfigError, match="is not a list of positive integers"):
+        integers("16,x", "sizes")
     with pytest.raises(ConfigError, match=r"No such file or directory: .*none.yaml"):
         read_settings(["--config", str(tmp_path / "none.yaml")])
-    for text, said in (
-        ("- 1\n", "must contain a YAML mapping"),
-        ("env: 1\n", "must contain"),
-        ("a: [\n", "while parsing"),
-    ):
-        (tmp_path / "bad.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=said):
-            read_settings(["--config", str(tmp_path / "bad.yaml")])
+    (tmp_path / "bad.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="must contain a YAML mapping"):
+        read_settings(["--config", str(tmp_path / "bad.yaml")])
 
 
-def test_settings_are_what_is_given_in_their_types_and_options_win(tmp_path, monkeypatch):
+def test_settings_keep_their_types_and_options_override_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "another")
     file = tmp_path / "run.yaml"
     file.write_text("learning_rate: 1e-5\nlora_r: 4\nrewards: [a, b]\nuse_peft: true\nenv: {WANDB_PROJECT: mine}\n")
@@ -64,26 +57,19 @@ def test_settings_are_what_is_given_in_their_types_and_options_win(tmp_path, mon
     assert read_settings([]) == {}
 
 
-def test_a_plan_of_an_unknown_engine_is_refused_without_a_model_too():
-    for options in ([], ["--rollout_lag", "1"]):
-        result = runner.invoke(app, ["plan", "--engine", "fsdp3", *options])
-        assert isinstance(result.exception, ConfigError)
-        assert str(result.exception) == "engine='fsdp3': use one of ddp, zero2, zero3, fsdp2."
-
-
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_a_misspelt_setting_is_refused(tmp_path, command):
     file = tmp_path / "run.yaml"
     file.write_text("global_batchsize: 32\nrewards: [exact_number]\n")
     result = runner.invoke(app, [command, "--config", str(file)])
     assert isinstance(result.exception, ConfigError)
-    said = "--global_batchsize is no option (in the file of --config); did you mean --global_batch_size?"
+    said = "--global_batchsize is not an option (in the file of --config); did you mean --global_batch_size?"
     assert str(result.exception) == said
     result = runner.invoke(app, [command, "--conversationl", "True"])
-    assert str(result.exception) == "--conversationl is no option; did you mean --conversational?"
+    assert str(result.exception) == "--conversationl is not an option; did you mean --conversational?"
     if command != "plan":
         result = runner.invoke(app, [command, "--json_fil", "a.json"])
-        assert str(result.exception) == "--json_fil is no option; did you mean --json?"
+        assert str(result.exception) == "--json_fil is not an option; did you mean --json?"
     own = {"plan": "num_prompts", "check": "micro_batch_sizes"}[command]
     result = runner.invoke(app, [command, f"--{own}s", "4"])
     assert f"did you mean --{own}?" in str(result.exception)
@@ -148,15 +134,6 @@ def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_n
     assert seen["config"]["bf16"] is True
     assert "bf16 as the settings say (--bf16 False: float32)" in result.output
     assert "the run itself" not in result.output
-    _, result = checked({**data, "bf16": None, "use_peft": True, "load_in_4bit": True}, *options)
-    said = "LoRA of rank 16; float32 on weights of 4 bits; the run itself trains in bfloat16"
-    assert said in " ".join(result.output.split())
-    stated = '{"quantization_config": {"load_in_8bit": true, "llm_int8_threshold": 0.0}}'
-    quantised = {**data, "bf16": False, "use_peft": True}
-    seen, result = checked({**quantised, "model_init_kwargs": stated}, *options)
-    assert (seen["quantization"].load_in_8bit, seen["quantization"].llm_int8_threshold) == (True, 0.0)
-    assert "quantization_config" not in seen["config"]["model_init_kwargs"]
-    assert "LoRA of rank 16; float32 on weights of 8 bits" in " ".join(result.output.split())
 
 
 def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):

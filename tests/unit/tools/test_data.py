@@ -94,13 +94,11 @@ QUESTION = {"prompt_column": "question"}
         (ROWS, {"prompt_template": "{question"}, r"prompt_template='\{question': expected '\}'"),
         (ROWS, {**QUESTION, "answer_column": "solution", "answer_after": "@"}, "nothing follows '@' in row 0"),
         (ROWS, {**QUESTION, "eval_fraction": 1.0}, r"eval_fraction=1.0: test_size=10 should be"),
-        (ROWS, {**QUESTION, "eval_fraction": 0.01}, r"eval_fraction=0.01: test_size=0 should be"),
         ([{"prompt": "a"}, {"prompt": "  "}], {}, r"rows.jsonl'.*the prompt in row 1 is empty \('  '\)"),
-        ([{"prompt": "a"}, {"prompt": None}], {"conversational": True}, r"row 1 is empty \(None\)"),
         ([{"prompt": "a", "answer": "b", "gold": "c"}], {"answer_column": "gold"}, "answer already in the dataset"),
     ],
 )
-def test_refusals_show_the_values_and_what_there_is(tmp_path, rows, options, message):
+def test_errors_show_the_values_and_the_alternatives(tmp_path, rows, options, message):
     with pytest.raises(DataError, match=message):
         prompts_of(write_jsonl(tmp_path / "rows.jsonl", rows), **options)
 
@@ -113,7 +111,7 @@ def test_files_that_are_missing_unknown_empty_or_broken_are_refused(tmp_path):
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
     for name, message in {
         "missing.jsonl": "Unable to find '.*missing.jsonl'",
-        "notes.txt": r"'.txt' names no known kind.*\.jsonl",
+        "notes.txt": r"'.txt' is not a supported format.*\.jsonl",
         "empty.jsonl": "the file is empty",
         "broken.jsonl": "broken.jsonl.*JSON parse error",
         "folder": "folder is neither a `Dataset`",

@@ -42,11 +42,3 @@ def test_a_rehearsal_runs_every_part(tmp_path):
             assert result["seconds"] > 0
             assert result["peak_mib"] > result["working_mib"] > 0
             assert ("planned_mib" in result) == (one.who == OURS and not one.shape.sample)
-
-
-@pytest.mark.full
-def test_what_its_time_does_not_allow_is_named(tmp_path):
-    status, found = run(tmp_path, "--seconds", "1")
-    assert (status, found["not_finished"]) == (1, NAMES)
-    runs = [run for part in found["parts"].values() for run in part.get("runs", {}).values()]
-    assert {one["not_finished"] for one in runs} == {"out of time"}

@@ -6,7 +6,6 @@ import json
 import subprocess
 from typing import Any
 
-import peft
 import pytest
 import torch
 from datasets import Dataset
@@ -14,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.config import forms_of
 from grpo_ext.errors import ConfigError
@@ -32,8 +30,7 @@ from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
 from tests.support.rollouts import give_completions
-from tests.support.selection import few_of
-from tests.support.tiny import letter_reward, tiny_tokenizer
+from tests.support.trainers import make
 
 SMALL: dict[str, Any] = {
     **{"model_type": "qwen2", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 2048},
@@ -42,21 +39,12 @@ SMALL: dict[str, Any] = {
 }
 
 
-# Qwen2.5, from their configurations: hidden, intermediate, layers, heads, key-value heads, vocabulary
-QWEN = {
-    "0.5B": (896, 4864, 24, 14, 2, 151936),
-    "a quarter of it": (896, 4864, 6, 14, 2, 151936),
-    "1.5B": (1536, 8960, 28, 12, 2, 151936),
-    "7B": (3584, 18944, 28, 28, 4, 152064),
+# a quarter of the layers of Qwen2.5-0.5B
+QWEN: dict[str, Any] = {
+    **{"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 6},
+    **{"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
 }
 SAVED_TOLERANCE = 0.15  # attention on fake tensors keeps a copy of its output that the CPU's kernel does not
-
-
-def qwen(size: str) -> dict[str, Any]:
-    """The fields of a config.json."""
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    sizes = dict(zip((*names, "vocab_size"), QWEN[size]))
-    return {"model_type": "qwen2", **sizes, "tie_word_embeddings": size != "7B"}
 
 
 class SecondStep(TrainerCallback):
@@ -82,32 +70,16 @@ class SecondStep(TrainerCallback):
         return highest
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing):
     prompt, completion, group = 128, 96, 8
-    config = AutoConfig.for_model(**SMALL)
-    watch = SecondStep()
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_config(config),
-        reward_funcs=letter_reward,
-        args=GRPOConfig(
-            str(tmp_path),
-            global_batch_size=16,
-            num_generations=group,
-            per_device_train_batch_size=group,
-            max_completion_length=completion,
-            max_steps=2,
-            bf16=False,
-            gradient_checkpointing=checkpointing,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            optim="adamw_torch",
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["abcd" * (prompt // 4)] * 4, "answer": ["a"] * 4}),
-        processing_class=tiny_tokenizer(),
-        callbacks=[watch],
-    )
+    config, watch = AutoConfig.for_model(**SMALL), SecondStep()
+    sizes = {"num_generations": group, "per_device_train_batch_size": group, "max_completion_length": completion}
+    data = Dataset.from_dict({"prompt": ["abcd" * (prompt // 4)] * 4, "answer": ["a"] * 4})
+    parts = {"train_dataset": data, "callbacks": [watch], "gradient_checkpointing": checkpointing}
+    model = AutoModelForCausalLM.from_config(config)
+    trainer = make(tmp_path, model, **sizes, **parts, max_steps=2, optim="adamw_torch")
     rows = [[10 + (7 * row + 3 * i) % 30 for i in range(completion)] for row in range(16)]
     give_completions(trainer, rows)
     trainer.train()
@@ -143,10 +115,9 @@ def saved_by(model: Any, tokens: int) -> tuple[int, int]:
     return activations, casts
 
 
-@pytest.mark.parametrize("size", few_of(QWEN, ("a quarter of it",)))
-def test_the_arithmetic_is_what_a_whole_model_holds(size):
+def test_the_arithmetic_is_what_a_whole_model_holds():
     """A step of all layers on fake tensors, which have sizes and no memory."""
-    tokens, config = 1024, AutoConfig.for_model(**qwen(size))
+    tokens, config = 1024, AutoConfig.for_model(**QWEN)
     sizes = measure(config)
     one, eight = (
         memory_of(sizes, MemoryLayout(*on, tokens, 1, checkpointing=False)) for on in (("ddp", 1), ("fsdp2", 8))
@@ -169,44 +140,18 @@ def test_the_arithmetic_is_what_a_whole_model_holds(size):
     assert eight["optimizer"] == pytest.approx(2 * shards, rel=1e-3)
     # and what is reduced last, in bfloat16 and float32
     assert eight["gradients"] == pytest.approx(shards + 6 * outside, rel=1e-3)
-    print(f"{size}: {one['activations'] / activations:.3f} of the saved activations")
+    print(f"{one['activations'] / activations:.3f} of the saved activations")
     assert one["activations"] == pytest.approx(activations, rel=SAVED_TOLERANCE)
     assert one["half-precision copies"] >= casts
 
 
-def test_adapters_are_counted():
-    config = AutoConfig.for_model(**qwen("a quarter of it"))
-    sizes = measure(config, lora_rank=32)
-    one, eight = (memory_of(sizes, MemoryLayout(*on, 1024, 1)) for on in (("ddp", 1), ("fsdp2", 8)))
-    with torch.device("meta"):
-        adapter = peft.LoraConfig(r=32, target_modules="all-linear")
-        model = peft.get_peft_model(AutoModelForCausalLM.from_config(config), adapter)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert one["weights"] == sum(p.nbytes for p in model.parameters())
-    assert one["gradients"] == sum(p.nbytes for p in trained) == one["optimizer"] / 2
-    assert one["gradient of the head"] == eight["gradient of the head"] == 0
-    shards = sum(-(-p.size(0) // 8) * p[0].nbytes for p in trained)  # FSDP2 cuts the first dimension
-    assert eight["optimizer"] == pytest.approx(2 * shards, rel=1e-3)
-
-
 SIZES = ModelSizes(
-    parameters=10**9,
-    trained=10**9,
-    largest_layer=3 * 10**7,
-    layers=24,
-    hidden=2048,
-    vocabulary=32000,
-    compute_bytes=2,
-    token_bytes=100_000,
-    cache_bytes=50_000,
+    **{"parameters": 10**9, "trained": 10**9, "largest_layer": 3 * 10**7, "layers": 24, "hidden": 2048},
+    **{"vocabulary": 32000, "compute_bytes": 2, "token_bytes": 100_000, "cache_bytes": 50_000},
 )
 
 
-def training(engine: str, processes: int, **changes: Any) -> float:
-    return memory_of(SIZES, MemoryLayout(engine, processes, 4096, 64 * 1024, **changes))["training"]
-
-
-def test_engines_share_what_they_share():
+def test_memory_is_divided_as_each_engine_shards_it():
     parts = {engine: memory_of(SIZES, MemoryLayout(engine, 8, 4096, 64 * 1024)) for engine in ENGINES}
     assert parts["ddp"]["optimizer"] == 8 * parts["fsdp2"]["optimizer"] == 8 * 10**9
     # DeepSpeed in half precision: 2 bytes of weights and gradients, float32 copies with the optimizer's shards
@@ -219,16 +164,7 @@ def test_engines_share_what_they_share():
     # its part, and two layers that are gathered in half precision
     assert parts["fsdp2"]["weights"] == 4 * 10**9 / 8 + 2 * 2 * 3 * 10**7
     assert len({found["activations"] for found in parts.values()}) == 1
-    assert training("ddp", 8) == training("ddp", 1) > training("zero2", 8) > training("zero3", 8)
-
-
-def test_what_costs_memory_costs_memory():
-    assert training("ddp", 1, checkpointing=False) > training("ddp", 1)
-    assert training("ddp", 1, reference=True) - training("ddp", 1) == 4 * 10**9
-    assert training("ddp", 1, bitwise=True) - training("ddp", 1) == 8 * 10**9 + 64 * 2**20
-    # sampled ahead by one: two copies of the weights, those in half precision, and the cache while the step runs
-    ahead = 2 * 4 * 10**9 + 2 * 10**9 + 50_000 * 64 * 1024
-    assert training("ddp", 1, weights_ahead=2) - training("ddp", 1) == ahead
+    assert parts["ddp"]["training"] > parts["zero2"]["training"] > parts["zero3"]["training"]
 
 
 @pytest.mark.skipif(not QUANTISED, reason="needs bitsandbytes: pip install '.[quantized]'")
@@ -263,11 +199,10 @@ def test_the_command_shows_it(tmp_path):
     words = ["--processes", "1024", "--engine", "fsdp2", "--global_batch_size", "16384"]
     done = plan("--model_name_or_path", str(path), *words)
     assert done.returncode == 0, done.stderr
-    for words in ("memory per device, fsdp2 on 1024", "training", "Largest micro-batch", "1.4M parameters"):
-        assert words in done.stdout
+    assert "Largest micro-batch" in done.stdout
     done = plan("--model_name_or_path", str(tmp_path / "gone.json"))
     assert done.returncode == 2
-    assert "gives no configuration" in done.stderr.replace("\n", " ")
+    assert "has no readable configuration" in done.stderr.replace("\n", " ")
     with pytest.raises(ConfigError):
         load_config(str(tmp_path))
 
@@ -278,5 +213,5 @@ def plan(*args: str) -> subprocess.CompletedProcess:
 
 def test_memory_is_counted_for_models_of_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
-    with pytest.raises(ConfigError, match="is a LlavaConfig, and memory is counted for models of text alone"):
+    with pytest.raises(ConfigError, match="is a LlavaConfig, but memory is estimated for text models only"):
         load_config(str(tmp_path / "config.json"))

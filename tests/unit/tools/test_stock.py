@@ -9,7 +9,7 @@ import trl
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import GrpoExtError
-from grpo_ext.tools.stock import ALGORITHM, refuse_ours, stock_config
+from grpo_ext.tools.stock import ALGORITHM, stock_config
 
 CONFIG = {"global_batch_size": 16, "rollout_batch_size": 32, "per_device_train_batch_size": 4, "seed": 1}
 
@@ -21,17 +21,10 @@ def names(kind: type) -> set[str]:
 # settings that do not change what is learned
 LAYOUT = {
     *("global_batch_size", "rollout_batch_size", "rollout_chunk_size", "micro_batch_tokens", "forward"),
-    *(
-        "skip_zero_contribution",
-        "float32_weight_gradients",
-        "compact_rollouts",
-        "bitwise_invariant",
-        "canonical_unit_size",
-        "bitwise_threads",
-    ),
-    *("allow_changed_on_resume", "reward_workers", "reward_timeout", "reward_retries", "reward_on_failure"),
-    *("tool_timeout", "allow_split_dependent", "eval_pass_threshold", "eval_pass_reward"),
-    *("vllm_check", "vllm_lora", "vllm_seeds"),
+    *("skip_zero_contribution", "float32_weight_gradients", "compact_rollouts", "bitwise_invariant"),
+    *("canonical_unit_size", "bitwise_threads", "allow_changed_on_resume", "allow_split_dependent", "tool_timeout"),
+    *("reward_workers", "reward_timeout", "reward_retries", "reward_on_failure", "eval_pass_threshold"),
+    *("eval_pass_reward", "vllm_check", "vllm_lora", "vllm_seeds"),
     "dynamic_sampling_max_rounds",  # without effect alone
 }
 
@@ -61,13 +54,6 @@ def test_sizes_are_said_in_trl_s_fields_and_layout_is_dropped():
         ({"loss_aggregation": "prompt_mean"}, "loss_aggregation='prompt_mean'"),
     ],
 )
-def test_what_stock_trl_cannot_express_is_refused(settings, says):
+def test_settings_that_stock_trl_lacks_are_refused(settings, says):
     with pytest.raises(GrpoExtError, match=says):
         stock_config({**CONFIG, **settings}, processes=1)
-
-
-def test_replayed_masks_are_refused_with_a_filter_alone():
-    refuse_ours({"sampling_mask": "replay", "top_p": 1.0, "top_k": 0})
-    for name, value in (("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("generation_kwargs", {"typical_p": 0.5})):
-        with pytest.raises(GrpoExtError, match="sampling_mask"):
-            refuse_ours({"sampling_mask": "replay", name: value})

@@ -1,0 +1,60 @@
+"""Where processes that sample together need the same number of prompts: the one rule, and what refuses other numbers.
+
+Used by checks before training, and where completions are sampled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..batching.sizes import BatchGeometry, EpochLayout, ceil_div
+from ..errors import ConfigError, RolloutError
+from ..runtime.collectives import gather_lists
+
+UNEQUAL_SHARES = "vLLM cuts what several processes sampled together as if each had the same number of rows"
+
+
+def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | None:
+    """Why processes need the same number of prompts to sample together, as a clause; None if they do not.
+
+    Args:
+        args: a `GRPOConfig`.
+        sharded: processes share the weights (FSDP, DeepSpeed).
+        rollout_func: a `rollout_func` samples, which may call TRL's `VLLMGeneration.generate`.
+    """
+    if sharded:
+        return "a forward of a sharded model is a collective"
+    shares_engine = rollout_func if args.vllm_mode == "server" else args.vllm_tensor_parallel_size > 1
+    return UNEQUAL_SHARES if args.use_vllm and shares_engine else None
+
+
+def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
+    """Raise a RolloutError, on every process, where they have unequal numbers of rows (`why_equal`); a collective."""
+    counts = gather_lists([rows])
+    if len(set(counts)) > 1:
+        raise RolloutError(
+            f"{caller} would sample {min(counts)} to {max(counts)} completions on this number of processes, and "
+            f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
+        )
+
+
+def check_equal_shares(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
+    """Raise a ConfigError for rollout batches, the last of an epoch too, that vLLM's processes cannot share evenly.
+
+    Tensor parallel engines need equal shares; other engines have only been run with equal shares.
+
+    Args:
+        num_prompts: of the training set; None: unknown.
+        drop_last: a smaller last step of an epoch is left out.
+    """
+    processes, prompts, tail = geometry.num_processes, geometry.prompts_per_rollout, 0
+    if num_prompts is not None:
+        trained = EpochLayout(geometry, num_prompts, drop_last).trained_completions
+        tail = ceil_div(trained, geometry.num_generations) % prompts
+    if processes > 1 and (prompts % processes or tail % processes):
+        raise ConfigError(
+            f"use_vllm needs equal shares: rollout batches of {prompts} prompts (last of an epoch: {tail or prompts})"
+            f" on {processes} processes; choose a rollout_batch_size that is a multiple of num_generations * "
+            f"{processes} = {geometry.num_generations * processes}, and a data set (or dataloader_drop_last=True) whose"
+            " last rollout batch is one too."
+        )

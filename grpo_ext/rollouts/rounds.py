@@ -1,0 +1,147 @@
+"""One round of a rollout batch: this process's part and the join with the others', or what a user's override returns.
+
+A rollout batch is one round; dynamic sampling adds some. Called by `Rollouts`, and by users through TRL's methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+from ..batching.prompt_order import RolloutRequest, StepDataset, StepRows
+from ..errors import ConfigError, RolloutError
+from ..runtime.collectives import any_process, gather_lists, on_all_processes, together, uneven_collectives
+from ..view import TrainerView
+from .batch import ROW_IMAGES, RolloutBatch, gather_scored
+from .engine_check import EngineCheck
+from .equal_shares import refuse_unequal_shares, why_equal
+from .join import Round, exchange, join
+from .local import LocalRollout, RolloutSettings
+from .overrides import MainWorker, RewardsCall, ScoreCall
+from .worker import logged_elsewhere, reward_columns
+
+logger = get_logger(__name__)
+
+_STAND_INS = (
+    "where a rollout batch leaves a process without prompts (the last of an epoch, a small evaluation set, a further "
+    "round of dynamic_sampling) it runs on stand-in rows, which would count"
+)
+
+
+@dataclass
+class RoundMaker:
+    """Makes rounds in the main thread.
+
+    Attributes:
+        check: compares vLLM's log-probabilities with the trainer's; None without vLLM, or where it is turned off.
+        steps: the training loader's data set of steps.
+    """
+
+    view: TrainerView
+    worker: MainWorker
+    check: EngineCheck | None = None
+    steps: Any = field(default=None, init=False)
+
+    def sample(self, rows: StepRows, settings: RolloutSettings, repeat: int = 0) -> LocalRollout:
+        """This process's part, sampled by the current weights; with several processes an error is its `failure`.
+
+        Args:
+            repeat: how often a user's override has called TRL's method before.
+        """
+        try:
+            with self.for_users(rows.request):
+                return self.worker.sample(rows, settings, repeat)
+        except Exception as error:
+            # other processes may wait for this one in a collective of a forward or of vLLM
+            by_function = settings.sampling.hooks.rollout is not None
+            reason = why_equal(self.view.args, self.worker.settings.sharded, by_function)
+            if reason or on_all_processes(error) or self.view.accelerator.num_processes == 1:
+                raise
+            return LocalRollout(rows.request, settings, failure=error)
+
+    def for_users(self, request: RolloutRequest) -> AbstractContextManager[None]:
+        """Inside, code of a user runs, and its collectives leave out stand-in rows."""
+        some = (
+            request.empty or self.view.args.dynamic_sampling
+        )  # found now, not in a further round or at an epoch's end
+        if isinstance(self.steps, StepDataset):
+            last = min(len(self.steps.layout), self.view.state.max_steps) - 1
+            some = some or self.steps.request(last).empty
+        refused = any_process(some) and not self.worker.settings.sharded
+        return uneven_collectives(
+            self.view.accelerator, lambda: request.empty, others_refused=_STAND_INS if refused else None
+        )
+
+    def join(self, local: LocalRollout, settings: RolloutSettings) -> Round:
+        """Join the parts of all processes; a collective."""
+        shows_images = self.view.takes_images and self.view.log_multimodal
+        shares = exchange(local, self.worker.images, shows_images)
+        hooks, rewards = settings.sampling.hooks, None
+        if hooks.rewards is not None:
+            local.reward_calls = []
+            phase, running = self.worker.clock.phase("rewards"), self.worker.calls.running(RewardsCall(local))
+            with running, together("_calculate_rewards"), self.for_users(local.request), phase:
+                rewards_BF = hooks.rewards(*reward_columns(local.transcripts))
+                rewards = rewards_BF.cpu(), [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
+        joined = join(shares, settings, self.view.accelerator.process_index, rewards)
+        if self.check is not None and not hooks.sampling:
+            self.check.compare(joined.batch)
+        if not settings.logprobs.trained_on:
+            joined.batch.columns.pop("old_per_token_logps", None)
+        return joined
+
+    def by_user(self, rows: StepRows, settings: RolloutSettings, score: Callable[..., dict[str, Any]]) -> Round:
+        """The round that a user's `_generate_and_score_completions` (`score`) makes of these rows; a collective.
+
+        Raises:
+            RolloutError: it returned other rows than TRL's method made, where that matters.
+        """
+        request, worker, args = rows.request, self.worker, self.view.args
+        call = ScoreCall(request)
+        with worker.calls.running(call), together("scoring", worker.settings.sharded), self.for_users(request):
+            scored = score(list(rows.rows))
+        batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
+        scored_once = len(call.rounds) == 1 and len(call.rounds[0]) == len(batch)
+        if args.dynamic_sampling and settings.sampling.training and not scored_once:
+            raise RolloutError(
+                f"_generate_and_score_completions returned {len(batch)} completions and called TRL's method "
+                f"{len(call.rounds)} time(s), for {sum(map(len, call.rounds))}; dynamic_sampling=True needs the "
+                "rewards of what it returns. Call super() once, for the rows that are returned, or set it to False."
+            )
+        if not call.rounds:  # it did not call TRL's method
+            _check_scoring_without_super(rows, args.bitwise_invariant)
+            unknown_BF = torch.full((len(batch), len(settings.rewards.functions.names)), torch.nan)
+            return Round(batch, unknown_BF, torch.zeros(len(batch)), entries=[], reward_calls=[], local_rows=range(0))
+        last = call.rounds[-1]
+        if worker.images.prepare is not None:
+            _check_same_rows(last, batch)
+            batch.columns[ROW_IMAGES] = last.batch[ROW_IMAGES]
+        return dataclasses.replace(last, batch=batch)
+
+
+def _check_same_rows(last: Round, batch: RolloutBatch) -> None:
+    pairs = zip(last.batch["prompt_ids"], batch["prompt_ids"], strict=True)
+    if len(last) != len(batch) or not all(torch.equal(ids, row[-len(ids) :]) for ids, row in pairs):
+        raise RolloutError(
+            "_generate_and_score_completions returned other rows of a model that takes images, or in another "
+            "order, than TRL's method made last; return one for each of them, in their order."
+        )
+
+
+def _check_scoring_without_super(rows: StepRows, bitwise: bool) -> None:
+    """Warn that an override without `super()` samples in its own way, or refuse it."""
+    what = "_generate_and_score_completions does not call super()"
+    if bitwise:
+        raise ConfigError(f"{what}, and bitwise_invariant=True needs this trainer's own sampling; turn one off.")
+    reason = "a copy of TRL's method takes advantages of other rows where processes have different numbers"
+    refuse_unequal_shares(f"{what}: it", 0 if rows.request.empty else len(rows), reason)
+    logger.warning_once(
+        f"The promise that the split does not matter does not cover this run: {what}, so it may sample in its own "
+        "way; only the update is covered."
+    )

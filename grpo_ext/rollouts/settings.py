@@ -1,0 +1,254 @@
+"""What a rollout batch reads of the trainer when it begins, because users and callbacks may change it.
+
+Called by `Rollouts`, where a rollout batch begins or is submitted to be sampled ahead; its functions by checks too.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ..algorithms.advantages import AdvantageRule
+from ..algorithms.losses import RatioRule
+from ..forward.architecture import base_model_of
+from ..rewards.runner import RewardFunctions
+from ..view import TrainerView
+from . import keyed
+from .chat import Chat
+from .decoding import end_tokens, own_generate
+from .engine_check import EngineCheck
+from .environments import Environments
+from .equal_shares import refuse_unequal_shares, why_equal
+from .keyed import filter_values, not_replayed, setting_of, suppressed_tokens, truncating
+from .local import (
+    Hooks,
+    LogprobSettings,
+    PendingLogs,
+    RewardSettings,
+    RolloutSettings,
+    SamplingSettings,
+)
+from .overrides import MainWorker
+from .rollout_func import checked_rollout
+from .tools import Toolbox, TurnLimits, context_length
+from .vllm_replay import vllm_filters
+
+SCORE = "_generate_and_score_completions"
+LOGPS = "_get_per_token_logps_and_entropies"
+# a user's override of these may change the rows
+CHANGE_ROWS = (SCORE, "_generate")
+# TRL's methods behind arguments of reward functions
+_RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
+
+
+@dataclass
+class SettingsReader:
+    """Reads the settings of rollout batches.
+
+    Attributes:
+        check: the comparison of vLLM's log-probabilities; None without one.
+        max_tokens: returns the tokens of a forward that fit into memory; None: any number.
+    """
+
+    view: TrainerView
+    worker: MainWorker
+    check: EngineCheck | None
+    max_tokens: Callable[[], int | None]
+
+    def follow_processor(self) -> None:
+        """Prepare images with the trainer's processor and chat template as they are now."""
+        if (prepare := self.worker.images.prepare) is not None:
+            prepare.processor, prepare.template = self.view.processing_class, template_of(self.view)
+
+    def read(self) -> RolloutSettings:
+        """The settings of a rollout batch that begins now."""
+        sampling, ratios = self._sampling(), self._ratios()
+        return RolloutSettings(sampling, self._logprobs(sampling.hooks, ratios), self._rewards())
+
+    def reward_functions(self) -> RewardFunctions:
+        """The reward functions as they are now."""
+        view = self.view
+        template_kwargs = dict(view.chat_template_kwargs)
+        functions, names = list(view.reward_funcs), list(view.reward_func_names)
+        return RewardFunctions(functions, names, view.reward_processing_classes, template_kwargs)
+
+    def _sampling(self) -> SamplingSettings:
+        view, worker = self.view, self.worker
+        environments = Environments(view.environment_factories, view.environment_pools, worker.retired)
+        return SamplingSettings(
+            training=view.model.training,
+            num_generations=view.group_size,
+            seed=view.args.seed,
+            generation_config=None if view.use_vllm else sampling_config(view),
+            chat=chat_of(view),
+            toolbox=Toolbox(list(view.standalone_tools), environments, view.async_loop),
+            limits=_turn_limits(view),
+            ends=frozenset((*all_end_tokens(view), worker.settings.pad)),
+            masks_truncated=view.mask_truncated_completions,
+            replay=view.args.replay,
+            truncating=truncating_filters(view),
+            hooks=_hooks(view, worker.settings.sharded),
+        )
+
+    def _ratios(self) -> RatioRule | None:
+        view = self.view
+        if not (view.use_vllm and view.vllm_importance_sampling_correction):
+            return None
+        bounds = view.vllm_importance_sampling_clip_min, view.vllm_importance_sampling_clip_max
+        return RatioRule(view.vllm_importance_sampling_mode, *bounds)
+
+    def _logprobs(self, hooks: Hooks, ratios: RatioRule | None) -> LogprobSettings:
+        view, args, training = self.view, self.view.args, self.view.model.training
+        steps = args.geometry.steps_per_rollout * view.num_iterations  # optimizer steps on one rollout batch
+        trained_on = steps > 1 or ratios is not None or (training and bool(args.rollout_lag))
+        checked = self.check is not None and not self.check.done and not hooks.sampling
+        record_experts = args.replay.experts and not self._samples_experts()
+        return LogprobSettings(
+            of_policy=trained_on or record_experts or checked,
+            of_reference=view.beta != 0.0,
+            trained_on=trained_on,
+            record_experts=record_experts,
+            batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+            max_tokens=self.max_tokens(),
+            ratios=ratios,
+        )
+
+    def _samples_experts(self) -> bool:
+        """Whether completions come with the experts of their tokens."""
+        returned = getattr(self.worker.engine, "routers", ()) or why_not_by_key(self.view) is None
+        return bool(returned) and own_sampling(self.view) is None
+
+    def _rewards(self) -> RewardSettings:
+        view = self.view
+        estimator = view.args.advantage_estimator
+        return RewardSettings(
+            functions=self.reward_functions(),
+            weights_F=torch.as_tensor(view.reward_weights).float().cpu().clone(),
+            rule=AdvantageRule(estimator, view.scale_rewards, view.multi_objective_aggregation),
+            recorders={n: hook for n, name in _RECORDERS.items() if (hook := view.override_of(name)) is not None},
+            pending=PendingLogs(view.pending_metrics, view.pending_columns),
+            state=view.state,
+        )
+
+
+# ---- Prompts --------------------------------------------------------------------------------------------------------
+
+
+def template_of(view: TrainerView) -> dict[str, Any]:
+    """The chat template and its arguments, as TRL passes them."""
+    return {"chat_template": view.chat_template, **view.chat_template_kwargs}
+
+
+def chat_of(view: TrainerView) -> Chat:
+    """The chat template and the tools of a rollout batch that begins now."""
+    embedding = base_model_of(view.model).get_input_embeddings()
+    # an image's token may have no row
+    embedded = None if view.takes_images else getattr(embedding, "num_embeddings", None)
+    return Chat(
+        view.processing_class,
+        list(view.tools or ()),
+        None if view.environment_factories is None else dict(view.environment_tools),
+        view.chat_template,
+        dict(view.chat_template_kwargs),
+        embedded,
+        view.tokenizer,
+        view.override_of("_get_tool_suffix_ids"),
+    )
+
+
+def _turn_limits(view: TrainerView) -> TurnLimits:
+    context = context_length(view.model.config, view.takes_images, view.vllm_generation if view.use_vllm else None)
+    longest = view.max_completion_length or sys.maxsize
+    further = (view.max_tool_calling_iterations, view.args.tool_timeout, frozenset(view.eos_token_ids))
+    return TurnLimits(longest, context, *further)
+
+
+# ---- Sampling -------------------------------------------------------------------------------------------------------
+
+
+def all_end_tokens(view: TrainerView) -> list[int]:
+    """The tokens that end a completion: those of tokenizer and model (`eos_token_ids`), and of `generation_kwargs`."""
+    if view.use_vllm:
+        further = view.generation_settings.get("stop_token_ids") or []
+    else:
+        further = end_tokens(view.generation_config)
+    return list(dict.fromkeys([*view.eos_token_ids, *further]))
+
+
+def sampling_config(view: TrainerView) -> GenerationConfig:
+    """transformers' settings for the next tokens, with all that ends a row, the model's own stop strings too."""
+    config = copy.deepcopy(view.generation_config)
+    config.eos_token_id = all_end_tokens(view)
+    config.stop_strings = setting_of(view.policy, config, "stop_strings") or None
+    return config
+
+
+def outside_masks(view: TrainerView) -> dict[str, bool]:
+    """Settings of sampling that replayed masks do not describe, for `refuse_combination`."""
+    if view.use_vllm or view.rollout_func is not None:  # rollouts.vllm_replay checks vLLM's
+        return {}
+    return not_replayed(view.policy, view.generation_config, view.temperature)
+
+
+def suppressed_in(view: TrainerView) -> list[torch.Tensor]:
+    """The sets of tokens that sampling suppresses."""
+    if view.use_vllm or not view.args.replay.masks:
+        return []
+    return suppressed_tokens(view.policy, view.generation_config, all_end_tokens(view))
+
+
+def truncating_filters(view: TrainerView) -> dict[str, Any]:
+    """The settings of sampling that leave out tokens."""
+    if view.use_vllm:
+        return vllm_filters(view.args)
+    return truncating(filter_values(view.policy, view.generation_config))
+
+
+def why_not_by_key(view: TrainerView) -> str | None:
+    """What keeps the random number of a token from following from its key; None where nothing does."""
+    if view.use_vllm:
+        return "vLLM"
+    if view.use_transformers_continuous_batching:
+        return "transformers' continuous batching"
+    return own_generate(view.policy) or keyed.why_not_by_key(view.policy, view.generation_config)
+
+
+# ---- The user's overrides -------------------------------------------------------------------------------------------
+
+
+def own_sampling(view: TrainerView) -> str | None:
+    """The name of a user's override of sampling, or of a part of it; None without one."""
+    if view.rollout_func is not None:
+        return "rollout_func"
+    return view.overridden("_generate", "_generate_single_turn")
+
+
+def _hooks(view: TrainerView, sharded: bool) -> Hooks:
+    args = view.args
+    reason = why_equal(args, sharded, rollout_func=True)
+    needs_logps = None
+    if view.use_vllm and view.vllm_importance_sampling_correction:
+        needs_logps = (
+            "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
+        )
+
+    def rollout(prompts: list[Any]) -> dict[str, Any]:
+        if reason is not None:
+            refuse_unequal_shares("rollout_func", len(prompts), reason)
+        output = view.call_rollout_func(copy.deepcopy(prompts))  # its loop of turns may append to its prompts
+        return checked_rollout(output, len(prompts), needs_logps, args.replay.masks)
+
+    return Hooks(
+        tokenize=None if view.override_of("_tokenize_prompts") is None else view.tokenize,
+        generate=view.override_of("_generate"),
+        turn=view.override_of("_generate_single_turn"),
+        rollout=None if view.rollout_func is None else rollout,
+        rewards=view.override_of("_calculate_rewards"),
+        score=view.override_of(SCORE),
+    )

@@ -1,0 +1,37 @@
+"""The console of the logger "grpo_ext": what the package logs is shown without any logging configuration.
+
+Differs from a bare logger, which shows warnings alone. `logging.getLogger("grpo_ext").setLevel(logging.WARNING)`
+silences the plan of a run and its other messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import suppress
+
+from tqdm.auto import tqdm
+
+MAIN_PROCESS = "[RANK 0] "  # how Accelerate's loggers begin the messages of the process that usually logs
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes plain lines above a progress bar: warnings to standard error, other messages to standard output."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a message, unless the program has configured handlers of its own, which the message reaches too."""
+        if logging.root.handlers:
+            return
+        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        with suppress(OSError, RuntimeError):  # the console is gone, or a signal came in the middle of a line
+            tqdm.write(self.format(record).removeprefix(MAIN_PROCESS), file=stream)
+            stream.flush()
+
+
+def show_messages() -> None:
+    """Show messages of this package from INFO on; a level or a handler that "grpo_ext" has is left as it is."""
+    package = logging.getLogger("grpo_ext")
+    if package.level == logging.NOTSET:
+        package.setLevel(logging.INFO)
+    if not package.handlers:
+        package.addHandler(ConsoleHandler())

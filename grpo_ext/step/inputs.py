@@ -1,0 +1,81 @@
+"""A micro-batch for its forward and its loss: tokens without padding, padded columns, and the step that counts it.
+
+Differs from TRL, where one padded dictionary serves both. It is made here too, but only for overrides (step.overrides).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..batching.micro_batches import MicroBatch
+from ..forward.rows import TokenRows
+from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
+from ..rollouts.images import ImageSource
+from ..runtime.transfer import to_device
+from .settings import StepSettings
+from .statistics import StepContext
+
+_OF_LOSS = (
+    *("completion_mask", "tool_mask", "advantages", "old_per_token_logps", "ref_per_token_logps"),
+    *("sampling_per_token_logps", "importance_sampling_ratio", SAMPLER_LOGPS),
+)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """A micro-batch, and the counts and statistics of its step."""
+
+    step: StepContext
+    part: MicroBatch  # the completions, by their rows of the step
+    groups: Sequence[int]  # of each completion
+    rows: TokenRows  # the tokens, without padding
+    columns: dict[str, Any]  # padded, by TRL's names: those that the loss reads, or all with `in_trl_form`
+    in_trl_form: bool = True  # as of `StepSettings`
+
+    @property
+    def weight(self) -> float:
+        """0 where a process runs the micro-batch only to keep the collectives aligned."""
+        return self.part.weight
+
+    @property
+    def accumulation_steps(self) -> float:
+        """The step's completions over the micro-batch's, whose mean divided by it is a part of the mean of the step."""
+        whole, rest = divmod(self.step.counts.completions, len(self.groups))
+        return whole + rest / len(self.groups) if rest else whole
+
+    def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Add the micro-batch's loss to the logged one; returns it, or zero at weight zero."""
+        loss = loss if self.weight else loss * 0.0  # a subclass's own term does not know the weight
+        self.step.metrics.add_total("loss", loss, 1.0)
+        return loss
+
+
+@dataclass(frozen=True)
+class Collation:
+    """How completions of a rollout batch become tensors."""
+
+    images: ImageSource  # from the columns of completions
+    pad_token_id: int
+    multiple: int  # widths are filled up to a multiple of this
+    device: torch.device  # of the columns; rows stay on the CPU
+
+
+def collate(
+    rollout: RolloutBatch, part: MicroBatch, step: StepContext, collation: Collation, settings: StepSettings
+) -> LossInputs:
+    """A micro-batch of the completions of a step, with the columns of the loss, or with all of TRL's."""
+    selected = rollout.select(part.rows)
+    lengths = [rollout.group_lengths[group] for group in selected.groups]
+    rows = replace(selected.token_rows(collation.images.of_batch(selected.columns)), group_lengths_B=lengths)
+    if not settings.in_trl_form:
+        of_loss = {name: selected[name] for name in _OF_LOSS if name in selected.columns}
+        selected = replace(selected, columns=of_loss, constants={})
+    batch = selected.collate(collation.pad_token_id, collation.multiple)
+    if settings.in_trl_form:
+        batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    columns = to_device(batch, collation.device)
+    return LossInputs(step, part, selected.groups, rows, columns, settings.in_trl_form)

@@ -1,0 +1,185 @@
+"""The detour of a micro-batch through a user's `compute_loss` or `_compute_loss`, in TRL's dictionary.
+
+Inside a loss every dictionary that reaches `_compute_loss` belongs to the micro-batch in progress, which is kept here
+because TRL's signature has no place for it. Tensors that an override passes on unchanged run as its rows; other rows,
+tokens and masks are used as they are and counted as TRL counts them. Outside a loss a dictionary is a whole step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..algorithms.losses import StepCounts
+from ..batching.micro_batches import MicroBatch
+from ..batching.sizes import group_numbers
+from ..errors import ConfigError
+from ..forward.override import Unchanged, padded_ids_and_mask
+from ..forward.rows import TokenRows
+from ..forward.runner import ForwardRunner
+from ..rollouts.batch import SAMPLER_LOGPS
+from ..rollouts.images import ImageSource
+from ..view import TrainerView
+from .inputs import LossInputs
+from .loss import active_tokens, assemble_loss
+from .metrics import StepMetrics
+from .settings import loss_config_of, step_settings_of
+from .statistics import MicroBatchStatistics, StepContext, loss_mask, set_statistics, step_counts
+
+
+def _tokens(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [inputs[name] for name in ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")]
+
+
+def _tool_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
+    mask: torch.Tensor = inputs.get("tool_mask", inputs["completion_mask"])
+    return mask
+
+
+def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Tells which tokens carry loss, and how much, (B, T): 1 + id times the mask."""
+    return (inputs["completion_ids"] + 1) * loss_mask(inputs)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A loss in progress: its micro-batch, and the tokens and masks that were handed to the override."""
+
+    micro_batch: LossInputs
+    tokens: Unchanged
+    tool_mask: Unchanged
+    loss_tokens_BT: torch.Tensor
+
+
+@dataclass
+class LossOverrides:
+    """Hands micro-batches to a user's loss, and computes the loss of what it passes on to `super()`."""
+
+    view: TrainerView
+    forwards: ForwardRunner
+    images: ImageSource
+    _call: _Call | None = None
+
+    @contextmanager
+    def calling(self, micro_batch: LossInputs) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Inside, a micro-batch is in progress.
+
+        Yields:
+            TRL's dictionary of the micro-batch, and the trainer's attributes that hold sizes, by name.
+        """
+        training, inputs = self.view.model.training, self._dictionary(micro_batch)
+        given = Unchanged(*_tokens(inputs)), Unchanged(_tool_mask(inputs)), _loss_tokens(inputs)
+        self._call = _Call(micro_batch, *given)
+        args = args_in_loss(self.view.args, micro_batch, training)
+        try:
+            yield inputs, {"current_gradient_accumulation_steps": micro_batch.accumulation_steps, "args": args}
+        finally:
+            self._call = None
+
+    def _dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
+        view, counts, images = self.view, micro_batch.step.counts, micro_batch.rows.images
+        # TRL's loss divides it by the processes, and in training by the steps of a rollout batch
+        repeats = view.accelerator.num_processes * (view.args.geometry.steps_per_rollout if view.model.training else 1)
+        items = torch.tensor(float((counts.items or counts.tokens) * repeats), device=view.accelerator.device)
+        inputs = {name: column for name, column in micro_batch.columns.items() if name != SAMPLER_LOGPS}
+        inputs["num_items_in_batch"] = items
+        if images is not None:
+            ids, _ = padded_ids_and_mask(inputs)
+            inputs |= images.as_trl(ids)
+        return inputs
+
+    def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """The part of the loss of the step that a dictionary adds; outside a step it is a step of its own."""
+        call, rows = self._call, self._rows_of(inputs)
+        micro_batch = self._own_step(inputs, rows) if call is None else call.micro_batch
+        scores = self.forwards.micro_batch_log_probs(model, inputs, rows, self.view.aux_loss_enabled)
+        if call is not None:
+            micro_batch = _counted(call, replace(micro_batch, rows=rows, columns=inputs), scores.entropies)
+        return assemble_loss(loss_config_of(self.view), micro_batch, scores)
+
+    def _rows_of(self, inputs: Mapping[str, Any]) -> TokenRows:
+        """The tokens of a dictionary: those of the micro-batch in progress, or read from tensors that a user made."""
+        if self._call is not None and self._call.tokens.are(*_tokens(inputs)):
+            return self._call.micro_batch.rows
+        self.view.args.replay.refuse_other_tokens(
+            "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
+        )
+        images = self.images.of_batch(inputs)
+        return TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
+
+    def _own_step(self, inputs: dict[str, Any], rows: TokenRows) -> LossInputs:
+        """A batch of the user's own, which begins with a whole group, counted as a step."""
+        settings, mask = step_settings_of(self.view), loss_mask(inputs)
+        whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), self.view.group_size)
+        metrics, counts = StepMetrics(self.view.accelerator.device), step_counts(mask.sum(1).tolist(), groups)
+        step = StepContext(counts, metrics, top_k=settings.experts_per_token)
+        if settings.top_entropy_quantile < 1.0:
+            with torch.no_grad():
+                scores = self.forwards.micro_batch_log_probs(self.view.model, inputs, rows, settings.router)
+            set_statistics(step, [MicroBatchStatistics(whole, scores.entropies, mask)], settings.top_entropy_quantile)
+        return LossInputs(step, whole, groups, rows, inputs)
+
+
+def _counted(call: _Call, micro_batch: LossInputs, entropies_BT: torch.Tensor) -> LossInputs:
+    """A micro-batch with the counts of the tokens that an override passes on.
+
+    The same tokens keep the counts of the step. The means of others are over these tokens, divided by
+    `accumulation_steps`, as TRL's are.
+    """
+    given, inputs = call.micro_batch, micro_batch.columns
+    by_sampler = {name: column for name, column in given.columns.items() if name == SAMPLER_LOGPS}
+    if micro_batch.rows is given.rows and call.tool_mask.are(_tool_mask(inputs)):
+        return replace(micro_batch, columns=inputs | by_sampler)
+    both = before_BT, after_BT = call.loss_tokens_BT, _loss_tokens(inputs)
+    width, rows = max(before_BT.size(1), after_BT.size(1)), len(after_BT)
+    before_BT, after_BT = (torch.nn.functional.pad(part_BT, (0, width - part_BT.size(1))) for part_BT in both)
+    same_rows = rows == len(before_BT)
+    if same_rows and bool((before_BT == after_BT).all()):
+        same_width = both[0].size(1) == both[1].size(1)
+        return replace(micro_batch, columns=inputs | by_sampler) if same_width else micro_batch
+    step, steps, mask_BT = given.step, given.accumulation_steps, loss_mask(inputs)
+    active_BT = active_tokens(mask_BT, entropies_BT, step.entropy_threshold)
+    tokens, active = (float(part_BT.sum().clamp(min=1)) * steps for part_BT in (mask_BT, active_BT))
+    counts = StepCounts(rows * steps, tokens, active, items=step.counts.items or step.counts.tokens)
+    masked = same_rows and int(inputs["completion_mask"].sum()) != len(given.rows.targets())
+    share, router_rows = None if masked else step.expert_share, step.router_rows * rows / len(before_BT)
+    step = replace(step, counts=counts, router_rows=router_rows, expert_share=share)
+    return replace(micro_batch, step=step, groups=(0,) * rows)
+
+
+@functools.cache
+def _kind_in_loss(kind: type) -> type:
+    def accumulation(view: Any) -> Any:
+        steps, rows = view.micro_batch.accumulation_steps, view.per_device_train_batch_size
+        if view.training and steps % 1:
+            raise ConfigError(
+                f"args.gradient_accumulation_steps is {steps:g} for this micro-batch of {rows} completions; use "
+                "self.current_gradient_accumulation_steps, which may be a fraction, or sizes that divide the step."
+            )
+        return steps
+
+    def phases(view: Any) -> Any:  # no error: TRL's own loss divides by it
+        return view.micro_batch.accumulation_steps * view.geometry.steps_per_rollout
+
+    def reduced(view: Any, protocol: Any) -> Any:
+        plain: Any = object.__new__(kind)
+        plain.__dict__ = view.__dict__
+        return plain.__reduce_ex__(protocol)
+
+    rows = property(lambda view: len(view.micro_batch.groups))
+    sizes = {"gradient_accumulation_steps": property(accumulation), "steps_per_generation": property(phases)}
+    sizes["per_device_train_batch_size"] = rows
+    stands_for = {"__class__": property(lambda view: kind), "__reduce_ex__": reduced}  # copied and pickled as it
+    return type(kind.__name__, (kind,), {**sizes, **stands_for, "__slots__": ("micro_batch", "training")})
+
+
+def args_in_loss(args: Any, micro_batch: LossInputs, training: bool) -> Any:
+    """`args`, in which sizes mean for a micro-batch what they mean in TRL; all else is read and written in `args`."""
+    view: Any = object.__new__(_kind_in_loss(args.__class__))
+    view.__dict__, view.micro_batch, view.training = args.__dict__, micro_batch, training
+    return view

@@ -1,0 +1,51 @@
+"""What the package logs: shown by default, silenced like any logger, never twice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from grpo_ext.runtime.messages import show_messages
+
+
+@contextmanager
+def unconfigured() -> Iterator[None]:
+    """Inside, logging is as in a program that has not configured it."""
+    package, handlers = logging.getLogger("grpo_ext"), (logging.root.handlers, logging.getLogger("grpo_ext").handlers)
+    level, logging.root.handlers, package.handlers = package.level, [], []
+    package.setLevel(logging.NOTSET)
+    try:
+        yield
+    finally:
+        logging.root.handlers, package.handlers = handlers
+        package.setLevel(level)
+
+
+def log() -> None:
+    logging.getLogger("grpo_ext.run").info("[RANK 0] the plan")  # as Accelerate's adapter writes it
+    logging.getLogger("grpo_ext.run").warning("a problem")
+
+
+def test_messages_go_to_standard_output_and_warnings_to_standard_error(capsys):
+    with unconfigured():
+        show_messages()
+        show_messages()  # another trainer
+        log()
+    assert capsys.readouterr() == ("the plan\n", "a problem\n")
+
+
+def test_a_level_that_the_user_has_set_stays(capsys):
+    with unconfigured():
+        logging.getLogger("grpo_ext").setLevel(logging.WARNING)
+        show_messages()
+        log()
+    assert capsys.readouterr() == ("", "a problem\n")
+
+
+def test_a_program_that_configures_logging_gets_each_message_once(capsys):
+    with unconfigured():
+        show_messages()
+        logging.basicConfig(format="%(name)s: %(message)s")  # after the trainer was built
+        log()
+    assert capsys.readouterr() == ("", "grpo_ext.run: [RANK 0] the plan\ngrpo_ext.run: a problem\n")

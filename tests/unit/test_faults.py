@@ -1,0 +1,13 @@
+"""The planted faults (tests/support/faults.py) are still there to plant: their texts and the tests that catch them."""
+
+import pytest
+
+from tests.support.plant import ALL, ROOT
+
+
+@pytest.mark.parametrize("number", range(len(ALL)), ids=lambda number: f"{number}-{ALL[number].path}")
+def test_the_text_of_a_planted_fault_occurs_once_and_its_tests_exist(number):
+    fault = ALL[number]
+    assert (ROOT / "grpo_ext" / fault.path).read_text().count(fault.before) == 1
+    assert fault.before != fault.after
+    assert (ROOT / fault.tests.split()[0]).exists()
