@@ -110,7 +110,7 @@ def _keeps_cache(
     policy.gradient_checkpointing_enable(checkpointing_kwargs)
     try:
         with torch.enable_grad():
-            again_S = run_batch(model, batch).logps_S.detach()
+            again_S = _log_probs(model, batch).detach()
     finally:
         policy.gradient_checkpointing_disable()
     return torch.allclose(again_S, logps_S, rtol=1e-2, atol=1e-2, equal_nan=True)
@@ -133,9 +133,15 @@ def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -
     with ExitStack() as hooks:
         for name, module in _compared_modules(policy):
             hooks.callback(module.register_forward_hook(functools.partial(record, name=name)).remove)
-        logps = run_batch(model, batch).logps_S
+        logps = _log_probs(model, batch)
     outputs["the head"] = logps[later_S.to(logps.device), None].float()
     return outputs, logps
+
+
+def _log_probs(model: Any, batch: FormBatch) -> torch.Tensor:
+    """Log-probabilities (S,); 1, as none is, for a token that the head bans, so that two forms agree on it."""
+    logps_S = run_batch(model, batch).logps_S
+    return logps_S.masked_fill(logps_S.isneginf(), 1.0)
 
 
 def _compared_modules(policy: Any) -> Iterator[tuple[str, torch.nn.Module]]:
