@@ -64,7 +64,6 @@ class LossConfig:
 
     @property
     def weighting(self) -> str:
-        """The aggregation in effect, one of `AGGREGATIONS`."""
         usual = _USUAL_AGGREGATION.get(self.loss_type, "token_mean")
         return usual if self.aggregation is None else self.aggregation
 
@@ -93,13 +92,6 @@ class StepCounts:
 
 @dataclass
 class TokenBatch:
-    """The inputs of the loss of one micro-batch.
-
-    `logps_BT` carries the gradient. `old_logps_BT` is None on-policy: the ratio is then one, with the policy's
-    gradient. `sampling_logps_BT` and `sampling_ratio` come from an inference engine; `entropy_keep_BT` marks the tokens
-    above the entropy quantile.
-    """
-
     logps_BT: torch.Tensor
     mask_BT: torch.Tensor
     advantages_B: torch.Tensor
@@ -117,8 +109,6 @@ class TokenBatch:
 
 @dataclass
 class TokenLoss:
-    """The per-token loss of a micro-batch, and detached values to log."""
-
     loss_BT: torch.Tensor
     ratio: torch.Tensor
     kl_BT: torch.Tensor | None = None
@@ -127,14 +117,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class RatioRule:
-    """TRL's correction for vLLM's samples: ratios of the policy to the engine, which multiply the loss.
-
-    As in TRL's `_generate_and_score_completions`. Shapes: T tokens of one completion.
-
-    Attributes:
-        mode: one of `RATIO_MODES`: a ratio per token or per completion; clipped, or zero, outside the bounds.
-        lowest, highest: the bounds; None: no bound.
-    """
+    """TRL's correction for vLLM's samples: ratios of the policy to the engine, which multiply the loss."""
 
     mode: str
     lowest: float | None
@@ -146,17 +129,10 @@ class RatioRule:
 
     @property
     def of_sequences(self) -> bool:
-        """Whether a completion has one ratio."""
         return self.mode.startswith("sequence")
 
     def ratios(self, old_T: torch.Tensor, sampling_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-        """The ratios of a completion's tokens, (T,), or of the completion, (1,).
-
-        Args:
-            old_T: log-probabilities of the policy.
-            sampling_T: log-probabilities of the engine; where one is NaN the ratio is 1.
-            mask_T: 1 on tokens with a loss.
-        """
+        """Ratios of the tokens, (T,), or of the completion, (1,); 1 where a log-probability of the engine is NaN."""
         difference = torch.nan_to_num((old_T - sampling_T) * mask_T, nan=0.0)
         if self.of_sequences:
             difference = difference.sum(dim=-1, keepdim=True)
@@ -167,7 +143,7 @@ class RatioRule:
 
 
 def importance_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:
-    """Log importance weights: per token (B, T), or their mean per sequence (B, 1) (GSPO, arXiv 2507.18071)."""
+    """Per token (B, T), or their mean per sequence (B, 1) (GSPO, arXiv 2507.18071)."""
     if level == "token":
         return log_ratio_BT
     return ((log_ratio_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0)).unsqueeze(-1)
@@ -202,13 +178,10 @@ def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor)
 
 
 def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
-    """The per-token policy loss with its KL term, before any weighting.
+    """The per-token policy loss with its KL term, before any weighting; (B, 1) where every factor is per sequence.
 
     Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, SAPO 2511.20347, LUSPO and
     VESPO as in TRL 1.16 `_compute_loss`.
-
-    Returns:
-        `TokenLoss`; `loss_BT` is (B, 1) where every factor is per sequence.
     """
     logps, mask, advantages = batch.logps_BT, batch.mask_BT, batch.advantages
     old = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT
@@ -253,12 +226,6 @@ def token_weights(
     "token_mean" (DAPO), "sequence_mean" (GRPO), "sequence_sum" and "sequence_sum_norm" (Dr. GRPO: over
     `max_completion_length`) weight completions equally or by their tokens. "prompt_mean" is the mean over a group's
     tokens in the step, then over groups, so that a prompt with long answers counts like others.
-
-    Args:
-        groups_B: the group of each completion, for "prompt_mean".
-
-    Raises:
-        ConfigError: "prompt_mean" for a batch with unknown groups.
     """
     mask, kind = mask_BT.float(), cfg.weighting
     completions, tokens = max(counts.completions, 1), max(counts.tokens, 1)
@@ -280,7 +247,7 @@ def token_weights(
 
 
 def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Indicators of a clipped ratio, 0/1 tensors shaped like `ratio`, under TRL's metric names."""
+    """0/1, shaped like `ratio`, under TRL's metric names."""
     if cfg.loss_type == "cispo":
         return {"cispo_clip_ratio": ((ratio > cfg.epsilon_high) & (advantages > 0)).float()}
     if cfg.loss_type not in PPO_CLIPPED:
@@ -293,9 +260,8 @@ def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages: torch.Tens
 def entropy_threshold(entropies_N: torch.Tensor, top_quantile: float, tolerance: float = 1e-5) -> float:
     """The entropy above which a token is in the top `top_quantile` of the step's loss tokens (arXiv 2506.01939).
 
-    Linear interpolation between order statistics, as in `torch.quantile`, without its limit of 16 million entries. The
-    first tokens of a group have the same entropy in exact arithmetic; `tolerance` (nats) keeps rounding from choosing
-    between them.
+    As `torch.quantile`, without its limit of 16 million entries. The first tokens of a group have the same entropy in
+    exact arithmetic; `tolerance` (nats) keeps rounding from choosing between them.
     """
     if entropies_N.numel() == 0:
         return math.inf
@@ -322,12 +288,8 @@ def load_balancing_loss(
 ) -> torch.Tensor:
     """A micro-batch's part of the load-balancing loss of the step (Switch Transformers, arXiv 2101.03961, eq. 4-6).
 
-    With the share of each expert fixed step-wide, the loss is linear in the router probabilities, hence a sum.
-
-    Args:
-        router_probs_E: router probabilities summed over the micro-batch's tokens and layers.
-        expert_share_E: how often each expert was chosen in the step, per row (one token in one layer).
-        rows: rows of the step, over all processes.
+    With the share of each expert fixed step-wide, the loss is linear in the router probabilities, hence a sum. A row is
+    a token in a layer: probabilities are summed over the micro-batch's rows, shares are per row of the step.
     """
     return num_experts * (expert_share_E * router_probs_E).sum() / max(rows, 1)
 
@@ -337,14 +299,8 @@ def router_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Sums over the real tokens of a micro-batch and all layers (transformers: `load_balancing_loss_func`).
 
-    Args:
-        router_logits: one (tokens, E) tensor per layer, tokens in the order of the flattened counts.
-        counts_BT: the count of each token: the attention mask of a padded batch; more than 1 in a pack, for a prompt
-            of several completions.
-
-    Returns:
-        How often each expert was chosen (E,), float64 without gradient; summed probabilities (E,) with gradient; number
-        of rows.
+    Returns how often each expert was chosen (E,), float64 without gradient; summed probabilities (E,) with gradient;
+    and the number of rows. Logits are (tokens, E) per layer. A count is above 1 for a prompt of several completions.
     """
     flat = counts_BT.reshape(-1)
     real = flat > 0

@@ -41,17 +41,10 @@ def why_form_fails(
     device: torch.device | str = "cpu",
     checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> str | None:
-    """Run some completions in a form and padded, and compare the outputs of modules.
+    """The reason why a model does not run a form, as a clause; None where its modules' outputs agree with padding.
 
-    Every process runs the same number of forwards, unless the model refuses or memory runs out.
-
-    Args:
-        model: as the loop calls it, without gradient checkpointing.
-        rows: groups of completions. The first token of a completion shows no fault: its prompt alone predicts it.
-        checkpointing_kwargs: arguments of gradient checkpointing, under which layers may drop a cache; None without it.
-
-    Returns:
-        The reason why the model does not run the form, as a clause; None where both agree.
+    Every process runs the same number of forwards, unless the model refuses or memory runs out. The first token of a
+    completion shows no fault: its prompt alone predicts it.
     """
     policy = base_model_of(model)
     name, padded_batch = type(policy).__name__, lay_out("padded", policy, rows, device)
@@ -104,7 +97,6 @@ def _first_line(error: Exception) -> str:
 def _keeps_cache(
     model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: dict[str, Any] | None
 ) -> bool:
-    """Whether a forward has the same log-probabilities under gradient checkpointing; True in a run without it."""
     if checkpointing_kwargs is None:
         return True
     policy.gradient_checkpointing_enable(checkpointing_kwargs)
@@ -145,7 +137,7 @@ def _log_probs(model: Any, batch: FormBatch) -> torch.Tensor:
 
 
 def _compared_modules(policy: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yields the modules outside of layers, and the parts of every layer, such as its attention."""
+    """Yields modules outside of layers, and the parts of every layer, such as its attention."""
     for path, module in policy.named_modules():
         parts = path.split(".")
         if path and [place for place, part in enumerate(parts) if part.isdigit()] in ([], [len(parts) - 2]):
@@ -160,7 +152,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _unit(kind: torch.dtype) -> float:
-    """The relative rounding of one operation; a few units for float32 and float64, whose sums round every term."""
+    """The rounding of one operation; a few units for float32 and float64, whose sums round every term."""
     eps = torch.finfo(kind).eps
     return eps / 2 if kind.itemsize <= 2 else eps * 8
 
@@ -203,7 +195,7 @@ def _perturbed(policy: Any, unit: float, seed: int) -> Iterator[None]:
 
 
 def _in_roundings(values: torch.Tensor, padded: torch.Tensor, perturbed: list[torch.Tensor], unit: float) -> float:
-    """The difference between a form and padding at one place, in units of the rounding there (at least `unit`)."""
+    """The difference at one place, in units of the rounding there (at least `unit`)."""
 
     def size(values: torch.Tensor) -> float:
         return float(values.square().mean().sqrt())

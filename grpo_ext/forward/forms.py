@@ -39,7 +39,7 @@ _Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def why_not_packed(policy: Any) -> str | None:
-    """The reason why a model cannot run packs, as a clause; None if its class and configuration allow it."""
+    """The reason why a model's class or configuration cannot run packs, as a clause."""
     config = policy.config.get_text_config()
     name = getattr(config, "_attn_implementation", None)
     if name == PACKED:
@@ -61,7 +61,7 @@ def why_not_packed(policy: Any) -> str | None:
 
 
 def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
-    """The reason why a model cannot run the prefix form, as a clause; None if its class and configuration allow it."""
+    """The reason why a model's class or configuration cannot run the prefix form, as a clause."""
     if reentrant and policy.supports_gradient_checkpointing:
         return "gradient checkpointing with use_reentrant=True passes no gradient through a cache"
     if (reason := why_own_cache(policy)) is not None:
@@ -76,8 +76,6 @@ def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
 
 @dataclass(frozen=True)
 class FormBatch:
-    """A batch of rows, laid out in a form."""
-
     form: Form
     inputs: dict[str, Any]
     targets: Targets  # positions refer to the flattened batch: in the prefix form the prompts', then the completions'
@@ -101,12 +99,8 @@ def lay_out(
 ) -> FormBatch:
     """Lay completions out in a form, and move them to `device` in one copy.
 
-    Args:
-        policy: the causal language model, without wrappers.
-        with_router, with_entropy: request the router logits of a MoE model, entropies.
-        multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
-        suppressed: sets of token ids that sampling suppressed, which `rows.kept_B` refers to.
-        record_experts: record the experts of each token, where `rows` have none to replay.
+    The length of a pack, or the widths of prompts and completions, are multiples of `multiple` tokens. `rows.kept_B`
+    refers to `suppressed`. Experts are recorded where `rows` have none to replay.
     """
     parts: dict[int | None, list[Part]] = {}
     if form == "packed":
@@ -136,7 +130,7 @@ def lay_out(
 
 
 def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
-    """The recorded experts of each token, as in `LogProbs.experts_NC`; `LIVE` for tokens that did not run."""
+    """As in `LogProbs.experts_NC`; `LIVE` for tokens that did not run."""
     assert batch.targets.routing is not None
     recorded_NC, real_N = batch.targets.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
     experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
@@ -145,7 +139,7 @@ def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
-    """Run a model, as the loop calls it, on a batch; raises PackRefused where it ignores the pack."""
+    """Run a model, as the loop calls it; raises PackRefused where it ignores the pack."""
     policy = base_model_of(model)
     with in_form(policy, batch.form):
         logps_S, entropies_S, routers = model(**batch.inputs, **{TARGETS: batch.targets})
@@ -158,7 +152,7 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
 def run_rows(
     form: Form, model: Callable[..., Any], rows: TokenRows, device: torch.device | str = "cpu", **options: Any
 ) -> LogProbs:
-    """Run a model on completions in a form; `options` as of `lay_out`."""
+    """`options` as of `lay_out`."""
     batch = lay_out(form, base_model_of(model), rows, device, **options)
     output = run_batch(model, batch)
     return replace(output, experts_NC=_recorded(batch, rows)) if options.get("record_experts") else output
@@ -236,17 +230,13 @@ def _sources(mask_BL: torch.Tensor) -> torch.Tensor:
 
 
 def accepts_positions(model: Any) -> bool:
-    """Whether the model's forward takes `position_ids`."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def positions_of(
     model: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, images: dict[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """The `position_ids` of a padded batch, which count real tokens only; None for a model that does not take them.
-
-    Shape (B, L), or (3, B, L) where images have rows and columns. `images` are the image arguments, pixels optional.
-    """
+    """Count real tokens only: (B, L), or (3, B, L) where images have rows and columns; pixels are optional."""
     if not accepts_positions(model):
         return None
     counted_BL = mask_BL.long().cumsum(-1).sub(1).clamp(min=0)

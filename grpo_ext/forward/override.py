@@ -29,21 +29,18 @@ class Unchanged:
         self._before = [(tensor, tensor._version) for tensor in tensors]
 
     def are(self, *tensors: torch.Tensor) -> bool:
-        """Whether these are the same tensors, in order, unchanged since."""
         pairs = zip(tensors, self._before, strict=True)
         return all(t is before and t._version == version for t, (before, version) in pairs)
 
 
 def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token ids and attention mask (B, L) of prompts and completions, from TRL's dictionary."""
+    """The (B, L) of prompts and completions, from TRL's dictionary."""
     ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
     return ids, mask
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call of the user's override in progress."""
-
     rows: TokenRows  # without padding
     tensors: Unchanged  # the padded ids and attention mask that stand for the rows
     limits: ForwardLimits | None  # for the rows of a rollout; None for a micro-batch
@@ -51,7 +48,7 @@ class _Call:
 
 
 class OverridableRunner(ForwardRunner):
-    """A runner whose log-probabilities are those of a user's override, where there is one."""
+    """Gets log-probabilities from a user's override, where there is one."""
 
     def __init__(self, *args: Any, override: Callable[[], Callable[..., Any] | None] = lambda: None) -> None:
         super().__init__(*args)
@@ -88,7 +85,6 @@ class OverridableRunner(ForwardRunner):
     def _calling(
         self, ids: torch.Tensor, mask: torch.Tensor, rows: TokenRows, limits: ForwardLimits | None = None
     ) -> Iterator[_Call]:
-        """Inside, `trl_log_probs` finds the rows of these tensors."""
         call = _Call(rows, Unchanged(ids, mask), limits)
         self._calls.append(call)
         try:
@@ -97,7 +93,6 @@ class OverridableRunner(ForwardRunner):
             self._calls.remove(call)
 
     def call_with(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> _Call | None:
-        """The call in progress whose tensors these are, unchanged; None for any other tensors."""
         return next((call for call in [*self._calls] if call.tensors.are(input_ids, attention_mask)), None)
 
     def trl_log_probs(
@@ -110,14 +105,7 @@ class OverridableRunner(ForwardRunner):
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The values of TRL's `_get_per_token_logps_and_entropies`, in forwards of at most `batch_size` completions.
-
-        Returns:
-            Log-probabilities (B, T), entropies (B, T) or None, and the mean auxiliary loss or None.
-
-        Raises:
-            ConfigError: sampling masks or experts are replayed, and those of these tokens are not known.
-        """
+        """What TRL's `_get_per_token_logps_and_entropies` returns, in forwards of at most `batch_size` completions."""
         if (call := self.call_with(input_ids, attention_mask)) is None:
             name = "_get_per_token_logps_and_entropies"
             self.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")

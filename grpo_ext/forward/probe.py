@@ -29,11 +29,7 @@ _Prompt = tuple[torch.Tensor, list[Any]]  # token ids, and the images
 
 
 def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = None) -> list[TokenRows]:
-    """Batches of rows for a causal language model, without wrappers.
-
-    Args:
-        processor: prepares the prompts of a model that takes images.
-    """
+    """Batches of rows for a model without wrappers; `processor`: of a model that takes images."""
     generator, limit = torch.Generator().manual_seed(0), _longest_row(policy.config)
     ids, window = torch.tensor(_text_ids(policy.config, tokenizer)), _longest_window(policy.config)
     long = min(window + max(window // 8, 8), limit - max(_AFTER_LONG)) if window > min(_PROMPTS) else 0
@@ -63,7 +59,7 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
 
 
 def _text_ids(config: Any, tokenizer: Any) -> list[int]:
-    """The ids of a vocabulary that stand for text, not for special tokens, added tokens or images."""
+    """Ids of text: no special tokens, added tokens or images."""
     text = config.get_text_config()
     settings = (vars(config) | vars(text)).items()
     special = {value for name, value in settings if re.search("_token_(id|index)$", name) and isinstance(value, int)}
@@ -73,13 +69,13 @@ def _text_ids(config: Any, tokenizer: Any) -> list[int]:
 
 
 def _longest_row(config: Any) -> int:
-    """The longest row that a model takes before its rotary frequencies change, in tokens."""
+    """The longest row whose rotary frequencies are those of shorter ones, in tokens."""
     original = getattr(config.get_text_config(), "original_max_position_embeddings", None)
     return min(limit for limit in (covered_length(config), original, 2 * _LONGEST_WINDOW) if isinstance(limit, int))
 
 
 def _longest_window(config: Any) -> int:
-    """The longest window of attention that a model's settings name, up to `_LONGEST_WINDOW` tokens; 0 without one."""
+    """The longest window of attention up to `_LONGEST_WINDOW` tokens; 0 without one."""
     settings = vars(config.get_text_config()).items()
     widths = [value for name, value in settings if _WINDOW_NAMES.search(name) and type(value) is int]
     return max((width for width in widths if width <= _LONGEST_WINDOW), default=0)

@@ -33,7 +33,7 @@ from .rows import TokenRows, in_columns
 
 @dataclass(frozen=True)
 class ForwardLimits:
-    """The most that one forward of a rollout's log-probabilities holds; None: no limit."""
+    """The most that one forward of a rollout holds; None: no limit."""
 
     completions: int | None
     tokens: int | None
@@ -50,14 +50,6 @@ class MicroBatchScores(NamedTuple):
 
 
 class ForwardRunner:
-    """Runs models on completions, in the form of each.
-
-    Args:
-        refused: forms that no model of this run takes, with the reason.
-        suppressed: sets of token ids that sampling suppresses, which completions refer to (`sampling_mask="replay"`).
-        make_rows: from a model to the rows on which its forms are compared (forward.probe).
-    """
-
     def __init__(
         self,
         accelerator: Accelerator,
@@ -81,11 +73,7 @@ class ForwardRunner:
         self._in_form: Any = None  # the model whose backward passes run in its form
 
     def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> Self:
-        """A runner for another thread, with that thread's accelerator.
-
-        Args:
-            twins: pairs of a model and its copy on that thread, which runs in the model's form.
-        """
+        """A runner for another thread; the second of each twin runs there, in the form of the first."""
         runner = copy.copy(self)
         runner.accelerator, runner._in_form = accelerator, None
         for model, twin in twins:
@@ -93,11 +81,7 @@ class ForwardRunner:
         return runner
 
     def choose_forms(self, models: Sequence[Any]) -> None:
-        """Choose the forms of models that have none yet, with real weights; all processes together.
-
-        Called before training, or, where an engine shards the weights, before the first rollout batch, once it has
-        prepared the models. Until then they pad.
-        """
+        """Choose the forms of models that have none yet (they pad), with real weights; all processes together."""
         for model in models:
             if not self.choice.is_compared(model):
                 with self.without_gradients(model):
@@ -105,7 +89,6 @@ class ForwardRunner:
 
     @contextmanager
     def in_form_of(self, model: Any) -> Iterator[None]:
-        """Inside, forwards and backwards of `model` run in its form."""
         policy = base_model_of(model)
         exact = float32_weight_gradients(policy) if self.float32_weight_gradients else nullcontext()
         with in_form(policy, self.choice.form(model)), assigned(self, _in_form=policy), exact:
@@ -127,10 +110,7 @@ class ForwardRunner:
     def rollout_log_probs(
         self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities (S,) of this process's part of a rollout batch, without gradients; all processes together.
-
-        Returns the recorded experts too, as in `LogProbs.experts_NC`.
-        """
+        """Scores of this process's part of a rollout batch, (S,), and recorded experts as in `LogProbs.experts_NC`."""
         parts = self._run_chunks(model, rows, limits, with_entropy=False, record_experts=record_experts)
         experts = [part.experts_NC for part in parts if part.experts_NC is not None]
         return torch.cat([part.logps_S for part in parts]), torch.cat(experts) if experts else None
@@ -138,7 +118,7 @@ class ForwardRunner:
     def micro_batch_log_probs(
         self, model: Any, columns: Mapping[str, Any], rows: TokenRows, with_router: bool
     ) -> MicroBatchScores:
-        """Log-probabilities of a micro-batch, in the layout and on the device of its padded `columns`."""
+        """Scores in the layout and on the device of the padded `columns`."""
         output, mask_BT = self._forward(model, rows, with_router=with_router), columns["completion_mask"]
         assert output.entropies_S is not None
         shape = (output.places_2S, len(rows), mask_BT.size(1))
@@ -148,7 +128,6 @@ class ForwardRunner:
     # ---- Forwards -------------------------------------------------------------------------------------------------
 
     def _cut(self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None) -> list[slice]:
-        """Rows in order, in chunks of at most so many completions and tokens."""
         form = self.choice.form(model) if rows.attended_N is None else "padded"
         groups = list(accumulate((not same for same in rows.same_prompt), initial=0))
         sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple)

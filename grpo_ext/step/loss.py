@@ -31,14 +31,7 @@ def active_tokens(mask_BT: torch.Tensor, entropies_BT: torch.Tensor, threshold: 
 
 
 def assemble_loss(cfg: LossConfig, inputs: LossInputs, scores: MicroBatchScores) -> torch.Tensor:
-    """The part of the loss that a micro-batch adds to the step, times the micro-batch's weight.
-
-    Args:
-        scores: from the policy, with gradient.
-
-    Raises:
-        ConfigError, ModelError: a term needs reference log-probabilities or router logits, and there are none.
-    """
+    """The part of the loss that a micro-batch adds to the step, times the micro-batch's weight."""
     columns, step, weight = inputs.columns, inputs.step, inputs.weight
     if cfg.beta != 0.0 and "ref_per_token_logps" not in columns:
         raise ConfigError(
@@ -78,7 +71,7 @@ def assemble_loss(cfg: LossConfig, inputs: LossInputs, scores: MicroBatchScores)
 
 
 def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, inputs: LossInputs) -> None:
-    """Log how far the sampler's log-probabilities lie from those that the trainer computes for the same policy."""
+    """How far the sampler's log-probabilities lie from those that the trainer computes for the same policy."""
     policy_BT = batch.logps_BT.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     known_BT = batch.mask_BT * ~sampler_logps_BT.isnan()
     difference_BT = (policy_BT - sampler_logps_BT.nan_to_num()).abs()

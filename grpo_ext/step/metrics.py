@@ -18,9 +18,9 @@ _Number = torch.Tensor | float
 
 @dataclass
 class StepMetrics:
-    """Collects the logged values of a step over its micro-batches; one reduction at the end covers all processes.
+    """Collects the logged values of a step; one reduction at the end covers all processes.
 
-    The terms are summed exactly (`math.fsum`), so the digits depend neither on the order of micro-batches nor on the
+    Terms are summed exactly (`math.fsum`), so the digits depend neither on the order of micro-batches nor on the
     process that ran them. A name that only some processes added is reduced over what they added.
     """
 
@@ -30,15 +30,13 @@ class StepMetrics:
 
     @property
     def dtype(self) -> torch.dtype:
-        """float64, or float32 on the one kind of device that has no float64."""
         return torch.float32 if self.device.type == "mps" else torch.float64
 
     def add_total(self, name: str, part: _Number, weight: float) -> None:
-        """Add a part of a step-wide total, such as the loss."""
         self._add("total", name, part, 0.0, weight)
 
     def add(self, name: str, total: _Number, count: _Number, weight: float = 1.0) -> None:
-        """Add a sum and the number of its terms; the metric is their quotient over the step."""
+        """The metric is the quotient of the sums over the step."""
         self._add("mean", name, total, count, weight)
 
     def _add(self, kind: str, name: str, value: _Number, count: _Number, weight: float) -> None:
@@ -47,22 +45,20 @@ class StepMetrics:
             self.terms.append((name, value.detach() if isinstance(value, torch.Tensor) else value, count))
 
     def add_tokens(self, name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
-        """Add token values under a mask; the metric is their mean over the step's tokens."""
         self.add(name, (values_BT * mask_BT).sum(), mask_BT.sum(), weight)
 
     def add_sequences(self, name: str, values_B1: torch.Tensor, weight: float) -> None:
-        """Add one value per sequence; the metric is their mean over the step's completions."""
         self.add(name, values_B1.sum(), float(values_B1.size(0)), weight)
 
     def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
-        """Keep the largest (or lowest) value of the step; NaN entries do not count."""
+        """NaN entries do not count."""
         if lowest:
             self._add("lowest", name, values.nan_to_num(nan=math.inf, posinf=math.inf).min(), 0.0, weight)
         else:
             self._add("highest", name, values.nan_to_num(nan=-math.inf, neginf=-math.inf).max(), 0.0, weight)
 
     def reduce(self) -> dict[str, float]:
-        """Step-wide values, the same on every process; NaN where nothing was counted."""
+        """The same on every process; NaN where nothing was counted."""
         numbers = iter(self._on_host([number for _, *pair in self.terms for number in pair]))
         rows = [(name, next(numbers), next(numbers)) for name, *_ in self.terms]
         shares: list[tuple[dict[str, str], list[tuple[str, float, float]]]] = gather_lists([(self.kinds, rows)])
@@ -73,7 +69,7 @@ class StepMetrics:
         return {name: _reduced(kinds[name], pairs) for name, pairs in columns.items()}
 
     def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
-        """The values of scalars, in one copy from the device."""
+        """Scalars, in one copy from the device."""
         tensors = [value.to(self.device, self.dtype) for value in values if isinstance(value, torch.Tensor)]
         sent = iter(torch.stack(tensors).tolist() if tensors else [])
         return [next(sent) if isinstance(value, torch.Tensor) else value for value in values]
@@ -90,8 +86,6 @@ def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which completions of a step run, and in which micro-batches of this process."""
-
     sizes: StepSizes  # of all completions of the step
     rows: Sequence[int]  # the completions that run, on all processes; the others add nothing to the step
     micro_batches: Sequence[MicroBatch]  # of this process
@@ -108,11 +102,7 @@ class StepPlan:
 
 
 def log_values(plan: StepPlan, metrics: StepMetrics, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The logged values of a step. Counts and sums are the same on every process; seconds and rates are not.
-
-    Args:
-        seconds: of the phases of the step, by name.
-    """
+    """Counts and sums are the same on every process; seconds (of phases) and rates are not."""
     useful, computed, padding = plan.token_counts()
     metrics.add_total("computed", float(computed), 1.0)
     metrics.add_total("padding", float(padding), 1.0)

@@ -23,8 +23,6 @@ from .metrics import StepMetrics
 
 @dataclass
 class StepContext:
-    """Counts and statistics of a step, which its micro-batches share."""
-
     counts: StepCounts
     metrics: StepMetrics
     entropy_threshold: float | None = None  # of the tokens at the step's quantile, in nats
@@ -40,7 +38,6 @@ def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def step_counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
-    """The denominators of completions, from the tokens of each that carry loss and the group it belongs to."""
     by_group = dict.fromkeys(groups_B, 0)
     for group, tokens in zip(groups_B, tokens_B, strict=True):
         by_group[group] += tokens
@@ -49,7 +46,7 @@ def step_counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
 
 @dataclass(frozen=True)
 class MicroBatchStatistics:
-    """The statistics of a micro-batch, from a pass without gradients."""
+    """Measured in a pass without gradients."""
 
     part: MicroBatch
     entropies_BT: torch.Tensor
@@ -58,7 +55,7 @@ class MicroBatchStatistics:
 
 
 def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
-    """Count a step. Every process holds the whole step, so the counts need no collective."""
+    """Every process holds the whole step, so the counts need no collective."""
     counts = step_counts([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
     if rollout.items_per_token is not None:
         counts = replace(counts, items=counts.tokens * rollout.items_per_token)
@@ -66,7 +63,7 @@ def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> S
 
 
 def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics], top_entropy_quantile: float) -> None:
-    """Set the entropy threshold and the experts' shares of a step from its micro-batches; all processes together."""
+    """All processes together."""
     if top_entropy_quantile < 1.0:
         local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
