@@ -159,8 +159,8 @@ class StepDataset(_OverPrompts, Dataset):
     def further_rows(self, request: RolloutRequest, taken: int, count: int) -> StepRows | None:
         """Rows of up to `count` further prompts, after the first `taken`; None if none are left.
 
-        The order of the rest of the data set depends on (seed, epoch, rollout) alone: not on the number of processes, nor
-        on prompts that other rollouts took.
+        The order of the rest of the data set depends on (seed, epoch, rollout) alone: not on the number of processes,
+        nor on prompts that other rollouts took.
         """
         layout, order = request.layout, self._order(request)
         used = {order[position] for position in layout.rollout_prompts}
