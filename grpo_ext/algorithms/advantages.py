@@ -122,7 +122,7 @@ class AdvantageRule:
         return rewards_B.view(-1, num_generations)
 
     def constant_groups(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """The groups with equal rewards, in GDPO of each function, which teach nothing, (P,) (DAPO, 2503.14476, 3.2)."""
+        """The groups with equal rewards, in GDPO of each function: they teach nothing, (P,) (DAPO, 2503.14476)."""
         values = rewards_BF[:, weights_F.to(rewards_BF) != 0]
         if self.aggregation == "sum_then_normalize":
             values = weighted_sum(rewards_BF, weights_F)[:, None]

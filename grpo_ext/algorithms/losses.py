@@ -31,15 +31,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_nor
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The settings of the loss. Other fields are TRL's `GRPOConfig` fields of the same names.
-
-    Attributes:
-        correct_sampling: multiply by the ratio of the policy to the engine that sampled.
-        aggregation: one of `AGGREGATIONS`, or None for the loss type's default.
-        entropy_coefficient: factor of the entropy bonus in this step; None without a bonus.
-        router_coefficient: factor of the MoE load-balancing loss; None without one.
-        log_ratios: log the ratios of the policy to the weights that sampled.
-    """
+    """The settings of the loss; fields without a comment are TRL's `GRPOConfig` fields of the same names."""
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -56,11 +48,11 @@ class LossConfig:
     vespo_lambda_neg: float = 2.0
     off_policy_mask_threshold: float | None = None
     max_completion_length: int = 1
-    correct_sampling: bool = False
-    aggregation: str | None = None
-    entropy_coefficient: float | None = None
-    router_coefficient: float | None = None
-    log_ratios: bool = False
+    correct_sampling: bool = False  # multiply by the ratio of the policy to the engine that sampled
+    aggregation: str | None = None  # one of `AGGREGATIONS`; None: the loss type's default
+    entropy_coefficient: float | None = None  # of the entropy bonus in this step; None without a bonus
+    router_coefficient: float | None = None  # of the MoE load-balancing loss; None without one
+    log_ratios: bool = False  # log the ratios of the policy to the weights that sampled
 
     @property
     def weighting(self) -> str:
@@ -92,14 +84,14 @@ class StepCounts:
 
 @dataclass
 class TokenBatch:
-    logps_BT: torch.Tensor
+    logps_BT: torch.Tensor  # with the gradient
     mask_BT: torch.Tensor
     advantages_B: torch.Tensor
-    old_logps_BT: torch.Tensor | None = None
+    old_logps_BT: torch.Tensor | None = None  # None on-policy: the ratio is one, with the policy's gradient
     ref_logps_BT: torch.Tensor | None = None
-    sampling_logps_BT: torch.Tensor | None = None
+    sampling_logps_BT: torch.Tensor | None = None  # of an inference engine
     sampling_ratio: torch.Tensor | None = None
-    entropy_keep_BT: torch.Tensor | None = None
+    entropy_keep_BT: torch.Tensor | None = None  # 1 on tokens above the entropy quantile
 
     @property
     def advantages(self) -> torch.Tensor:
@@ -119,7 +111,7 @@ class TokenLoss:
 class RatioRule:
     """TRL's correction for vLLM's samples: ratios of the policy to the engine, which multiply the loss."""
 
-    mode: str
+    mode: str  # one of `RATIO_MODES`: per token or per completion; clipped, or zero, outside the bounds
     lowest: float | None
     highest: float | None
 
@@ -314,8 +306,6 @@ def router_statistics(
         layer_chosen.index_add_(0, picked, weights.double().repeat_interleave(top_k))  # deterministic, on CUDA too
         chosen.append(layer_chosen)
         probs.append((layer_probs * weights[:, None]).sum(0))
-    if not chosen:
-        raise ValueError("the model returned no router logits")
     return _total(chosen), _total(probs), int(flat.sum()) * len(router_logits)
 
 

@@ -99,11 +99,13 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
     if layout.unit_rows is not None:  # units go to processes whole; each runs them in order
         units = canonical_units(sizes, rows, layout.unit_rows)
         numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
-        most = max(map(len, numbers)) if layout.equal_counts else 1
-        return fill_up([units[number] for number in sorted(numbers[layout.rank])], max(most, 1), shortest)
-    assigned = assign_rows(sizes, rows, layout)
-    most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
-    return fill_up(_cut(sizes, assigned[layout.rank], layout), max(most, 1), shortest)
+        parts = [[units[number] for number in sorted(mine)] for mine in numbers]
+    else:
+        assigned = enumerate(assign_rows(sizes, rows, layout))
+        needed = range(layout.processes) if layout.equal_counts else [layout.rank]
+        parts = [_cut(sizes, mine, layout) if rank in needed else [] for rank, mine in assigned]
+    most = max(map(len, parts)) if layout.equal_counts else 1
+    return fill_up(parts[layout.rank], max(most, 1), shortest)
 
 
 def fill_up(parts: Sequence[Sequence[int]], at_least: int = 1, filler: int = 0) -> list[MicroBatch]:

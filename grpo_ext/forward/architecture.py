@@ -25,14 +25,6 @@ def base_model_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _layer_configs(config: Any) -> list[Any]:
-    """Empty if the number of layers is unknown."""
-    text = config.get_text_config()
-    if getattr(text, "is_heterogeneous", False):
-        return list(text.per_layer_config)
-    return [text] * (_number(text, "num_hidden_layers") or 0)
-
-
 def layer_kinds(config: Any) -> list[str]:
     """Transformers' words; empty if the configuration names none."""
     return [str(kind) for kind in getattr(config.get_text_config(), "layer_types", None) or ()]
@@ -89,8 +81,9 @@ def layer_windows(config: Any) -> set[int | None]:
 
 def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
     """Yields heads times head dimension, numbers cached for a token and window in tokens, for each attention layer."""
-    kinds = layer_kinds(config)
-    for number, layer in enumerate(_layer_configs(config)):
+    kinds, text = layer_kinds(config), config.get_text_config()
+    alike = [text] * (_number(text, "num_hidden_layers") or 0)
+    for number, layer in enumerate(text.per_layer_config if getattr(text, "is_heterogeneous", False) else alike):
         kind = kinds[number] if number < len(kinds) else ""
         heads, hidden = _number(layer, "num_attention_heads"), _number(layer, "hidden_size")
         if heads is None or hidden is None or kind in _WITHOUT_ATTENTION:

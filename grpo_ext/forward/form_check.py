@@ -1,9 +1,8 @@
 """Compares a form of the forward with padding: a few completions run both ways, and modules have to agree.
 
-Runs before training begins (forward.choice), on rows made for that (forward.probe). The parts of every layer are
-compared, and modules outside of layers. Log-probabilities alone do not suffice: in half precision a deep model
-amplifies rounding until it hides ignored positions. The rounding is measured: the padded batch runs again with every
-module's output off by a unit in the last place.
+Runs before training begins (forward.choice), on rows made for that (forward.probe). Log-probabilities alone do not
+suffice: in half precision a deep model amplifies rounding until it hides ignored positions. The rounding is measured:
+the padded batch runs again with every module's output off by a unit in the last place.
 """
 
 from __future__ import annotations
@@ -146,9 +145,6 @@ def _compared_modules(policy: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def _is_numbers(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-# ---- The rounding ---------------------------------------------------------------------------------------------------
 
 
 def _unit(kind: torch.dtype) -> float:

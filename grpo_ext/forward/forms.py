@@ -35,9 +35,6 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-# ---- Which models run them ------------------------------------------------------------------------------------------
-
-
 def why_not_packed(policy: Any) -> str | None:
     """The reason why a model's class or configuration cannot run packs, as a clause."""
     config = policy.config.get_text_config()
@@ -69,9 +66,6 @@ def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
     if unknown := unknown_layers(policy.config.get_text_config(decoder=True)):
         return f"{type(policy).__name__} has cache layers that the prefix form does not support ({', '.join(unknown)})"
     return None
-
-
-# ---- A forward ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -224,9 +218,6 @@ def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
 
 def _sources(mask_BL: torch.Tensor) -> torch.Tensor:
     return torch.full_like(mask_BL, -1).masked_scatter(mask_BL.bool(), torch.arange(int(mask_BL.sum())))
-
-
-# ---- Positions ------------------------------------------------------------------------------------------------------
 
 
 def accepts_positions(model: Any) -> bool:

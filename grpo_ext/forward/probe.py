@@ -1,10 +1,8 @@
 """Rows on which a form of the forward is compared with padding before training begins (forward.choice).
 
-Their tokens are drawn from the text of the vocabulary, by a generator of their own: no random state of the run moves,
-and every process has the same rows. There are several groups of several completions, of unequal lengths. Where a layer
-attends to a window of at most `_LONGEST_WINDOW` tokens, a further batch is longer than that; a model that makes the
-mask of a longer window itself is refused by `forward.attention`. Prompts of a model that takes images go through its
-processor, one of them with an image.
+A generator of their own draws their tokens: no random state of the run moves, and every process has the same rows.
+Where a layer attends to a window of at most `_LONGEST_WINDOW` tokens, a further batch is longer than that; a model that
+makes the mask of a longer window itself is refused by `forward.attention`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Replays the experts that each token of a mixture-of-experts model was sent to.
 
-Two forwards of the same tokens may choose different experts where scores are close, above all in half precision (Ma et
-al., arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. Weights and the
-load-balancing loss use the live router's scores, so gradients reach it.
-
-All routers of transformers choose with `torch.topk` over the scores of the experts. Inside a router's forward that call
-is recorded, or it returns the recorded experts with their live scores. Shapes: N tokens of a forward, X experts, K of
+Two forwards of the same tokens may choose different experts where scores are close (Ma et al., arXiv 2510.11370). So a
+router's `torch.topk` over the scores of the experts is recorded while sampling; in later forwards it returns the
+recorded experts with their live scores, and gradients reach the router. Shapes: N tokens of a forward, X experts, K of
 them chosen by a router, C choices of all routers.
 """
 

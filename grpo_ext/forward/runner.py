@@ -125,8 +125,6 @@ class ForwardRunner:
         logps, entropies = (in_columns(v, *shape).to(mask_BT.device) for v in (output.logps_S, output.entropies_S))
         return MicroBatchScores(logps, entropies, output.router, output.routing)
 
-    # ---- Forwards -------------------------------------------------------------------------------------------------
-
     def _cut(self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None) -> list[slice]:
         form = self.choice.form(model) if rows.attended_N is None else "padded"
         groups = list(accumulate((not same for same in rows.same_prompt), initial=0))

@@ -35,11 +35,6 @@ class LossInputs:
     in_trl_form: bool = True  # as of `StepSettings`
 
     @property
-    def weight(self) -> float:
-        """0 where a process runs the micro-batch only to keep the collectives aligned."""
-        return self.part.weight
-
-    @property
     def accumulation_steps(self) -> float:
         """The step's completions over the micro-batch's: TRL's divisor of a mean over the micro-batch."""
         whole, rest = divmod(self.step.counts.completions, len(self.groups))
@@ -47,7 +42,7 @@ class LossInputs:
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Add the loss to the logged one; returns it, or zero at weight zero."""
-        loss = loss if self.weight else loss * 0.0  # a subclass's own term does not know the weight
+        loss = loss if self.part.weight else loss * 0.0  # a subclass's own term does not know the weight
         self.step.metrics.add_total("loss", loss, 1.0)
         return loss
 

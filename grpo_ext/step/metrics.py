@@ -28,10 +28,6 @@ class StepMetrics:
     kinds: dict[str, str] = field(default_factory=dict)  # by name: "total", "mean", "highest" or "lowest"
     terms: list[tuple[str, _Number, _Number]] = field(default_factory=list)  # name, sum or extreme, number of things
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.device.type == "mps" else torch.float64
-
     def add_total(self, name: str, part: _Number, weight: float) -> None:
         self._add("total", name, part, 0.0, weight)
 
@@ -70,7 +66,8 @@ class StepMetrics:
 
     def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
         """Scalars, in one copy from the device."""
-        tensors = [value.to(self.device, self.dtype) for value in values if isinstance(value, torch.Tensor)]
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64  # which has no float64
+        tensors = [value.to(self.device, dtype) for value in values if isinstance(value, torch.Tensor)]
         sent = iter(torch.stack(tensors).tolist() if tensors else [])
         return [next(sent) if isinstance(value, torch.Tensor) else value for value in values]
 
