@@ -224,10 +224,9 @@ def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayou
     return [sorted(part) for part in _filled(sizes, pieces, layout.max_rows, layout.max_tokens, layout.form)]
 
 
-def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: Form) -> list[slice]:
-    """Slices within the limits, for passes without gradients."""
-    parts = _filled(sizes, [[row] for row in range(len(sizes.prompts_B))], max_rows, max_tokens, form)
-    return [slice(part[0], part[-1] + 1) for part in parts]
+def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: Form) -> list[list[int]]:
+    """Consecutive rows within the limits, for passes without gradients."""
+    return _filled(sizes, [[row] for row in range(len(sizes.prompts_B))], max_rows, max_tokens, form)
 
 
 def _filled(

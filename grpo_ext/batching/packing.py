@@ -41,7 +41,7 @@ class PackLayout:
             g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in groups
         )
         self.readers: set[object] = set()  # attention layers that read this layout; a model without any ignores it
-        self.shared: dict[Hashable, Any] = {}  # values that all attention layers use: masks, arguments of kernels
+        self.shared: dict[Hashable, Any] = {}  # made by the first attention layer for all: masks, arguments of kernels
 
 
 @dataclass(frozen=True)

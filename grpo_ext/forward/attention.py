@@ -8,7 +8,7 @@ Torch's flash kernels are called in forward.shared_prefix. Shapes: H heads, N to
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -21,8 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
 from ..runtime.transfer import to_device
-from .architecture import layer_windows
-from .shared_prefix import Part, SharedPrefixAttention, joint_parts, parts_of, takes_varlen
+from .shared_prefix import SharedPrefixAttention, joint_parts, parts_of, takes_varlen
 
 PACKED = "grpo_ext_packed"
 LAYOUT = "grpo_ext_pack"  # keyword that carries the layout through the model to its attention layers
@@ -70,35 +69,17 @@ def _reference(module: nn.Module, name: str) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
-def _once_per_pack(layout: PackLayout, key: Hashable, make: Callable[[], Any]) -> Any:
-    """Made by the first layer, and freed with the layout."""
-    if key not in layout.shared:
-        layout.shared[key] = make()
-    return layout.shared[key]
-
-
-def _effective_window(layout: PackLayout, window: int | None) -> int | None:
-    """None where the window is as long as every sequence, and so hides nothing."""
-    return None if window is None or window >= layout.longest else window
-
-
-def joint_parts_by_window(layout: PackLayout, config: Any) -> dict[int | None, list[Part]]:
-    windows = {_effective_window(layout, window) for window in layer_windows(config)}
-    return {window: joint_parts(layout, window) for window in windows}
-
-
 def _mask_of(
     layout: PackLayout, window: int | None, device: torch.device, dtype: torch.dtype, group: PackedGroup
 ) -> torch.Tensor:
     """Terms of the scores, (1, 1, n, n): 0 or -inf."""
-
-    def make() -> torch.Tensor:
+    key = (group, window, device, dtype)
+    if key not in layout.shared:
         mask = visible_mask(group, window, device)
         # kernels of CUDA copy a mask in every call unless its rows begin at multiples of 8 elements
         terms = torch.zeros(len(mask), len(mask) + -len(mask) % 8, dtype=dtype, device=device)[:, : len(mask)]
-        return terms.masked_fill_(~mask, -torch.inf)[None, None]
-
-    return _once_per_pack(layout, (group, window, device, dtype), make)
+        layout.shared[key] = terms.masked_fill_(~mask, -torch.inf)[None, None]
+    return layout.shared[key]
 
 
 def _share_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _States:
@@ -135,7 +116,7 @@ def packed_attention_forward(
     # as in the model's own attention, the mask of transformers decides, or without one the layer's setting
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers.add(module)
-    window = _effective_window(layout, window)
+    window = None if window is None or window >= layout.longest else window  # it hides nothing
     plain = (
         name == "sdpa"
         and not options.get("dropout")
@@ -152,8 +133,9 @@ def packed_attention_forward(
 def _plain(layout: PackLayout, window: int | None, states: _States, scale: float | None) -> torch.Tensor:
     device, cast_states = states[0].device, _as_sdpa_takes_them(*states)
     if takes_varlen(*cast_states):
-        parts = _once_per_pack(layout, (window, device), lambda: to_device(joint_parts(layout, window), device))
-        return SharedPrefixAttention.apply(*cast_states, parts, scale).transpose(1, 2)
+        if (window, device) not in layout.shared:
+            layout.shared[window, device] = to_device(joint_parts(layout, window), device)
+        return SharedPrefixAttention.apply(*cast_states, layout.shared[window, device], scale).transpose(1, 2)
 
     # transformers' function repeats keys and values under a mask
     def attend(*states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -67,10 +67,11 @@ class TokenRows:
         """Indices of the first token of each row; the last is the number of all tokens."""
         return [0, *accumulate(map(sum, zip(self.prompts_B, self.completions_B, strict=True)))]
 
-    def part(self, rows: slice) -> TokenRows:
-        first, last, starts = rows.start, min(rows.stop, len(self)), self.starts_B
+    def part(self, rows: Sequence[int]) -> TokenRows:
+        """Consecutive rows."""
+        first, last, starts = rows[0], rows[-1] + 1, self.starts_B
         lengths = self.prompts_B[first:last], self.completions_B[first:last]
-        images = None if self.images is None else self.images.of(range(first, last))
+        images = None if self.images is None else self.images.of(rows)
         same, tokens = self.same_prompt[first : last - 1], slice(starts[first], starts[last])
         attended = None if self.attended_N is None else self.attended_N[tokens]
         if attended is not None and bool(attended.all()):

@@ -125,7 +125,9 @@ class ForwardRunner:
         logps, entropies = (in_columns(v, *shape).to(mask_BT.device) for v in (output.logps_S, output.entropies_S))
         return MicroBatchScores(logps, entropies, output.router, output.routing)
 
-    def _cut(self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None) -> list[slice]:
+    def _cut(
+        self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None
+    ) -> list[list[int]]:
         form = self.choice.form(model) if rows.attended_N is None else "padded"
         groups = list(accumulate((not same for same in rows.same_prompt), initial=0))
         sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple)
@@ -137,17 +139,13 @@ class ForwardRunner:
             chunks = self._cut(model, rows, limits.completions, limits.tokens)
         else:
             sizes = StepSizes(group_numbers(len(rows), limits.group_size), [], [])
-            chunks = [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(len(rows)), unit)]
-
-        def work(piece: Sequence[int]) -> LogProbs:
-            return self._forward(model, rows.part(slice(piece[0], piece[-1] + 1)), **options)
-
+            chunks = canonical_units(sizes, range(len(rows)), unit)
         # where a forward is a collective, every process runs as many; a process with fewer chunks repeats its last one
         forwards = max_over_processes(len(chunks)) if self.sharded else len(chunks)
         outputs: list[LogProbs] = []
         for number in range(forwards):
             chunk = chunks[min(number, len(chunks) - 1)]
-            parts = self.memory.run(range(chunk.start, chunk.stop), work)
+            parts = self.memory.run(chunk, lambda piece: self._forward(model, rows.part(piece), **options))
             outputs += parts if number < len(chunks) else []
         return outputs
 
