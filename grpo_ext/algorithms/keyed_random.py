@@ -43,7 +43,7 @@ def derive_key(*parts: int) -> int:
 def completion_keys(
     seed: int, stream: int, epoch: int, rollout: int, prompts_B: torch.Tensor, generations_B: torch.Tensor
 ) -> torch.Tensor:
-    """Keys of completions, (B,), int64; `rollout` counts in its epoch, the rest are places in the rollout batch."""
+    """Keys of completions, (B,), int64; `stream` keeps training and evaluation apart."""
     start = torch.full_like(prompts_B, _signed(derive_key(seed, stream, epoch, rollout)))
     return mix(mix(start, prompts_B), generations_B)
 

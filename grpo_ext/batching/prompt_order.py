@@ -189,24 +189,17 @@ class StepStream(_OverPrompts, IterableDataset):
         for epoch in itertools.count():
             if hasattr(self.stream, "set_epoch"):
                 self.stream.set_epoch(epoch)  # reshuffles a shuffled stream
-            empty = True
-            for rows in self._pass(epoch):
-                empty = False
-                yield rows
-            if empty:
+            rows = iter(self.stream)
+            for rollout in itertools.count():
+                batch = list(itertools.islice(rows, self.geometry.prompts_per_rollout))
+                layout = EpochLayout(self.geometry, len(batch), self.drop_last)
+                for inside in range(len(layout)):
+                    step = step_layout(self.geometry, rollout, inside, layout.trained_completions)
+                    yield self.rule.rows(self.rule.request(epoch, step), batch)
+                if not len(layout):
+                    break
+            if not rollout:  # nothing to train on
                 return
-
-    def _pass(self, epoch: int) -> Iterator[StepRows]:
-        g, rows = self.geometry, iter(self.stream)
-        for rollout in itertools.count():
-            batch = list(itertools.islice(rows, g.prompts_per_rollout))
-            layout = EpochLayout(g, len(batch), self.drop_last)
-            if not len(layout):
-                return
-            for inside in range(len(layout)):
-                step = step_layout(g, rollout, inside, layout.trained_completions)
-                request = self.rule.request(epoch, step)
-                yield self.rule.rows(request, batch)
 
 
 class StepLoader(DataLoader):

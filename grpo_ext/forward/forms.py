@@ -117,15 +117,6 @@ def lay_out(
     return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N)
 
 
-def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
-    """As in `LogProbs.experts_NC`; `LIVE` for tokens that did not run."""
-    assert batch.targets.routing is not None
-    recorded_NC, real_N = batch.targets.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
-    experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
-    experts_NC[batch.source_N[real_N]] = recorded_NC[real_N]
-    return experts_NC
-
-
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
     """Run a model, as the loop calls it; raises PackRefused where it ignores the pack."""
     policy = base_model_of(model)
@@ -143,7 +134,12 @@ def run_rows(
     """`options` as of `lay_out`."""
     batch = lay_out(form, base_model_of(model), rows, device, **options)
     output = run_batch(model, batch)
-    return replace(output, experts_NC=_recorded(batch, rows)) if options.get("record_experts") else output
+    if output.routing is None or not options.get("record_experts"):
+        return output
+    recorded_NC, real_N = output.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
+    experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
+    experts_NC[batch.source_N[real_N]] = recorded_NC[real_N]
+    return replace(output, experts_NC=experts_NC)
 
 
 def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:

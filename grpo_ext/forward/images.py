@@ -83,7 +83,6 @@ class PromptProcessor:
         return Prepared(tensors, count)
 
     def of(self, images: Sequence[Any]) -> Prepared:
-        """Prepare images without a prompt."""
         if not images:
             return Prepared({}, 0)
         return self({"prompt": [{"role": "user", "content": ""}], "images": list(images)})

@@ -99,8 +99,6 @@ _running: ContextVar[tuple[Routing, int] | None] = ContextVar("running", default
 
 
 class _Choice(TorchFunctionMode):
-    """Inside, the `topk` that chooses experts records or replays."""
-
     def __init__(self, router: Router, routing: Routing, first: int = 0) -> None:
         super().__init__()
         self.router, self.routing, self.first = router, routing, first

@@ -26,8 +26,6 @@ _Tokens = tuple[int, int]  # a half-open range
 
 
 class Part(NamedTuple):
-    """One call of a kernel."""
-
     queries: slice | torch.Tensor
     keys: slice | torch.Tensor
     causal: bool  # a segment attends to itself; otherwise completions attend to their prompt

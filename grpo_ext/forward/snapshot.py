@@ -136,7 +136,6 @@ class Snapshot:
         return Weights(progress, *parts)
 
     def put_in_place(self, weights: Weights) -> None:
-        """Let the copies compute with these weights."""
         for tensors, part in zip(self._copied, (weights.policy, weights.reference)):
             if missing := tensors.keys() ^ part.keys():
                 raise ModelError(f"the weights to sample with and the model differ in parameters: {sorted(missing)}")

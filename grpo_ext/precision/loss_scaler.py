@@ -21,8 +21,6 @@ _STATE = ("scale", "patience", "steps", "last_overflow", "skipped")
 
 
 class LossScaler(torch.amp.GradScaler):
-    """Scales the loss, unscales the gradients, and skips steps whose gradients overflow; Accelerate calls it."""
-
     # the values are DeepSpeed's
     initial = 2.0**16  # what the loss is multiplied by before the backward pass
     window = 1000  # steps without an overflow before the scale doubles
@@ -57,7 +55,6 @@ class LossScaler(torch.amp.GradScaler):
         return None if self._overflow else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: Any = None) -> None:
-        """Move the scale on every process alike."""
         overflow, self._overflow = bool(self._overflow), None
         self.move(overflow)
         super().update(self._scale)  # also forgets that the gradients were unscaled
@@ -87,8 +84,7 @@ class LossScaler(torch.amp.GradScaler):
     def report(self) -> dict[str, float]:
         """Overflows are counted since the last report."""
         overflows, self._reported = float(self.skipped - self._reported), self.skipped
-        skipped = float(self.skipped)
-        return {"fp16/loss_scale": self.value, "fp16/overflows": overflows, "fp16/skipped_steps": skipped}
+        return {"fp16/loss_scale": self.value, "fp16/overflows": overflows, "fp16/skipped_steps": float(self.skipped)}
 
     def state_dict(self) -> dict[str, float]:
         return dict(zip(_STATE, (self.value, self.patience, self.steps, self.last_overflow, self.skipped)))

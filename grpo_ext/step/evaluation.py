@@ -16,8 +16,6 @@ logger = get_logger(__name__)
 
 
 class PassAtK:
-    """Computes the metrics of an evaluation from its rewards."""
-
     def __init__(self, args: GRPOConfig) -> None:
         self.args = args
         self._rewards_B = torch.empty(0)
@@ -30,7 +28,6 @@ class PassAtK:
         self.pass_or_fail = state["pass_or_fail"]
 
     def observe(self, rewards_BF: torch.Tensor | None, weights_F: torch.Tensor, names: Sequence[str]) -> None:
-        """Take the rewards of an evaluation; None: unknown."""
         if rewards_BF is None:
             self._rewards_B = torch.empty(0)
             return

@@ -28,9 +28,16 @@ from ..runtime.collectives import max_over_processes, together, uneven_collectiv
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
 from .gradients import FixedPointGradients, NativeGradients
 from .inputs import Collation, LossInputs, collate
-from .metrics import StepMetrics, StepPlan
 from .settings import StepSettings
-from .statistics import MicroBatchStatistics, StepContext, count_step, loss_mask, set_statistics
+from .statistics import (
+    MicroBatchStatistics,
+    StepContext,
+    StepMetrics,
+    StepPlan,
+    count_step,
+    loss_mask,
+    set_statistics,
+)
 
 logger = get_logger(__name__)
 
@@ -100,8 +107,6 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class StepPlanner:
-    """Plans optimizer steps and evaluations, within the limits of micro-batches that fit into memory."""
-
     forwards: ForwardRunner
     clock: PhaseClock
     collation: Collation

@@ -27,9 +27,8 @@ from ..rollouts.images import ImageSource
 from ..view import TrainerView
 from .inputs import LossInputs
 from .loss import active_tokens, assemble_loss
-from .metrics import StepMetrics
 from .settings import loss_config_of, step_settings_of
-from .statistics import MicroBatchStatistics, StepContext, loss_mask, set_statistics, step_counts
+from .statistics import MicroBatchStatistics, StepContext, StepMetrics, loss_mask, set_statistics, step_counts
 
 
 def _tokens(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
