@@ -155,7 +155,7 @@ def _by_group(
     states: _States,
     attend: Callable[..., torch.Tensor],
     mask_of: Callable[[PackedGroup], torch.Tensor],
-    by_flash: Callable[[PackedGroup, Sequence[torch.Tensor]], torch.Tensor] | None = None,
+    by_flash: Callable[[PackedGroup, Sequence[torch.Tensor]], torch.Tensor] | None = None,  # on CPUs
 ) -> torch.Tensor:
     """Attention (1, N, H, D), group by group, so that a group does not depend on others in the pack."""
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]

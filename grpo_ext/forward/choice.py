@@ -1,6 +1,6 @@
 """Which form a model's completions run in (packed, prefix or padded), decided once for each model before a run begins.
 
-Differs from TRL, which always pads. `form_check` compares a form with padding on rows made for that (forward.probe).
+Differs from TRL, which always pads. `form_check` compares a form with padding on rows made for that.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class ForwardChoice:
 
     def __init__(
         self,
-        forms: Sequence[Form],
+        forms: Sequence[Form],  # that may be run, the best first
         device: torch.device,
-        sharded: bool = False,
-        checkpointing_kwargs: dict[str, Any] | None = None,
-        refused: Mapping[Form, str] | None = None,
+        sharded: bool = False,  # a forward is a collective
+        checkpointing_kwargs: dict[str, Any] | None = None,  # of gradient checkpointing; None without it
+        refused: Mapping[Form, str] | None = None,  # forms that no model of the run takes, with the reason
     ) -> None:
         self.forms, self.device, self.sharded = tuple(forms), device, sharded
         self.checkpointing_kwargs, self.refused = checkpointing_kwargs, refused or {}

@@ -54,9 +54,9 @@ class ForwardRunner:
         self,
         accelerator: Accelerator,
         args: GRPOConfig,
-        refused: Mapping[Form, str] | None = None,
-        suppressed: Sequence[torch.Tensor] = (),
-        make_rows: Callable[[Any], Sequence[TokenRows]] = lambda policy: (),
+        refused: Mapping[Form, str] | None = None,  # forms that no model of this run takes, with the reason
+        suppressed: Sequence[torch.Tensor] = (),  # sets of token ids that sampling suppresses
+        make_rows: Callable[[Any], Sequence[TokenRows]] = lambda policy: (),  # on which a model's forms are compared
     ) -> None:
         self.accelerator, self.args, self.suppressed, self.make_rows = accelerator, args, suppressed, make_rows
         multiple: Any = args.pad_to_multiple_of
