@@ -19,9 +19,8 @@ from ..algorithms.losses import StepCounts
 from ..batching.micro_batches import MicroBatch
 from ..batching.sizes import group_numbers
 from ..errors import ConfigError
-from ..forward.override import Unchanged, padded_ids_and_mask
 from ..forward.rows import TokenRows
-from ..forward.runner import ForwardRunner
+from ..forward.runner import ForwardRunner, Unchanged, padded_ids_and_mask
 from ..rollouts.batch import SAMPLER_LOGPS
 from ..rollouts.images import ImageSource
 from ..view import TrainerView
