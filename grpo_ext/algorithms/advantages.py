@@ -18,7 +18,7 @@ EPSILON = 1e-4  # TRL's guard against a zero standard deviation
 
 
 def nan_std(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-    """Bessel's correction; of the entries that are not NaN, NaN for fewer than two."""
+    """The deviation (Bessel's correction) of entries that are not NaN; NaN for fewer than two."""
     dims = tuple(range(x.dim())) if dim is None else (dim,)
     count = (~torch.isnan(x)).sum(dim=dims, keepdim=True)
     centred = x - torch.nanmean(x, dim=dims, keepdim=True)
@@ -173,7 +173,7 @@ _SCALED: dict[str, Estimator] = {"group": group_standardized, "none": group_cent
 
 
 def weighted_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor) -> torch.Tensor:
-    """Over the functions that scored a completion, (B,); NaN where none did."""
+    """The sum over the functions that scored a completion, (B,); NaN where none did."""
     total = (rewards_BF * weights_F.to(rewards_BF)).nansum(dim=1)
     return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, total)
 

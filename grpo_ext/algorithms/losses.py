@@ -135,7 +135,7 @@ class RatioRule:
 
 
 def importance_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:
-    """Per token (B, T), or their mean per sequence (B, 1) (GSPO, arXiv 2507.18071)."""
+    """Log weights per token (B, T), or their mean per sequence (B, 1) (GSPO, arXiv 2507.18071)."""
     if level == "token":
         return log_ratio_BT
     return ((log_ratio_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0)).unsqueeze(-1)

@@ -29,7 +29,7 @@ def logged_k(num_generations: int) -> list[int]:
 
 
 def are_pass_or_fail(rewards: Iterable[float]) -> bool:
-    """Up to float32's rounding; NaN (the completion was not scored) counts as either."""
+    """Whether all are 0 or 1, up to float32's rounding; NaN (the completion was not scored) counts as either."""
     return all(math.isnan(r) or r == 0.0 or math.isclose(r, 1.0, rel_tol=1e-6) for r in rewards)
 
 

@@ -90,7 +90,7 @@ class ProcessSlices:
         return RolloutRequest(epoch, layout, prompts, empty, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, prompts: Any, numbers: Sequence[int] | None = None) -> StepRows:
-        """A copy for each completion, because rewards and tools may write to it.
+        """Rows of a request, a copy for each completion, because rewards and tools may write to it.
 
         If rows may have different keys, the rows of all processes are read, because the columns are the keys of all.
         `numbers` are the data set's rows of the rollout batch; without them, `prompts` are those of the rollout batch.

@@ -26,7 +26,7 @@ def base_model_of(model: Any) -> Any:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Transformers' words; empty if the configuration names none."""
+    """Kinds in transformers' words; empty if the configuration names none."""
     return [str(kind) for kind in getattr(config.get_text_config(), "layer_types", None) or ()]
 
 

@@ -130,7 +130,7 @@ class MovedReference:
 
 
 def weight_sums(model: Any) -> list[float]:
-    """One for each parameter, by which a change shows; empty without a model."""
+    """A sum for each parameter, by which a change shows; empty without a model."""
     parameters = [] if model is None else model.parameters()
     return [float(parameter.detach().sum(dtype=torch.float64)) for parameter in parameters]  # of several devices
 

@@ -178,7 +178,7 @@ class Unchanged:
 
 
 def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The (B, L) of prompts and completions, from TRL's dictionary."""
+    """Token ids and attention mask (B, L) of prompts and completions, from TRL's dictionary."""
     ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
     return ids, mask
 

@@ -80,7 +80,7 @@ def _place(ranges: list[_Tokens]) -> slice | torch.Tensor:
 
 
 def takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Half precision on CUDA."""
+    """Whether the flash kernel for sequences of several lengths supports these states: half precision on CUDA."""
     if query.device.type != "cuda" or torch.version.hip or query.size(-1) % 8:  # AMD's log-sum-exp differs
         return False
     grouped = query.size(1) != key.size(1)
