@@ -107,14 +107,6 @@ def test_a_row_is_the_same_at_two_widths_of_padding(model, name, compact):
         assert rows != sample(model, PROMPTS, sampling(), compact)  # the setting is in force
 
 
-def test_a_long_neighbour_does_not_shorten_a_row_without_max_new_tokens(model):
-    config = sampling(max_new_tokens=None)
-    long = [2 + place % 10 for place in range(model.config.max_position_embeddings - 4)]
-    rows = sample(model, PROMPTS, config, compact=False)
-    assert sample(model, [*PROMPTS, long], config, compact=False)[:-1] == rows
-    assert max(map(len, rows)) == 20
-
-
 @pytest.mark.parametrize("name", ["no_repeat_ngram_size", "sequence_bias", "bad_words_ids", "min_length"])
 def test_a_row_is_another_where_processors_read_its_padding(model, monkeypatch, name):
     monkeypatch.setattr(decoding, "on_own_tokens", lambda processors, mask, config: processors)

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 from transformers import GenerationConfig
 
@@ -168,19 +166,6 @@ def test_keys_of_other_streams_epochs_rollouts_rounds_and_seeds_differ():
     assert len(found) == 32 * 12
 
 
-def transcripts(places) -> list[Transcript]:
-    return [Transcript({}, key=7 * place, place=place, prompt_ids=[5]) for place in places]
-
-
-@given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
-def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
-    settings = EngineSettings(CPU, None, chunk_size=size, filler=EOS, pad=EOS)
-    parts = [[t.place for t in part] for part in settings.chunks(transcripts(places), 1)]
-    assert [place for part in parts for place in part] == places
-    assert all(part for part in parts)
-    assert [{place // size for place in part} for part in parts] == [{c} for c in sorted({p // size for p in places})]
-
-
 def engine_of(model, sharded: bool = False, rows_per_call: int | None = None) -> TransformersEngine:
     """With chunks of two groups of four."""
     PartialState()  # the logger asks it which process this is
@@ -188,29 +173,6 @@ def engine_of(model, sharded: bool = False, rows_per_call: int | None = None) ->
     settings = EngineSettings(CPU, chunk_size=8, rows_per_call=rows_per_call, sharded=sharded, **ends)
     memory = Halving("generation", "", not sharded)
     return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
-
-
-def test_a_later_turn_goes_on_where_the_completion_is(model):
-    # the tokens of tools are counted: each token of a completion has the random number of its position
-    config, prompts, engine = sampling(suppress_tokens=[EOS], max_new_tokens=4), PROMPTS[:4] * 4, engine_of(model)
-    rows = [
-        Transcript({}, int(key), place, prompt_ids=list(ids)) for place, (key, ids) in enumerate(zip(keys(16), prompts))
-    ]
-    with torch.no_grad():
-        for row, turn in zip(rows, engine.generate(rows, config, 4)):
-            row.add_sampled(turn)
-        first = [row.ids for row in rows]
-        assert first == sample(model, prompts, keys(16), config)
-        active = [row for row in rows if row.place % 3]
-        for row in active:
-            row.add_answer([3] * (1 + row.place % 2))
-        found = [turn.ids for turn in engine.generate(active, config, 4)]
-    assert {len(row.ids) for row in active} == {5, 6}
-    assert found == alone(model, active, config)
-    for row in active:  # the same tokens one position earlier
-        row.prompt_ids, row.ids = [*row.prompt_ids, row.ids[0]], row.ids[1:]
-    assert found != alone(model, active, config)
-    assert [row.ids for row in rows if row.place % 3 == 0] == first[::3]
 
 
 def alone(model, rows: list[Transcript], config: GenerationConfig) -> list[list[int]]:
