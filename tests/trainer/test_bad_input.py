@@ -197,17 +197,6 @@ def test_settings_can_be_copied_and_changed(tmp_path):
     assert (parsed.depth, parsed.learning_rate, parsed.bf16) == (5, 1e-4, False)
 
 
-def test_trained_weights_in_half_precision_are_said(tmp_path, caplog):
-    for half, extra in ((False, {}), (True, lora()), (True, {})):
-        caplog.clear()
-        model = tiny_model().to(torch.bfloat16) if half else tiny_model()
-        make(tmp_path, model, **extra, bf16=None)
-        warning = "Load the model with dtype=torch.float32"
-        said = [record.message for record in caplog.records if warning in record.message]
-        assert len(said) == (half and not extra), "PEFT's adapters are float32"
-    assert "27 of 27 trained tensors are bfloat16" in said[0]
-
-
 SEVERAL_MACHINES = "--num_machines 2 --num_processes 2 --main_process_ip 10.0.0.1 --main_process_port 1"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError, ModelError, PrecisionError
+from grpo_ext.errors import ConfigError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
 from tests.support.rollouts import give_completions
 from tests.support.tiny import tiny_model
@@ -119,8 +119,3 @@ def test_a_weight_that_is_not_finite_is_named_in_any_precision(tmp_path):
 def test_without_an_accelerator_it_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="needs an accelerator"):
         build(tmp_path)
-
-
-def test_weights_in_float16_are_refused(tmp_path, fp16_on_the_cpu):
-    with pytest.raises(ModelError, match="is float16; load the model with dtype='float32'"):
-        build(tmp_path, tiny_model().half())

@@ -8,9 +8,8 @@ import torch
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError
 from grpo_ext.forward.routing import LIVE
 from grpo_ext.rollouts.batch import EXPERTS
-from grpo_ext.rollouts.transcript import Transcript, share_prompt_experts
 from tests.support.float64 import float64_throughout
-from tests.support.tiny import given_rollout, tiny_model
+from tests.support.tiny import tiny_model
 from tests.support.tool_runs import always_calling
 from tests.support.trainers import OtherMask, change, error, make, other, parameters, passing_on, train_and_keep_first
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
@@ -88,24 +87,6 @@ def test_experts_are_recorded_however_completions_are_sampled(tmp_path, recorded
         assert bool((row_NC[:-1] != LIVE).all())
 
 
-def test_a_group_shares_the_experts_of_its_prompt_and_no_other_group_has_them():
-    transcripts = [Transcript({}, key=0, place=n, prompt_ids=[5, 6]) for n in range(4)]
-    for number, transcript in enumerate(transcripts):
-        transcript.experts_NC = torch.full((3, 2), number)
-    share_prompt_experts(transcripts, num_generations=2)
-    assert [t.experts_NC[:, 0].tolist() for t in transcripts] == [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 2, 3]]
-
-
-def test_experts_are_recorded_with_the_log_probabilities_where_another_one_samples(tmp_path, recorded):
-    rows = experts_of(tmp_path / "override", cls=passing_on("_generate_single_turn"))
-    for row_NC, expected_NC in zip(rows, recorded, strict=True):
-        assert torch.equal(row_NC[:-1], expected_NC[:-1])
-    shares = [
-        e["routing/changed_share"] for e in logs(tmp_path / "func", rollout_func=given_rollout, **REPLAY, **REUSED)
-    ]
-    assert shares[0] == 0.0 < shares[1]
-
-
 def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path):
     settings = always_calling()
     trainer = make(tmp_path, moe(max_position_embeddings=4096), **settings, **REPLAY)
@@ -162,13 +143,13 @@ def test_a_model_without_experts_is_refused(tmp_path):
         make(tmp_path, **REPLAY)
 
 
-def test_tokens_whose_experts_are_not_known_end_the_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"routing_replay=True: .* not known"):
-        make(tmp_path, moe(), cls=OtherMask, **REPLAY).train()
-
-
 def test_an_auxiliary_loss_without_a_gradient_is_refused(tmp_path):
     settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef.*use_reentrant"):
         make(tmp_path / "aux", moe(), **settings)
     make(tmp_path / "none", moe(router_aux_loss_coef=0.0), router_aux_loss_coef=0.0, **settings)
+
+
+def test_tokens_whose_experts_are_not_known_end_the_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"routing_replay=True: .* not known"):
+        make(tmp_path, moe(), cls=OtherMask, **REPLAY).train()

@@ -15,7 +15,7 @@ from grpo_ext import GRPOTrainer, compat
 from grpo_ext.errors import ConfigError
 from tests.support.drop_in import conversations
 from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import SAVE, change, error, make, on
+from tests.support.trainers import SAVE, change, error, make
 from tests.tolerances import DIFFERENT, UPDATE
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}a:<think>{% endif %}"
@@ -108,13 +108,6 @@ def test_what_is_seldom_meant_is_said_once_at_the_start(tmp_path, caplog, name):
     evaluation = {"eval_dataset": make(tmp_path).train_dataset} if name == "best" else {}
     make(tmp_path, max_steps=1, **changes, **evaluation).train()
     assert caplog.text.count(words) == 1
-
-
-def test_a_temperature_that_a_callback_changes_is_said(tmp_path, caplog):
-    trainer = make(tmp_path, max_steps=3)
-    trainer.add_callback(on("on_step_begin", lambda state: setattr(trainer.generation_config, "temperature", 3.0), 1))
-    trainer.train()
-    assert caplog.text.count("training divides by 1.0: set GRPOConfig(temperature=3.0)") == 1
 
 
 def test_nothing_is_said_of_ordinary_settings(tmp_path, caplog):
