@@ -225,13 +225,7 @@ def image_rows(
     shapes: tuple[tuple[int, int], ...] = ((8, 8),),
     first: int = 0,
 ) -> Dataset:
-    """Conversations with images before the question.
-
-    Args:
-        per_prompt: how many images prompts have, in turn.
-        shapes: of the images, in turn.
-        first: the pictures are numbered from here.
-    """
+    """Conversations with images before the question: `per_prompt` of `shapes` in turn, numbered from `first`."""
     rows = []
     for number in range(count):
         wanted = per_prompt[number % len(per_prompt)]

@@ -62,11 +62,7 @@ def source_of(test_file: str) -> str:
 
 
 def of_stock(compute: Callable[[], T]) -> T:
-    """What stock TRL computes in the test that runs, of an earlier run of the tests where that is the same.
-
-    Args:
-        compute: trains with stock TRL, and returns what can be pickled.
-    """
+    """What stock TRL computes in the test that runs, of an earlier run of the tests where that is the same."""
     test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
     if test not in _calls:
         _calls.clear()

@@ -115,12 +115,7 @@ class StandIn:
 
 
 def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr, kind: type[StandIn] = StandIn) -> StandIn:
-    """Let trainers of this process ask a stand-in.
-
-    Args:
-        folder: shared by the processes of a run, and of no other run.
-        put: sets an attribute (`monkeypatch.setattr`).
-    """
+    """Let trainers of this process ask a stand-in; the folder is shared by the processes of one run."""
     folder.mkdir(parents=True, exist_ok=True)
     client = kind(folder, tiny_model())
 

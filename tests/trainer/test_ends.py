@@ -109,33 +109,11 @@ def test_a_stop_string_is_not_found_in_padding(tmp_path, compact):
     assert others == rows
 
 
-def test_a_model_with_a_loop_of_its_own_runs_it(tmp_path, caplog):
-    calls: list[int] = []
-
-    class Own(transformers.Qwen2ForCausalLM):
-        def _sample(self, *args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            return super()._sample(*args, **kwargs)
-
-    model = tiny_model()
-    model.__class__ = Own
-    make(tmp_path, model, max_steps=1).train()
-    assert calls
-    assert "Own._sample" in caplog.text
-
-
 @pytest.mark.parametrize("stops", [{"stop_token_ids": sorted(STOPS)}, {"stop": LETTERS}], ids=str)
 def test_vllm_says_how_a_row_ended(tmp_path, monkeypatch, stops):
     stand_in(monkeypatch.setattr)
     _, rows, log = run(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs=stops, top_k=0)
     check(rows, log)
-
-
-def test_a_time_limit_cuts_rows_off(tmp_path):
-    for compact in (True, False):
-        _, rows, log = run(tmp_path, compact_rollouts=compact, generation_kwargs={"max_time": 1e-9})
-        assert {len(row) for row in rows} == {1}
-        assert log["completions/clipped_ratio"] == sum(row[-1] != 1 for row in rows) / len(rows) > 0
 
 
 @pytest.mark.parametrize("pad", ["a", "<eos>"])
@@ -151,13 +129,6 @@ def test_the_padding_token_is_a_token_like_any_other(tmp_path, pad, compact):
     assert log["completions/clipped_ratio"] == 1 - sum(row[-1] in ENDS for row in rows) / len(rows)
     assert tokenizer.pad_token_id == 1 or any(tokenizer.pad_token_id in row for row in rows)
     assert error(update, run(tmp_path, rollout_chunk_size=8, **settings)[0]) < UPDATE
-
-
-class Own(GRPOTrainer):
-    """A user's sampling, of which only the ids are known: stop tokens end a row here too."""
-
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        return [[5, 6, 20] if place % 2 else [5] * LIMIT for place in range(len(prompt_ids))], None
 
 
 def test_several_rows_of_a_prompt_are_refused(tmp_path, monkeypatch):

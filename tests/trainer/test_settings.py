@@ -96,6 +96,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
         {**SAVE, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1},
         "the lowest eval_loss",
     ),
+    "bfloat16": ({"model": tiny_model().bfloat16(), "bf16": None}, "27 of 27 trained tensors are bfloat16"),
     "think": ({**THINK, "chat_template_kwargs": {}}, "think_format_reward is always 0"),
 }
 
