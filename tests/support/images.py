@@ -158,10 +158,7 @@ _TOWER = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MODELS: dict[str, dict[str, Any]] = {
-    "llava": {
-        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
-        "text_config": {"model_type": "llama"},
-    },
+    "llava": {"vision_config": {**_VISION, "model_type": "clip_vision_model"}, "text_config": {"model_type": "llama"}},
     "idefics3": {
         "vision_config": {**_VISION, "patch_size": 2},
         "text_config": {"model_type": "llama"},
@@ -220,10 +217,7 @@ def image(number: int, width: int = 8, height: int = 8) -> Image.Image:
 
 
 def image_rows(
-    count: int = 8,
-    per_prompt: tuple[int, ...] = (1,),
-    shapes: tuple[tuple[int, int], ...] = ((8, 8),),
-    first: int = 0,
+    count: int = 8, per_prompt: tuple[int, ...] = (1,), shapes: tuple[tuple[int, int], ...] = ((8, 8),), first: int = 0
 ) -> Dataset:
     """Conversations with images before the question: `per_prompt` of `shapes` in turn, numbered from `first`."""
     rows = []

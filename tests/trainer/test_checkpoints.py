@@ -196,16 +196,6 @@ def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy, caplog):
     assert [folder.name for folder in checkpoints(copy)] == [folder.name for folder in checkpoints(run)]
 
 
-def test_another_run_of_the_same_trainer_belongs_to_its_output_dir(copy):
-    trainer = make(copy, **SAVE, max_steps=1)
-    for number in (2, 3):
-        trainer.train()
-        assert trainer.args.output_dir == f"{copy}-{number}"
-    trainer.args.output_dir = f"{copy}-b"  # the user's
-    trainer.train()
-    assert (Path(f"{copy}-b") / "checkpoint-1").is_dir()
-
-
 def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, caplog):
     usual = {"lr_scheduler_type": "constant", "max_steps": -1, "num_train_epochs": 1}
     whole = other(tmp_path, **usual)

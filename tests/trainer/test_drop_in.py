@@ -75,20 +75,6 @@ def test_a_stream_trains_and_resumes_like_the_data_set_it_streams(tmp_path):
         assert torch.allclose(parameters(plain), parameters(trainer), atol=1e-7)
 
 
-def test_the_loader_has_the_workers_that_are_asked_for(tmp_path):
-    plain = make(tmp_path)
-    workers = {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3}
-    helped = make(tmp_path, dataloader_num_workers=1, **workers)
-    loaders = [trainer.get_train_dataloader() for trainer in (plain, helped)]
-    assert [(one.num_workers, one.persistent_workers, one.prefetch_factor) for one in loaders] == [
-        (0, False, None),
-        (1, True, 3),
-    ]
-    for trainer in (plain, helped):
-        trainer.train()
-    assert torch.equal(parameters(plain), parameters(helped))
-
-
 @pytest.mark.parametrize("kind", ["moe", "mixtral"])
 def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path, kind):
     trained = {}

@@ -18,11 +18,7 @@ from tests.tolerances import UPDATE
 
 PLAIN: dict[str, Any] = {"forward": "padded", "skip_zero_contribution": False, "compact_rollouts": False}
 FULL: dict[str, Any] = {"forward": "auto", "skip_zero_contribution": True, "compact_rollouts": True}
-SWITCHES: list[dict[str, Any]] = [
-    {"micro_batch_tokens": 50},
-    {"gradient_checkpointing": True},
-    FULL,
-]
+SWITCHES: list[dict[str, Any]] = [{"micro_batch_tokens": 50}, {"gradient_checkpointing": True}, FULL]
 
 
 @pytest.fixture(scope="module")

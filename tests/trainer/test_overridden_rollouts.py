@@ -74,10 +74,7 @@ def test_a_changed_dictionary_is_trained_on_as_stock_trl_does(tmp_path, mixin, k
 @stock_scores
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"loss_type": "grpo", "gradient_checkpointing": True},
-        {"loss_type": "dr_grpo", "forward": "prefix"},
-    ],
+    [{"loss_type": "grpo", "gradient_checkpointing": True}, {"loss_type": "dr_grpo", "forward": "prefix"}],
     ids=str,
 )
 def test_tokens_left_out_are_left_out_by_every_forward(tmp_path, settings):

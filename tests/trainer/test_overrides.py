@@ -129,12 +129,7 @@ def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any)
 @stock_scores
 @pytest.mark.parametrize(
     ("override", "settings"),
-    [
-        (HalfLogps, REUSED),
-        (OwnTerm, {"loss_type": "dapo"}),
-        (OwnTermOutside, REUSED),
-        (TrlsLoss, REUSED),
-    ],
+    [(HalfLogps, REUSED), (OwnTerm, {"loss_type": "dapo"}), (OwnTermOutside, REUSED), (TrlsLoss, REUSED)],
     ids=str,
 )
 def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp_path, override, settings):

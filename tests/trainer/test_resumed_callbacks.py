@@ -114,28 +114,6 @@ def test_the_state_of_every_callback_is_restored_into_its_object(tmp_path, caplo
     assert [callback.total for callback in third] == [3, 30]
 
 
-class ReadOnly(Counting):
-    """Saves a property that cannot be set."""
-
-    double = property(lambda self: 2 * self.total)
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"weight": self.weight}, "attributes": {"double": self.double}}
-
-
-def test_a_state_that_cannot_be_restored_is_a_warning(tmp_path, caplog):
-    """And the other callbacks have theirs."""
-    other(tmp_path, callbacks=[ReadOnly(1), Counting(1)]).train()
-    assert "was not restored" not in caplog.text
-    again = [ReadOnly(1), Counting(1)]
-    trainer = other(tmp_path, callbacks=again)
-    trainer.train(str(tmp_path / "checkpoint-2"))
-    assert trainer.state.global_step == 3
-    assert [callback.total for callback in again] == [1, 3]
-    assert "The state of ReadOnly in" in caplog.text
-    assert "was not restored (AttributeError: property 'double'" in caplog.text
-
-
 @pytest.mark.parametrize(("restored", "total"), [(False, 7), (True, 3)])
 def test_arguments_that_a_user_changed_count_unless_the_checkpoints_are_asked_for(tmp_path, caplog, restored, total):
     other(tmp_path, callbacks=[Counting(1)]).train()

@@ -15,13 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.algorithms.advantages import (
-    EPSILON,
-    ESTIMATORS,
-    AdvantageRule,
-    fill_places,
-    register_advantage_estimator,
-)
+from grpo_ext.algorithms.advantages import EPSILON, ESTIMATORS, AdvantageRule, fill_places, register_advantage_estimator
 from grpo_ext.errors import ConfigError
 
 NAN = math.nan

@@ -10,15 +10,7 @@ import trl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.batching.sizes import (
-    CHUNK,
-    CHUNKS,
-    BatchGeometry,
-    EpochLayout,
-    ceil_div,
-    geometry_of,
-    process_prompts,
-)
+from grpo_ext.batching.sizes import CHUNK, CHUNKS, BatchGeometry, EpochLayout, ceil_div, geometry_of, process_prompts
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.rollouts.equal_shares import check_equal_shares

@@ -9,11 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from grpo_ext.forward.architecture import (
-    cached_numbers,
-    experts_of,
-    weight_sizes,
-)
+from grpo_ext.forward.architecture import cached_numbers, experts_of, weight_sizes
 from tests.support.architectures import architecture
 
 

@@ -36,10 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"attn_logit_softcapping": 4.0, "attn_implementation": "eager"}),
     "gemma3": ("gemma3_text", _WINDOWS),
     "moe": ("qwen3_moe", _EXPERTS),
-    "window_in_the_mask": (
-        "qwen2_moe",
-        {**_SHARED_EXPERT, **_EXPERTS, **_WINDOWS},
-    ),
+    "window_in_the_mask": ("qwen2_moe", {**_SHARED_EXPERT, **_EXPERTS, **_WINDOWS}),
 }
 # grouped experts have no float64; eager attention masks with its smallest number
 FLOAT32 = ("moe", "gemma2", "window_in_the_mask")

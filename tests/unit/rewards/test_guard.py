@@ -174,24 +174,10 @@ def test_calls_that_hang_or_fail_are_retried(kind, hang, says, caplog):
 
 # ---- Asynchronous functions -----------------------------------------------------------------------------------------
 
-INPUTS = [
-    {"prompt": p, "completion": "left out", "answer": p[::-1], "level": i} for i, p in enumerate(["ab", "c", "de"])
-]
-IDS = [[3, 4, 4, 3], [5, 5], [7, 6, 6]]
-
-
-def rows(**settings: Any) -> RewardRows:
-    return RewardRows(INPUTS, ["ab", "c", "de"], ["abba", "cc", "edd"], IDS, **settings)
-
-
-async def later(completions, **kwargs):
-    return [0.1 * len(c) for c in completions]
-
-
-def sparse(completions, level, **kwargs):
-    return [None if n == 1 else 1.0 / 3.0 for n in level]
-
 
 def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():
-    with pytest.raises(RewardError, match=r"'function_1' is asynchronous, .* when the trainer is built"):
-        RewardRunner(torch.device("cpu")).compute(functions_of([sparse, later]), rows())
+    async def later(completions, **kwargs):
+        return [1.0]
+
+    with pytest.raises(RewardError, match=r"'function_0' is asynchronous, .* when the trainer is built"):
+        RewardRunner(torch.device("cpu")).compute(functions_of([later]), RewardRows([{}], ["p"], ["c"], [[1]]))

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from scipy import stats
 from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
-from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, sample_chunk
 from grpo_ext.rollouts.keyed import request_keys
-from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.runtime.out_of_memory import Halving
 from tests.support.rollouts import sampled_chunk
 from tests.support.selection import few_of
 from tests.support.tiny import tiny_model
@@ -54,15 +49,7 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7], [3, 4], [15, 16, 
 
 # ---- Filters --------------------------------------------------------------------------------------------------------
 
-FILTERS = {
-    "none": {},
-    "trl's": {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02},
-    "all": {
-        **{"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.01},
-        **{"typical_p": 0.95, "epsilon_cutoff": 0.003, "eta_cutoff": 0.003},
-    },
-    "top_h": {"top_h": 0.3},
-}
+FILTERS = {"none": {}, "trl's": {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02}}
 
 
 def transformers_filters(model, config: GenerationConfig):
@@ -164,18 +151,3 @@ def test_keys_of_other_streams_epochs_rollouts_rounds_and_seeds_differ():
         request = slices.request(epoch, EpochLayout(g, 12)[rollout], 6, first_prompt=first)  # of dynamic sampling
         found |= set(request_keys(request, 12, seed, training))
     assert len(found) == 32 * 12
-
-
-def engine_of(model, sharded: bool = False, rows_per_call: int | None = None) -> TransformersEngine:
-    """With chunks of two groups of four."""
-    PartialState()  # the logger asks it which process this is
-    ends = {"tokenizer": None, "filler": EOS, "pad": EOS}
-    settings = EngineSettings(CPU, chunk_size=8, rows_per_call=rows_per_call, sharded=sharded, **ends)
-    memory = Halving("generation", "", not sharded)
-    return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
-
-
-def alone(model, rows: list[Transcript], config: GenerationConfig) -> list[list[int]]:
-    """New tokens of each row by a call of its own."""
-    with torch.no_grad():
-        return [sample_chunk(model, [row], config, engine_of(model).settings)[0].ids for row in rows]

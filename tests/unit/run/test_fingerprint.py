@@ -6,10 +6,7 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image
 
-from grpo_ext.run.fingerprint import (
-    data_fingerprint,
-    model_fingerprint,
-)
+from grpo_ext.run.fingerprint import data_fingerprint, model_fingerprint
 
 
 def model(rows: int, value: float = 0.0) -> torch.nn.Module:
