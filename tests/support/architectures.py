@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, for forms of the forward that should run on all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Trainers of stock TRL and of grpo_ext with a user's overrides, on the same completions, and what they learn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

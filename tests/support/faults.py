@@ -1,7 +1,5 @@
 """Planted faults: one line of the package changed, and the tests of `make test` that have to fail then."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

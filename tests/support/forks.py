@@ -10,8 +10,6 @@ What libraries read while they are imported cannot change any more: a launch tha
 server's gets fresh interpreters. So do launches on a machine with accelerators, and without fork.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

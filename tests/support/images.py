@@ -1,7 +1,5 @@
 """Tiny models that take images, one for each rule of how images meet tokens, with their processors and data."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ They change with the libraries, the machine and the tests, all of which are in t
 computes is kept.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -3,8 +3,6 @@
 Processes share it through a folder. Weights come in by TRL's own `VLLMGeneration.sync_weights`, and slowly.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

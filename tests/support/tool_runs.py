@@ -4,8 +4,6 @@ Tools answer after random delays, so calls that run together end in any order; t
 length. Which tool a completion calls follows from its tokens (`sampled`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Trainers in this process with the settings that most of tests/trainer share, and what they have learned."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable

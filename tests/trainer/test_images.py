@@ -1,7 +1,5 @@
 """Models that take images: their update is that of one process and one micro-batch, and what stock TRL learns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A resumed run goes on as the run would have: callbacks with a state, runs that were stopped early, data in order."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

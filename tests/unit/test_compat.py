@@ -1,7 +1,5 @@
 """TRL's methods are as the trainer overrides them, and a difference is an error that says where; views of objects."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import warnings

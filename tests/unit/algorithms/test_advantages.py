@@ -3,8 +3,6 @@
 Dynamic sampling: every place has one group, and no group that teaches is thrown away.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator

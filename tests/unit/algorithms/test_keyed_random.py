@@ -1,7 +1,5 @@
 """Keyed random numbers: the mixer is SplitMix64's, keys differ, numbers are uniform, choices are categorical."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

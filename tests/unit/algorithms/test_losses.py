@@ -1,7 +1,5 @@
 """Losses: any partition of a step adds up to the step. tests/parity compares every loss with stock TRL."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

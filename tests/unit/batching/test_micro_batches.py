@@ -1,7 +1,5 @@
 """Planning loses nothing, repeats nothing, stays within the limits, and is even."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The notes of a plan, by the command that prints it: what is seldom meant, with the size that avoids it."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

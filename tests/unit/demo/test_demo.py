@@ -2,8 +2,6 @@
 The full recipe and its learning curve are in tests/recipes; here the data, the reward, the cache and the measurement.
 No network, no state outside tmp_path."""
 
-from __future__ import annotations
-
 import pytest
 
 from grpo_ext.demo import task, warm_start

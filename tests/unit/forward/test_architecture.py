@@ -1,7 +1,5 @@
 """Sizes of models, against counted weights and modules, for every kind of causal language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

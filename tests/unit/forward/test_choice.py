@@ -1,7 +1,5 @@
 """The check before a model's first pack: healthy models pass in every precision, planted faults do not."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from typing import Any

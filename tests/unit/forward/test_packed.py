@@ -1,7 +1,5 @@
 """The packed forward gives the log-probabilities, entropies, router counts and gradients of the padded one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The prefix form gives the log-probabilities, entropies, router counts and gradients of the padded one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The experts of a forward are recorded and replayed, in every form and for every kind of router."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Over the whole vocabulary, and over the tokens that sampling kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

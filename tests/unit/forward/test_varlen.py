@@ -3,8 +3,6 @@
 The operators themselves run in tests/gpu.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampling in half precision: what autocast computes, on weights that are cast once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

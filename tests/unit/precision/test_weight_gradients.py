@@ -4,8 +4,6 @@ Two micro-batches of whole groups run the same forward as one of both. So where 
 float32's rounding, a gradient was rounded to half precision on its way to the parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards: what is no reward is an error that names the function, the row and the value; everything else passes."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

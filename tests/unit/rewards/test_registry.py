@@ -1,7 +1,5 @@
 """Rewards by name: what counts as the final number, and what is said when a name cannot be resolved."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

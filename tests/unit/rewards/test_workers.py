@@ -1,7 +1,5 @@
 """Reward functions in processes of their own: the same rewards and records, and nothing that hangs or dies stays."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """The rollout batch: what is stored is what was scored, and a micro-batch has of it what TRL would hand over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

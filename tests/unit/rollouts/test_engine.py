@@ -1,7 +1,5 @@
 """Engines leave the model that is trained as it was, and what does not fit into memory is sampled in parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

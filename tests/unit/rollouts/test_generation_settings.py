@@ -1,7 +1,5 @@
 """Settings of `generate`: with those that are covered, a row depends on its key and on its own tokens alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

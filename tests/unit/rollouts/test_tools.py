@@ -1,7 +1,5 @@
 """Tools that hang, and environments whose rows or `reset` cannot be used; tests/parity compares the others with TRL."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

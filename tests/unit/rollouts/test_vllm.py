@@ -1,7 +1,5 @@
 """vLLM without an engine: seeds follow from keys alone, and answers of a server belong to their rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

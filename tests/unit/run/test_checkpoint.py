@@ -1,7 +1,5 @@
 """A checkpoint is whole or absent, and what is broken is named; the folder of a run is taken by one run at a time."""
 
-from __future__ import annotations
-
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What identifies a run is read of models of every size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset, Features, Image

@@ -1,7 +1,5 @@
 """Every weight of a checkpoint comes back, under whatever name its file has it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

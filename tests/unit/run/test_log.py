@@ -1,7 +1,5 @@
 """The run log: strict lines, and what a reader makes of kills and resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 

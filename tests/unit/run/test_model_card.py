@@ -1,7 +1,5 @@
 """The cards of a run and of an export: the right base model, and code that runs as it is shown."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run remembers beside model, optimizer and scheduler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

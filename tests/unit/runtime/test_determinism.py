@@ -1,7 +1,5 @@
 """Bitwise mode's surroundings: where weights lie in memory."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
