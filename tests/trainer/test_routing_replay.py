@@ -143,13 +143,13 @@ def test_a_model_without_experts_is_refused(tmp_path):
         make(tmp_path, **REPLAY)
 
 
+def test_tokens_whose_experts_are_not_known_end_the_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"routing_replay=True: .* no record of these"):
+        make(tmp_path, moe(), cls=OtherMask, **REPLAY).train()
+
+
 def test_an_auxiliary_loss_without_a_gradient_is_refused(tmp_path):
     settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef.*use_reentrant"):
         make(tmp_path / "aux", moe(), **settings)
     make(tmp_path / "none", moe(router_aux_loss_coef=0.0), router_aux_loss_coef=0.0, **settings)
-
-
-def test_tokens_whose_experts_are_not_known_end_the_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"routing_replay=True: .* not known"):
-        make(tmp_path, moe(), cls=OtherMask, **REPLAY).train()
