@@ -1,4 +1,4 @@
-"""TRL's methods are as the trainer overrides them, and a difference is an error that says where; views of objects."""
+"""TRL's methods are as the trainer overrides them, and a difference is an error that says where."""
 
 import contextlib
 import inspect
@@ -16,7 +16,7 @@ from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
 @pytest.fixture
 def verify_anew():
     compat.verify_overrides.cache_clear()
-    yield lambda: compat.verify_overrides(GRPOTrainer)
+    yield
     compat.verify_overrides.cache_clear()
 
 
@@ -71,13 +71,3 @@ def test_trl_still_uses_old_names(warned, monkeypatch):
     """A place that no longer warns needs no `hiding_old_names`."""
     monkeypatch.setattr(compat, "hiding_old_names", contextlib.nullcontext)
     assert warned() == ["configuration", "construction", "training", "evaluation"]
-
-
-def test_trls_engine_starts_with_further_options(monkeypatch):
-    monkeypatch.setattr(compat.vllm_generation, "LLM", dict, raising=False)
-    with compat.starting_vllm_with({"enable_lora": True}):
-        assert compat.vllm_generation.LLM(model="name") == {"model": "name", "enable_lora": True}
-    with compat.starting_vllm_with({}):
-        assert compat.vllm_generation.LLM(model="name") == {"model": "name"}
-    taken = inspect.signature(compat.VLLMGeneration.__init__).parameters
-    assert not [name for name in taken if "lora" in name or "engine" in name]  # else pass `enable_lora` there

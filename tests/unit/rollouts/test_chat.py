@@ -1,4 +1,4 @@
-"""What a transcript is made of between two turns: ids of messages and messages of ids, limits, calls, images."""
+"""What a transcript is made of between two turns: ids of messages and messages of ids."""
 
 import pytest
 

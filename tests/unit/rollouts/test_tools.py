@@ -1,4 +1,4 @@
-"""Tools that hang, and environments whose rows or `reset` cannot be used; tests/parity compares the others with TRL."""
+"""Tools that hang, and environments whose `reset` cannot be used; tests/parity compares the others with TRL."""
 
 import logging
 import threading
