@@ -219,3 +219,12 @@ def test_weights_that_a_checkpoint_would_not_hold_are_refused(tmp_path, saved):
     two.base_model.set_adapter(["default", "second"])
     with pytest.raises(ModelError, match=r"default.*second.*merge_and_unload"):
         make(tmp_path, model=two)
+
+
+def test_an_adapter_whose_copy_would_run_the_trained_weights_is_refused(tmp_path, saved):
+    model = adapted(saved, lora(), "mine")
+    forward = model.get_base_model().model.layers[0].forward
+    model.get_base_model().model.layers[0].forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(ModelError, match=r"layers\.0 was replaced.*beta=0"):
+        make(tmp_path, model=model, beta=0.1)
+    make(tmp_path, model=model).train()

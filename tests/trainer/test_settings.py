@@ -54,6 +54,7 @@ FAIL = [
     ({"top_kk": 5}, "'top_kk' in generation_kwargs is not a setting of transformers; did you mean 'top_k'"),
     ({"stop": ["d"]}, "'stop' in generation_kwargs is not a setting of transformers; .* of vLLM; use stop_strings"),
     ({"top_k": -1}, "transformers cannot sample with these settings.*but is -1"),
+    ({"stop_strings": [""]}, "an empty text would end every completion"),
     ({"min_p": 2.0}, "transformers cannot sample with these settings.*`min_p`"),
     ({"sequence_bias": [[[4000], 1.0]]}, "transformers cannot sample with these settings.*4000"),
     ({"return_dict_in_generate": True}, "return_dict_in_generate cannot be used"),

@@ -224,3 +224,14 @@ def test_no_gradient_goes_missing(name):
         assert all(torch.equal(g.bfloat16().float(), g) for n, g in theirs.items() if n != "input")
     assert [vars(module).keys() for module in model.modules()] == [attributes.keys() for attributes in before]
     assert all(vars(m).get("forward") is b.get("forward") for m, b in zip(model.modules(), before))
+
+
+@pytest.mark.parametrize("case", ["no autocast", "bfloat16 weights", "float64 weights"])
+def test_other_precisions_keep_their_bits(case):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8), nn.Linear(8, 8))
+    model.to({"bfloat16 weights": torch.bfloat16, "float64 weights": torch.float64}.get(case, torch.float32))
+    options = {"enabled": case == "bfloat16 weights"}
+    (plain, theirs), (output, ours) = (of_module(model, on, **options) for on in (False, True))
+    assert torch.equal(output, plain)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
