@@ -125,12 +125,16 @@ def stock_arguments(training: GRPOConfig) -> trl.GRPOConfig:
     return trl.GRPOConfig(**stock_config(settings, processes))
 
 
-def make_trainer(training: GRPOConfig, console: Console, stock: bool = False, **arguments: Any) -> Any:
-    """Build the trainer, or with `stock` TRL's own, for a comparison."""
-    training.disable_tqdm = True
-    if stock:
-        return console.install(trl.GRPOTrainer(args=stock_arguments(training), **arguments))
-    return console.install(GRPOTrainer(args=training, **arguments))
+def make_trainer(
+    script: ScriptArguments, training: GRPOConfig, model: ModelConfig, console: Console, **parts: Any
+) -> Any:
+    """Build the trainer, or for a comparison in a demo TRL's own."""
+    training.disable_tqdm, training.model_init_kwargs = True, load_arguments(training, model)
+    stock = script.demo is not None and script.demo_trainer == STOCK
+    kind: Any = trl.GRPOTrainer if stock else GRPOTrainer
+    parts |= {"quantization_config": get_quantization_config(model), "peft_config": get_peft_config(model)}
+    with naming(parts["model"]):
+        return console.install(kind(args=stock_arguments(training) if stock else training, **parts))
 
 
 def save(trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
@@ -162,18 +166,12 @@ def finish(trainer: GRPOTrainer) -> None:
 
 
 class HeldOut:
-    """Measures the share of held-out prompts that a demo's model answers correctly.
-
-    Attributes:
-        seconds: training time before each measurement, without the time of measuring.
-    """
+    """Measures the share of held-out prompts that a demo's model answers correctly."""
 
     def __init__(self, task: DemoTask, max_completion_length: int) -> None:
         self.task, self.length = task, max_completion_length
         self.tokenizer = AutoTokenizer.from_pretrained(task.model_path)
-        self.seconds: list[float] = []
-        self.measuring = 0.0
-        self.began = time.perf_counter()
+        self.seconds: list[float] = []  # of training before each measurement, without the time of measuring
 
     def start(self) -> None:
         """Start the clock: training begins."""
@@ -193,12 +191,8 @@ class HeldOut:
 
         Draws no random numbers and restores the model's mode, so a run can be measured midway.
         """
-        settings = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=self.length,
-            pad_token_id=self.tokenizer.pad_token_id,
-            eos_token_id=self.tokenizer.eos_token_id,
-        )
+        ends = {"pad_token_id": self.tokenizer.pad_token_id, "eos_token_id": self.tokenizer.eos_token_id}
+        settings = GenerationConfig(do_sample=False, max_new_tokens=self.length, **ends)
         was_training = model.training
         model.eval()
         samples: list[tuple[Any, str, str, bool]] = []
@@ -230,31 +224,21 @@ class HeldOut:
 
 def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv: list[str]) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
-    if script.demo == EMBEDDED and PartialState().device.type == "cpu":
-        # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
-        torch.set_num_threads(1)
     if script.demo == EMBEDDED:
+        if PartialState().device.type == "cpu":
+            # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
+            torch.set_num_threads(1)
         log("Making the model (about 20 s the first time, then cached) ...")
     else:
         log("Getting the model (a download the first time, then cached) ...")
     task = main_process_first(lambda: demo.load(model.model_name_or_path))
     log(f"Demo: {task.about}")
-    training.model_init_kwargs = load_arguments(training, model)
     with naming(task.model_path):
         held_out = HeldOut(task, training.max_completion_length or 512)
     console = Console(held_out.measure, script.demo_eval_every)
-    with naming(task.model_path):
-        trainer = make_trainer(
-            training,
-            console,
-            script.demo_trainer == STOCK,
-            model=str(task.model_path),
-            reward_funcs=rewards,
-            train_dataset=task.train_dataset,
-            eval_dataset=task.eval_dataset,
-            quantization_config=get_quantization_config(model),
-            peft_config=get_peft_config(model),
-        )
+    data = {"train_dataset": task.train_dataset, "eval_dataset": task.eval_dataset}
+    parts = {"model": str(task.model_path), "reward_funcs": rewards, **data}
+    trainer = make_trainer(script, training, model, console, **parts)
     policy = trainer.accelerator.unwrap_model(trainer.model)
     before = held_out.show("Before", policy)
     held_out.start()
@@ -263,8 +247,8 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
     after = held_out.show("After", policy)
     log(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
-    figures: dict[str, Any] = {"exact_match_by_step": by_step}
-    figures["seconds_by_step"] = dict(zip(by_step, [0.0, *held_out.seconds]))
+    seconds_by_step = dict(zip(by_step, [0.0, *held_out.seconds]))
+    figures: dict[str, Any] = {"exact_match_by_step": by_step, "seconds_by_step": seconds_by_step}
     metrics = Path(str(trainer.args.output_dir)) / "metrics.json"
     if training.resume_from_checkpoint and metrics.is_file():  # this run has ended before
         earlier = json.loads(metrics.read_text())
@@ -284,18 +268,9 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
 def run(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
     train, held_out = main_process_first(lambda: load_prompts(script, training.seed))
-    training.model_init_kwargs = load_arguments(training, model)
-    with naming(model.model_name_or_path):
-        trainer = make_trainer(
-            training,
-            Console(),
-            model=model.model_name_or_path,
-            reward_funcs=rewards,
-            train_dataset=train,
-            eval_dataset=held_out,
-            quantization_config=get_quantization_config(model),
-            peft_config=get_peft_config(model),
-        )
+    data = {"train_dataset": train, "eval_dataset": held_out}
+    parts = {"model": model.model_name_or_path, "reward_funcs": rewards, **data}
+    trainer = make_trainer(script, training, model, Console(), **parts)
     start_time = time.perf_counter()
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     save(trainer, {"seconds": time.perf_counter() - start_time, "script": dataclasses.asdict(script)})

@@ -141,8 +141,8 @@ def check(
     Trains in float32 unless the run's settings name bf16 or fp16, and saves, reports and evaluates nothing.
     """
     load_libraries()
-    from .check import check as compare_splits
-    from .check import splits_of
+    from .check.splits import check as compare_splits
+    from .check.splits import splits_of
     from .check.task import load_run
 
     counts = integers(processes, "processes")

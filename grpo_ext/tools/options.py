@@ -79,12 +79,7 @@ def read_settings(
 ) -> dict[str, Any]:
     """Parse the settings of a command line and its `--config FILE`, by name; the command line overrides the file.
 
-    Args:
-        kinds: the dataclasses whose fields are options.
-        more_options: options of the calling command, for the hint if a name is unknown.
-
-    Raises:
-        ConfigError: an unknown name, or a value of the wrong type; a file that is missing or is not a YAML mapping.
+    Options are the fields of the dataclasses `kinds`; a hint for an unknown name also knows `more_options`.
     """
     parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=_settings_in, help="YAML file of settings; options override it.")

@@ -11,8 +11,7 @@ from dataclasses import replace
 from ...batching.sizes import geometry_of
 from ...errors import ConfigError
 from ..stock import OURS, STOCK
-from .comparison import TOLERANCE, compare
-from .report import CheckReport, Split, SplitResult
+from .comparison import TOLERANCE, CheckReport, Split, SplitResult, compare
 from .runs import Run, RunResult, train
 
 
@@ -41,18 +40,9 @@ def check(
     bitwise: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> CheckReport:
-    """Train a few steps under every split and compare the updates with those of the first split.
+    """Train a few steps of a run, which has a `global_batch_size`, under every split; compare with the first split.
 
-    Args:
-        run: has a `global_batch_size`; the micro-batch size in its settings is replaced.
-        against: "trl" runs stock TRL under the same splits.
-        tolerance: the largest relative update error that counts as the same; `comparison` has the other tolerances.
-        bitwise: train with `bitwise_invariant=True` and compare hashes of every tensor after every step.
-        progress: called with a line at the start and at the end of each split.
-
-    Raises:
-        ConfigError: sizes break a rule, or no split could be trained.
-        LaunchError: the processes ended without results.
+    `bitwise` trains with `bitwise_invariant=True` and compares hashes of every tensor after every step.
     """
     if against not in (None, STOCK):
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")

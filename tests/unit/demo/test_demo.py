@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_ext.demo import task, warm_start
+from grpo_ext.demo import task
 from grpo_ext.demo.task import demo_words, load_demo
 
 
 @pytest.fixture
 def short_recipe(monkeypatch):
-    monkeypatch.setattr(warm_start, "STEPS", 3)
+    monkeypatch.setattr(task, "STEPS", 3)
 
 
 def test_no_held_out_word_is_in_the_training_or_the_warm_start_set():
@@ -37,7 +37,7 @@ def test_demo_is_built_once_and_then_read_without_a_lock(short_recipe, monkeypat
     first = load_demo()
     assert folders(cache) == [first.model_path.name], "something is left beside the model"
     monkeypatch.setattr(task, "train_warm_start", lambda *a: pytest.fail("built a second time"))
-    monkeypatch.setattr(warm_start, "FileLock", lambda path: pytest.fail("a read-only cache cannot be locked"))
+    monkeypatch.setattr(task, "FileLock", lambda path: pytest.fail("a read-only cache cannot be locked"))
     assert load_demo().model_path == first.model_path
 
 

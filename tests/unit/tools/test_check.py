@@ -16,8 +16,15 @@ from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, LaunchError
 from grpo_ext.tools.check import runs, splits
-from grpo_ext.tools.check.comparison import compare, gradient_error, metric_difference, update_error
-from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
+from grpo_ext.tools.check.comparison import (
+    CheckReport,
+    Split,
+    SplitResult,
+    compare,
+    gradient_error,
+    metric_difference,
+    update_error,
+)
 from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.check.splits import check, splits_of
 from grpo_ext.tools.cli import app

@@ -84,7 +84,7 @@ def checked(monkeypatch, tmp_path):
         seen.update(vars(run), dataset=load_from_disk(run.data_path), **options)
         raise ConfigError("stop here")
 
-    monkeypatch.setattr("grpo_ext.tools.check.check", check)
+    monkeypatch.setattr("grpo_ext.tools.check.splits.check", check)
     monkeypatch.setattr("grpo_ext.tools.check.task.find_model", lambda *names: None)
 
     def run(content, *flags):
