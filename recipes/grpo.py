@@ -126,13 +126,13 @@ def stock_arguments(training: GRPOConfig) -> trl.GRPOConfig:
 
 
 def make_trainer(
-    script: ScriptArguments, training: GRPOConfig, model: ModelConfig, console: Console, **parts: Any
+    script: ScriptArguments, training: GRPOConfig, loading: ModelConfig, console: Console, **parts: Any
 ) -> Any:
     """Build the trainer, or for a comparison in a demo TRL's own."""
-    training.disable_tqdm, training.model_init_kwargs = True, load_arguments(training, model)
+    training.disable_tqdm, training.model_init_kwargs = True, load_arguments(training, loading)
     stock = script.demo is not None and script.demo_trainer == STOCK
     kind: Any = trl.GRPOTrainer if stock else GRPOTrainer
-    parts |= {"quantization_config": get_quantization_config(model), "peft_config": get_peft_config(model)}
+    parts |= {"quantization_config": get_quantization_config(loading), "peft_config": get_peft_config(loading)}
     with naming(parts["model"]):
         return console.install(kind(args=stock_arguments(training) if stock else training, **parts))
 

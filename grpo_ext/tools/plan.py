@@ -57,8 +57,6 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """How a model is run."""
-
     engine: str  # one of `cli.ENGINES`
     processes: int  # devices that share what the engine shards
     tokens: int  # in the largest micro-batch, prompts included

@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import IO, Any
 
+import torch
+from torch.utils.benchmark import Timer
+
 from grpo_ext.errors import ConfigError, LaunchError
 from grpo_ext.tools.stock import OURS, STOCK
 
@@ -27,21 +30,12 @@ AS_GOOD = 1.03  # a micro-batch size is as good as the fastest if it takes no mo
 
 
 class Worker:
-    """A process that holds one trainer and runs a step when asked.
-
-    Args:
-        seconds: how long it may live.
-        errors: a file for what it says.
-    """
+    """A process that holds one trainer and runs a step when asked; it lives for `seconds`, and writes to `errors`."""
 
     def __init__(self, spec: dict[str, Any], seconds: float | None = None, errors: IO[str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.bench.worker", json.dumps(spec)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+        command = [sys.executable, "-m", "tests.bench.worker", json.dumps(spec)]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        self.process = subprocess.Popen(command, text=True, **pipes)
         if seconds is not None:
             end = threading.Timer(seconds, self.process.kill)
             end.daemon = True
@@ -50,11 +44,9 @@ class Worker:
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise LaunchError(f"the benchmark's worker ended with status {self.process.wait()}; see its message above")
-        result: dict[str, Any] = json.loads(line)
-        return result
+        if line := self.process.stdout.readline():
+            return dict(json.loads(line))
+        raise LaunchError(f"the benchmark's worker ended with status {self.process.wait()}; see its message above")
 
     def step(self) -> dict[str, Any]:
         """Run one optimizer step (or sample one rollout); what it took."""
@@ -70,20 +62,15 @@ class Worker:
 
 def matmul_rate(device: str, dtype: str) -> float:
     """Floating point operations per second of large matrix products, the best of a few."""
-    import torch
-    from torch.utils.benchmark import Timer
-
     a = torch.randn(2048, 2048, device=device, dtype=getattr(torch, dtype))
     timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
     return 2 * 2048**3 / min(timer.timeit(3).mean for _ in range(12))
 
 
-def spec_of(
-    shape: Shape, who: str, micro: int, model: Any, dtype: str, options: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def spec_of(shape: Shape, who: str, micro: int, model: Any, dtype: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What a worker is told; `options` go to GRPOConfig and trl's ModelConfig, as far as the trainer has them."""
     shared = {"shape": dataclasses.asdict(shape), "model": model, "dtype": dtype}
-    return {**shared, "who": who, "micro": micro, "options": dict(options or {})}
+    return {**shared, "who": who, "micro": micro, "options": {**options}}
 
 
 def fastest_micro(
@@ -93,7 +80,7 @@ def fastest_micro(
     model: Any,
     dtype: str,
     say: Callable[[str], Any],
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any],
 ) -> int:
     """The fastest micro-batch size, by the faster of two steps; the smallest of those that are as good as that."""
     rows = shape.groups * shape.group
@@ -132,36 +119,29 @@ def alternate(
 
 def run_shape(
     shape: Shape,
-    model: Any,
+    model: Any,  # an id or path, or a configuration as a dictionary (random weights)
     rounds: int,
-    micros: Mapping[str, Sequence[int]],
-    dtype: str,
+    micros: Mapping[str, Sequence[int]],  # micro-batch sizes to choose the fastest of, for each trainer
+    dtype: str,  # of the weights, float32 or bfloat16
     say: Callable[[str], Any],
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any],  # settings of a run, by the names of GRPOConfig and trl's ModelConfig
 ) -> Result:
-    """Measure one shape, ours and stock in turn.
-
-    Args:
-        model: a model id or path, or a configuration as a dictionary (random weights).
-        micros: micro-batch sizes to choose the fastest of, for each trainer.
-        dtype: of the weights, float32 or bfloat16.
-        options: settings of a run, by the names of GRPOConfig and trl's ModelConfig.
-    """
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Measure one shape, ours and stock in turn."""
     micro = {who: fastest_micro(shape, who, micros[who], model, dtype, say, options) for who in (STOCK, OURS)}
-    settings = options or {}
-    computed = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16") else dtype
-    matmul = matmul_rate(device, computed)
+    computed = "float16" if options.get("fp16") else "bfloat16" if options.get("bf16") else dtype
+    matmul = matmul_rate("cuda" if torch.cuda.is_available() else "cpu", computed)
     specs = {who: spec_of(shape, who, micro[who], model, dtype, options) for who in (STOCK, OURS)}
     steps, about = alternate(specs, rounds, lambda text: say(f"{shape.name}: {text}"))
+
+    def medians(name: str) -> dict[str, float]:
+        return {who: statistics.median(step[name] for step in steps[who]) for who in specs}
+
     return Result(
         shape,
         micro,
         {who: {p: statistics.median(s["seconds"][p] for s in steps[who]) for p in PHASES} for who in specs},
-        {who: statistics.median(s["working_mib"] for s in steps[who]) for who in specs},
-        {who: statistics.median(s["peak_mib"] for s in steps[who]) for who in specs},
+        medians("working_mib"),
+        medians("peak_mib"),
         {who: statistics.fmean(s["tokens"] for s in steps[who]) for who in specs},
         about[OURS]["flops"],
         matmul,

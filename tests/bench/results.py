@@ -21,26 +21,16 @@ from .shapes import PHASES, Shape
 
 @dataclass(frozen=True)
 class Result:
-    """Medians of one shape.
-
-    Attributes:
-        micro: completions per forward of each trainer, the best of those tried.
-        seconds: for each trainer and phase.
-        working_mib, peak_mib: peak memory of a step beyond the process with its model loaded (so with gradients,
-            optimizer state and activations), and all of it.
-        tokens: unique tokens of the completions and prompts that are trained on (or sampled).
-        flops: multiply-adds times two that those tokens need, forward and backward.
-        matmul: floating point operations per second of large matrix products on this machine.
-    """
+    """Medians of one shape; dictionaries are by trainer."""
 
     shape: Shape
-    micro: dict[str, int]
-    seconds: dict[str, dict[str, float]]
-    working_mib: dict[str, float]
-    peak_mib: dict[str, float]
-    tokens: dict[str, float]
-    flops: float
-    matmul: float
+    micro: dict[str, int]  # completions per forward, the best of those tried
+    seconds: dict[str, dict[str, float]]  # and by phase
+    working_mib: dict[str, float]  # peak of a step beyond the process with its model: gradients, optimizer, activations
+    peak_mib: dict[str, float]  # all of it
+    tokens: dict[str, float]  # unique tokens of the completions and prompts that are trained on (or sampled)
+    flops: float  # multiply-adds times two that those tokens need, forward and backward
+    matmul: float  # floating point operations per second of large matrix products on this machine
     rounds: int
 
     @property

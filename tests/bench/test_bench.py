@@ -68,14 +68,15 @@ def test_the_smallest_micro_batch_that_is_as_good_as_the_fastest_is_chosen(monke
         def close(self):
             pass
 
+    def fastest(who, sizes, prompt=4, longest=2):
+        return fastest_micro(Shape("x", prompt, 2, longest), who, sizes, TINY, "float32", print, {})
+
     monkeypatch.setattr(measuring, "Worker", Timed)
-    shape = Shape("x", 4, 2, 2)
-    assert fastest_micro(shape, STOCK, [16, 8, 4, 2, 5], TINY, "float32", lambda text: None) == 4  # 5 does not divide
+    assert fastest(STOCK, [16, 8, 4, 2, 5]) == 4  # 5 does not divide
     with pytest.raises(ConfigError, match="divides them; add one of 1, 2, 4, 8, 16, 32"):
-        fastest_micro(shape, STOCK, [5], TINY, "float32", lambda text: None)
-    assert fastest_micro(shape, OURS, [5], TINY, "float32", lambda text: None) == 5
-    long = Shape("x", 4000, 2, 100)
-    assert fastest_micro(long, STOCK, [2, 8], TINY, "float32", lambda text: None) == 2  # 8 of them are too many tokens
+        fastest(STOCK, [5])
+    assert fastest(OURS, [5]) == 5
+    assert fastest(STOCK, [2, 8], 4000, 100) == 2  # 8 of them are too many tokens
 
 
 @pytest.mark.full
@@ -83,7 +84,7 @@ def test_the_smallest_micro_batch_that_is_as_good_as_the_fastest_is_chosen(monke
 def test_both_trainers_run_a_shape_end_to_end(what):
     shape = Shape("small", 6, 2, 8, groups=2, group=4, sample=what == "sample", whole=what == "whole")
     lines: list[str] = []
-    result = run_shape(shape, TINY, 1, {OURS: [4], STOCK: [4]}, "float32", lines.append)
+    result = run_shape(shape, TINY, 1, {OURS: [4], STOCK: [4]}, "float32", lines.append, {})
     for who in (OURS, STOCK):
         assert all(result.seconds[who][phase] > 0 for phase in shape.phases if phase != "log-probs")
         assert result.peak_mib[who] > 0

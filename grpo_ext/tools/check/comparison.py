@@ -89,18 +89,15 @@ class CheckReport:
         return all(r.verdict in _GOOD for r in self.of(OURS))
 
     def of(self, trainer: str) -> list[SplitResult]:
-        """The results of one trainer."""
         return [r for r in self.results if r.trainer == trainer]
 
     def conclusion(self) -> str:
-        """The conclusion of the comparison, in a sentence or two."""
-        ours = self.of(OURS)
+        verdicts = {r.verdict for r in self.of(OURS)}
+        if "nothing learned" in verdicts:
+            return "Nothing was learned, so there is nothing to compare."
         if not self.ok:
-            if any(r.verdict == "nothing learned" for r in ours):
-                return "Nothing was learned, so there is nothing to compare."
             return "At least one split learns something else."
         same = "Every split of grpo_ext learns the same"
-        verdicts = {r.verdict for r in ours}
         if "rounding" in verdicts:
             return (
                 "rounding: gradients agree within the run's precision (half precision: docs/precision.md says which "

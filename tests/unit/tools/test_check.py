@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,23 +81,33 @@ def verdict(reference: RunResult, other: RunResult, trace: bool = False, **chang
     return compare(run, Split(1), reference, other)
 
 
+USUAL = {"norm": 0.2, "entropy": 2.0, "sampling/ratio_max": 1.1}
+NORM = "grad_norm differs by 1.0e-02 in the first log line, more than 16-bit rounding"
+
+
 @pytest.mark.parametrize(
-    ("changes", "expected", "reason"),
+    ("half", "gradient", "changes", "expected", "reason"),
     [
-        ({}, "same", ""),
-        ({"update": 1.005}, "rounding", ""),  # the gradient agrees, and Adam enlarges rounding
-        ({"loss": 1.005}, "rounding", ""),  # of a later step
-        ({"update": 1.02}, "differs", "largest difference 2.00e-02 (mean 2.00e-02) in w"),
-        ({"loss": 1.02}, "differs", "only the log differs, most in loss"),
-        ({"entropy": 2.005}, "differs", "only the log differs, most in entropy"),  # of the same weights
-        ({"norm": 1.0001}, "differs", "the gradient differs, but the update hides it"),
-        ({"update": 1.005, "norm": math.nan}, "differs", "largest difference"),
+        (False, 4.0, {}, "same", ""),
+        (False, 4.0, {"update": 1.005}, "rounding", ""),  # the gradient agrees, and Adam enlarges rounding
+        (False, 4.0, {"loss": 1.005}, "rounding", ""),  # of a later step
+        (False, 4.0, {"update": 1.02}, "differs", "largest difference 2.00e-02 (mean 2.00e-02) in w"),
+        (False, 4.0, {"loss": 1.02}, "differs", "only the log differs, most in loss"),
+        (False, 4.0, {"entropy": 2.005}, "differs", "only the log differs, most in entropy"),  # of the same weights
+        (False, 4.0, {"norm": 0.20002}, "differs", "the gradient differs, but the update hides it"),
+        (False, 4.0, {"update": 1.005, "norm": math.nan}, "differs", "largest difference"),
+        (True, 4.05, {"norm": 0.2004, "update": 1.2, "loss": 9.0}, "rounding", ""),  # other completions in later steps
+        (True, 4.05, {"sampling/ratio_max": 1.3}, "rounding", ""),  # of sampler and trainer: rounding itself
+        (True, 4.05, {"norm": 0.202}, "differs", NORM),
+        (True, 4.05, {"entropy": 2.02}, "differs", "entropy differs by 1.0e-02 in the first log line"),
+        (True, 4.05, {"update": 1.6}, "differs", "largest difference"),
+        (True, 4.6, {}, "differs", "the gradient differs by more than 16-bit rounding (0.1)"),
     ],
 )
-def test_verdicts(changes, expected, reason):
-    reference = with_gradient(1.0, entropy=2.0)
-    assert verdict(reference, reference).verdict == "reference"
-    result = verdict(reference, with_gradient(1.0, **{"entropy": 2.0, **changes}))
+def test_verdicts(half, gradient, changes, expected, reason):
+    reference, config = with_gradient(3.0, 4.0, **USUAL), {"bf16": half}
+    assert verdict(reference, reference, config=config).verdict == "reference"
+    result = verdict(reference, with_gradient(3.0, gradient, **{**USUAL, **changes}), config=config)
     assert result.verdict == expected
     assert result.reason.startswith(reason)
     assert bool(result.reason) is bool(reason)
@@ -107,9 +116,8 @@ def test_verdicts(changes, expected, reason):
 def test_a_token_that_was_sampled_differently_is_named_with_its_step():
     one, other = with_gradient(1.0), with_gradient(1.0, update=1.5)
     one.log[1]["num_tokens"], other.log[1]["num_tokens"] = 40, 41
-    assert (
-        verdict(one, other).reason == "completions differ from step 2 on, by rounding or a fault; --steps 1 tells which"
-    )
+    from_step = "completions differ from step 2 on, by rounding or a fault; --steps 1 tells which"
+    assert verdict(one, other).reason == from_step
     one.log[0]["num_tokens"], other.log[0]["num_tokens"] = 40, 41
     assert verdict(one, other).reason.startswith("largest difference")
     assert verdict(one, other, trainer=STOCK).reason.startswith("the first rollout differs")
@@ -117,9 +125,9 @@ def test_a_token_that_was_sampled_differently_is_named_with_its_step():
 
 def test_a_run_that_learned_nothing_is_not_ok():
     still = RunResult("a", delta(0.0), [{"loss": 0.0}])
-    result = verdict(still, still)
-    assert result.verdict == "nothing learned"
-    assert not CheckReport([result], steps=1).ok
+    report = CheckReport([verdict(still, still)], steps=1)
+    assert report.conclusion() == "Nothing was learned, so there is nothing to compare."
+    assert not report.ok
 
 
 def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
@@ -138,38 +146,17 @@ def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
     assert reason(trace, 1.0 + 1e-12) == "only the log differs, most in loss"
 
 
-def saved(folder: Path, config: dict[str, Any], model: Any = None, rewards: Sequence[Any] = (letter_reward,)) -> Run:
+def saved(folder: Path, config: dict[str, Any], model: Any = None) -> Run:
     (model or tiny_model()).save_pretrained(folder / "m")
     tiny_tokenizer().save_pretrained(folder / "m")
     prompts().save_to_disk(str(folder / "d"))
-    return Run("r", str(folder / "m"), str(folder / "d"), tuple(rewards), config)
+    return Run("r", str(folder / "m"), str(folder / "d"), (letter_reward,), config)
 
 
 @pytest.fixture
 def fork_launches(monkeypatch):
     """The launches of `check` come from the tests' server."""
     monkeypatch.setattr(splits, "train", train_forked)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected", "reason"),
-    [
-        ({"norm": 0.2004, "update": 1.2, "loss": 9.0}, "rounding", ""),  # other completions in later steps
-        ({"sampling/ratio_max": 1.3}, "rounding", ""),  # of sampler and trainer: rounding itself
-        ({"norm": 0.202}, "differs", "grad_norm differs by 1.0e-02 in the first log line, more than 16-bit rounding"),
-        ({"entropy": 2.02}, "differs", "entropy differs by 1.0e-02 in the first log line"),
-        ({"update": 1.6}, "differs", "largest difference"),
-    ],
-)
-def test_verdicts_in_half_precision(changes, expected, reason):
-    usual = {"norm": 0.2, "entropy": 2.0, "sampling/ratio_max": 1.1}
-    one, other = with_gradient(3.0, 4.0, **usual), with_gradient(3.0, 4.05, **{**usual, **changes})
-    result = verdict(one, other, config={"bf16": True})
-    assert result.verdict == expected
-    assert result.reason.startswith(reason)
-    assert bool(result.reason) is bool(reason)
-    far = verdict(one, with_gradient(3.0, 4.6, **usual), config={"bf16": True})
-    assert (far.verdict, far.reason) == ("differs", "the gradient differs by more than 16-bit rounding (0.1)")
 
 
 @pytest.mark.parametrize(
