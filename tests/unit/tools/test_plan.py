@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import Any
 
 import pytest
@@ -18,32 +17,16 @@ from grpo_ext.config import forms_of
 from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
 from grpo_ext.tools.cli import ENGINES
-from grpo_ext.tools.plan import (
-    MemoryLayout,
-    ModelSizes,
-    largest_micro_batch,
-    load_config,
-    measure,
-    memory_of,
-)
+from grpo_ext.tools.plan import MemoryLayout, ModelSizes, largest_micro_batch, load_config, measure, memory_of
+from tests.bench.shapes import MODELS, decoder
 from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
 from tests.support.rollouts import give_completions
 from tests.support.trainers import make
 
-SMALL: dict[str, Any] = {
-    **{"model_type": "qwen2", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 2048},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    **{"pad_token_id": 0, "eos_token_id": 1},
-}
-
-
-# a quarter of the layers of Qwen2.5-0.5B
-QWEN: dict[str, Any] = {
-    **{"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 6},
-    **{"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-}
+SMALL = {**decoder("qwen2", 2048, 128, 384, 6, 4, 2), "pad_token_id": 0, "eos_token_id": 1}
+QWEN = {**MODELS["qwen2.5-0.5b"], "num_hidden_layers": 6}  # a quarter of the layers
 SAVED_TOLERANCE = 0.15  # attention on fake tensors keeps a copy of its output that the CPU's kernel does not
 
 
@@ -80,13 +63,11 @@ def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing
     parts = {"train_dataset": data, "callbacks": [watch], "gradient_checkpointing": checkpointing}
     model = AutoModelForCausalLM.from_config(config)
     trainer = make(tmp_path, model, **sizes, **parts, max_steps=2, optim="adamw_torch")
-    rows = [[10 + (7 * row + 3 * i) % 30 for i in range(completion)] for row in range(16)]
-    give_completions(trainer, rows)
+    give_completions(trainer, [[10 + (7 * row + 3 * i) % 30 for i in range(completion)] for row in range(16)])
     trainer.train()
-    sizes = measure(config, compute="float32")
-    tokens = prompt + group * completion
-    tile = CPU_TILE[0] * CPU_TILE[1]
-    expected = memory_of(sizes, MemoryLayout("ddp", 1, tokens, 1, checkpointing, head_tile=tile))
+    tokens, tile = prompt + group * completion, CPU_TILE[0] * CPU_TILE[1]
+    layout = MemoryLayout("ddp", 1, tokens, 1, checkpointing, head_tile=tile)
+    expected = memory_of(measure(config, compute="float32"), layout)
     state = sum(v.nbytes for values in trainer.optimizer.state.values() for v in values.values() if v.dim())
     assert expected["optimizer"] == state
     assert expected["weights"] == sum(p.nbytes for p in trainer.model.parameters())
@@ -119,9 +100,8 @@ def test_the_arithmetic_is_what_a_whole_model_holds():
     """A step of all layers on fake tensors, which have sizes and no memory."""
     tokens, config = 1024, AutoConfig.for_model(**QWEN)
     sizes = measure(config)
-    one, eight = (
-        memory_of(sizes, MemoryLayout(*on, tokens, 1, checkpointing=False)) for on in (("ddp", 1), ("fsdp2", 8))
-    )
+    layouts = (MemoryLayout(*on, tokens, 1, checkpointing=False) for on in (("ddp", 1), ("fsdp2", 8)))
+    one, eight = (memory_of(sizes, layout) for layout in layouts)
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         activations, casts = saved_by(model, tokens)
@@ -197,21 +177,14 @@ def test_the_command_shows_it(tmp_path):
     path = tmp_path / "model.json"
     path.write_text(json.dumps(SMALL))
     words = ["--processes", "1024", "--engine", "fsdp2", "--global_batch_size", "16384"]
-    done = plan("--model_name_or_path", str(path), *words)
+    done = forks.python("-m", "grpo_ext.tools.cli", "plan", "--model_name_or_path", path, *words)
     assert done.returncode == 0, done.stderr
     assert "Largest micro-batch" in done.stdout
-    done = plan("--model_name_or_path", str(tmp_path / "gone.json"))
-    assert done.returncode == 2
-    assert "has no readable configuration" in done.stderr.replace("\n", " ")
-    with pytest.raises(ConfigError):
-        load_config(str(tmp_path))
-
-
-def plan(*args: str) -> subprocess.CompletedProcess:
-    return forks.python("-m", "grpo_ext.tools.cli", "plan", *args)
 
 
 def test_memory_is_counted_for_models_of_text(tmp_path):
+    with pytest.raises(ConfigError, match="has no readable configuration"):
+        load_config(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
     with pytest.raises(ConfigError, match="is a LlavaConfig, but memory is estimated for text models only"):
         load_config(str(tmp_path / "config.json"))
