@@ -142,8 +142,7 @@ def check(
     """
     load_libraries()
     from .check.splits import check as compare_splits
-    from .check.splits import splits_of
-    from .check.task import load_run
+    from .check.splits import load_run, splits_of
 
     counts = integers(processes, "processes")
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")

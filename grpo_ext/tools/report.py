@@ -72,7 +72,7 @@ def report(run: str | Path) -> Path:
         raise ConfigError(f"the report needs {error.name}; run `pip install matplotlib jinja2`.") from None
     log, series = load_run(run)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = _number
+    environment.filters["number"] = lambda value: f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     pictures = {title: _picture(unit, curves) for title, (unit, curves) in plots_of(series).items()}
     scores = ("reward", *first_and_last(series), HELD_OUT, "eval_reward")
@@ -138,10 +138,6 @@ def _picture(unit: str, curves: dict[str, Series]) -> str:
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return base64.b64encode(out.getvalue()).decode()
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
 
 
 def report_or_reason(folder: str | Path) -> str:

@@ -94,26 +94,21 @@ def test_both_trainers_run_a_shape_end_to_end(what):
     assert [table.row_count for table in as_tables([result])] == [2, 1]
 
 
-@pytest.fixture
-def benched(monkeypatch):
-    """Runs `make bench` without measuring: what would be measured, and what was said."""
-
-    def run(*words):
-        measured = []
-        monkeypatch.setattr(measuring, "run_shape", lambda *what: measured.append(what) or 1 / 0)
-        return measured, CliRunner().invoke(app, [*map(str, words)])
-
-    return run
+def benched(monkeypatch, *words):
+    """`make bench` without measuring: what would be measured, and what was said."""
+    measured = []
+    monkeypatch.setattr(measuring, "run_shape", lambda *what: measured.append(what) or 1 / 0)
+    return measured, CliRunner().invoke(app, [*map(str, words)])
 
 
-def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_out(benched, tmp_path):
+def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_out(monkeypatch, tmp_path):
     model = toy_model(tmp_path / "model")
     of_run = ["--model_name_or_path", model, "--dataset_name", "rows.jsonl", "--bf16", "False", "--prompt_length", "7"]
     sizes = ["--num_generations", "4", "--global_batch_size", "12", "--per_device_train_batch_size", "5"]
     load = ["--attn_implementation", "eager", "--model_init_kwargs", '{"dtype": "bfloat16", "subfolder": "a"}']
     speed = ["--entropy_coef", "0.1", "--cast_lm_head_to_fp32", "False", "--trust_remote_code", "True"]
     left = ["--max_steps", "2", "--reward_weights", "1.0", "--logging_steps", "1"]
-    measured, result = benched(*of_run, *sizes, *load, *speed, *left)
+    measured, result = benched(monkeypatch, *of_run, *sizes, *load, *speed, *left)
     ((shape, source, _, micro, dtype, _, options),) = measured
     assert (shape.prompt, shape.groups, shape.group, shape.checkpointing) == (7, 3, 4, True)
     assert micro == {STOCK: [4], OURS: [5]}  # of 12, which 5 does not divide
@@ -137,8 +132,8 @@ def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_
         (["--model_name_or_path", "none.json"], "cannot be read as a configuration"),
     ],
 )
-def test_a_bench_that_would_measure_something_else_is_refused(benched, words, says):
-    measured, result = benched(*words)
+def test_a_bench_that_would_measure_something_else_is_refused(monkeypatch, words, says):
+    measured, result = benched(monkeypatch, *words)
     assert not measured
     assert isinstance(result.exception, GrpoExtError)
     assert says in str(result.exception)

@@ -142,18 +142,14 @@ def test_the_demo_takes_adapters_and_other_rewards(launch, tmp_path, name, rewar
         assert metrics["exact_match_after"] >= metrics["exact_match_before"] + gain
 
 
-def test_own_data_and_model_train_with_settings_from_a_file_that_options_override(launch, own_task, tmp_path):
-    (tmp_path / "run.yaml").write_text("output_dir: from_file\nlearning_rate: 0.5\nrewards: [exact_number]\n")
-    result = launch("--config", "run.yaml", *own_task, "--learning_rate", "0.125", "--rewards", "length_penalty")
-    assert "Saved in from_file" in result.stdout
-    history = json.loads((tmp_path / "from_file" / "metrics.json").read_text())["log_history"]
-    assert any("rewards/length_penalty/mean" in entry for entry in history)
-    assert (tmp_path / "from_file" / "tokenizer.json").is_file()
-
-
 def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_names_works(launch, own_task, tmp_path):
-    options = [*own_task, "--output_dir", "out", "--save_steps", "1"]
-    launch(*options)
+    """The folder comes from a file, whose rewards the options override."""
+    (tmp_path / "run.yaml").write_text("output_dir: out\nsave_steps: 1\nrewards: [exact_number]\n")
+    options = ["--config", "run.yaml", *own_task, "--rewards", "length_penalty"]
+    assert "Saved in out" in launch(*options).stdout
+    history = json.loads((tmp_path / "out" / "metrics.json").read_text())["log_history"]
+    assert any("rewards/length_penalty/mean" in entry for entry in history)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert (tmp_path / "out" / "checkpoint-1").is_dir()
     (tmp_path / "model").rename(tmp_path / "gone")  # nothing may be loaded before the refusal
     refused = launch(*options, expect=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,9 @@ from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.check.splits import check, splits_of
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.stock import OURS, STOCK
+from tests.support.cases import Bench
+from tests.support.forks import SERVED, serves
+from tests.support.launches import run_all
 from tests.support.launches import train as train_forked
 from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
@@ -178,7 +182,7 @@ def test_the_command_tells_rounding_from_a_fault_in_bfloat16(
     sizes = {"global_batch_size": 16, "num_generations": 4, "rollout_chunk_size": 8}
     config = {**TRAINED, **sizes, "learning_rate": 1e-3, "adam_epsilon": 1e-4, "bf16": True, **settings}
     run = saved(tmp_path, config)
-    monkeypatch.setattr("grpo_ext.tools.check.task.load_run", lambda *args: (run, ""))
+    monkeypatch.setattr("grpo_ext.tools.check.splits.load_run", lambda *args: (run, ""))
     command = ["check", "--processes", "1", "--micro-batch-sizes", "16,4,3", "--json", str(tmp_path / "json"), *options]
     done = CliRunner().invoke(app, command)
     report = json.loads((tmp_path / "json").read_text())
@@ -216,6 +220,19 @@ def test_no_process_is_left_of_a_launch_that_takes_too_long():
     with pytest.raises(LaunchError, match=r"1 run\(s\) on 2 process\(es\): one took more than 0.5 s"):
         list(runs.train([Hangs()], 2, timeout_s=0.5, start=start))
     assert [process.returncode for process in started] == [-9, -9]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not serves({**os.environ, **SERVED}), reason="launches are not forked here")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_forked_run_has_the_bits_of_a_launched_one(tmp_path, processes):
+    bench = Bench(tmp_path)
+    ours = [bench.run(name, 5, trace=True, max_steps=2) for name in ("kl", "moe")]
+    for one, other in zip(run_all(ours, processes), runs.train(ours, processes), strict=True):
+        assert one.error is None
+        assert one.trace == other.trace
+        assert one.log[0]["reward"] == other.log[0]["reward"]
+        assert all(torch.equal(one.delta[name], other.delta[name]) for name in other.delta)
 
 
 def test_wrong_sizes_and_names_are_refused_before_anything_starts():

@@ -82,7 +82,7 @@ def checked(monkeypatch, tmp_path):
         raise ConfigError("stop here")
 
     monkeypatch.setattr("grpo_ext.tools.check.splits.check", check)
-    monkeypatch.setattr("grpo_ext.tools.check.task.find_model", lambda *names: None)
+    monkeypatch.setattr("grpo_ext.tools.check.splits.find_model", lambda *names: None)
 
     def run(content, *flags):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
