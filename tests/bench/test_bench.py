@@ -10,8 +10,7 @@ from grpo_ext.errors import ConfigError, GrpoExtError
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.bench import measuring
 from tests.bench.__main__ import app
-from tests.bench.measuring import fastest_micro, run_shape
-from tests.bench.results import Result, as_tables
+from tests.bench.measuring import Result, as_tables, fastest_micro, run_shape
 from tests.bench.shapes import PHASES, Shape, decoder, parse_shape
 from tests.bench.worker import FixedRollouts
 from tests.support.tiny import stock_scores

@@ -28,8 +28,7 @@ from grpo_ext.errors import LaunchError
 from grpo_ext.run.log import versions
 from grpo_ext.tools import plan
 from grpo_ext.tools.stock import OURS, STOCK
-from tests.bench.measuring import Worker, spec_of
-from tests.bench.results import machine
+from tests.bench.measuring import Worker, machine, spec_of
 from tests.bench.shapes import MODELS, Shape, decoder
 
 HALF_B, TOY_MODEL = MODELS["qwen2.5-0.5b"], decoder("qwen2", 512, 56, 64, 2, 14, 2)
