@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import shlex
@@ -27,7 +26,6 @@ from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
 import torch
 import trl
 from accelerate.state import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import AutoTokenizer, GenerationConfig
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
@@ -86,18 +84,16 @@ def check_output_dir(training: GRPOConfig) -> None:
 
 
 def fresh_demo_folder() -> str:
-    """Return runs/demo-1, or the first free number: the main process makes the folder and tells the others."""
-    chosen = [""]
-    if PartialState().is_main_process:
-        DEMO_FOLDER.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            folder = DEMO_FOLDER / f"{DEMO_NAME}-{number}"
-            with contextlib.suppress(FileExistsError):  # taken, perhaps by a run that has just started
-                folder.mkdir()
-                record_start(folder, DEMO_NAME)  # so that a later demo can resume in it
-                chosen = [str(folder)]
-                break
-    return broadcast_object_list(chosen)[0]
+    """Make runs/demo-1, or the first free number."""
+    DEMO_FOLDER.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        number += 1
+        folder = DEMO_FOLDER / f"{DEMO_NAME}-{number}"
+        with contextlib.suppress(FileExistsError):  # taken, perhaps by a run that has just started
+            folder.mkdir()
+            record_start(folder, DEMO_NAME)  # so that a later demo can resume in it
+            return str(folder)
 
 
 def main_process_first(make: Callable[[], Any]) -> Any:
@@ -291,8 +287,9 @@ def main(argv: list[str]) -> None:
         check_output_dir(training)
         if unnamed:
             wanted, folder = training.resume_from_checkpoint, str(training.output_dir)
-            earlier = from_main_process(PartialState(), lambda: run_to_resume(wanted, folder))
-            training.output_dir = fresh_demo_folder() if earlier is None else str(earlier)
+            training.output_dir = from_main_process(
+                PartialState(), lambda: str(run_to_resume(wanted, folder) or fresh_demo_folder())
+            )
         if demo:
             run_demo(demo, script, training, model, argv)
         else:
