@@ -102,25 +102,24 @@ class FixedRollouts:
         return sum(self.shape.prompt + sum(map(len, group)) for group in self.trained)
 
 
-class _Memory:
-    """Peak memory since the last reset, MiB: the accelerator's, or this process's resident set."""
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with contextlib.suppress(OSError):  # not Linux: the peak is that of the whole run
+        Path("/proc/self/clear_refs").write_text("5")
 
-    def reset(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-            return
-        with contextlib.suppress(OSError):  # not Linux: the peak is that of the whole run
-            Path("/proc/self/clear_refs").write_text("5")
 
-    def now_and_peak(self) -> tuple[float, float]:
-        if torch.cuda.is_available():
-            return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
-        now = psutil.Process().memory_info().rss / 2**20
-        try:  # unlike getrusage's peak, this one can be reset
-            status = Path("/proc/self/status").read_text().splitlines()
-            return now, next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
-        except (OSError, StopIteration):
-            return now, peak_memory_mib(torch.device("cpu")) or now
+def _now_and_peak() -> tuple[float, float]:
+    """Memory now and its peak since `_reset_peak`, MiB: the accelerator's, or this process's resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
+    now = psutil.Process().memory_info().rss / 2**20
+    try:  # unlike getrusage's peak, this one can be reset
+        status = Path("/proc/self/status").read_text().splitlines()
+        return now, next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return now, peak_memory_mib(torch.device("cpu")) or now
 
 
 def _now() -> float:
@@ -184,7 +183,7 @@ class _Server(TrainerCallback):
     tokens: Callable[[], float]  # of a step
 
     def __init__(self, answers: Any) -> None:
-        self.answers, self.memory = answers, _Memory()
+        self.answers = answers
         self.seconds: dict[str, float] = defaultdict(float)
         self.base = 0.0  # MiB of the process with its model loaded
         self.layout: Callable[[], dict[str, Any]] = dict  # form of completions, and how many of them fit in a forward
@@ -210,10 +209,10 @@ class _Server(TrainerCallback):
         if sys.stdin.readline().strip() != "step":
             os._exit(0)
         self.seconds.clear()
-        self.memory.reset()
+        _reset_peak()
 
     def report(self, tokens: float) -> None:
-        peak = self.memory.now_and_peak()[1]
+        peak = _now_and_peak()[1]
         seconds = {phase: self.seconds[phase] for phase in PHASES}
         seconds["forward/backward"] = max(self.seconds["step"] - self.seconds["prepare"], 0.0)
         memory = {"working_mib": peak - self.base, "peak_mib": peak}
@@ -258,7 +257,7 @@ def main() -> None:
         if spec["who"] == OURS:
             runner = trainer._step_planner  # cuts a micro-batch that does not fit
             server.layout = lambda: {"form": runner.forwards.choice.form(model), "micro": runner.limits.rows}
-        server.base = server.memory.now_and_peak()[0]
+        server.base = _now_and_peak()[0]
         if shape.sample:
             _serve_sampling(trainer, server)
         trainer.train()

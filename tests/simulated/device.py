@@ -302,10 +302,6 @@ def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor
     return data.to(**wanted) if wanted else data
 
 
-def _new_generator(device: Any = "cpu") -> torch.Generator:
-    return _Generator("cpu")
-
-
 @contextmanager
 def thread_modes() -> Iterator[None]:
     """Inside, and in this thread alone, names of the device and allocations are those of the simulated one."""
@@ -330,7 +326,8 @@ def simulated_gpu() -> Iterator[Ledger]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=answer))
-        for name, function in (("tensor", _new_tensor), ("as_tensor", _as_tensor), ("Generator", _new_generator)):
+        made = {"tensor": _new_tensor, "as_tensor": _as_tensor, "Generator": lambda device=None: _Generator("cpu")}
+        for name, function in made.items():
             stack.enter_context(mock.patch.object(torch, name, function))
         stack.enter_context(thread_modes())
         yield LEDGER

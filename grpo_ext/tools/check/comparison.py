@@ -1,4 +1,4 @@
-"""Compares two runs: their updates, gradients, logs and bits; the verdicts of `grpo-ext check`, as text and values.
+"""Compares two runs, for `grpo-ext check` and the invariance tests: their updates, gradients, logs and bits.
 
 The relative update error is `norm(dA - dB) / norm(dA)`, where d is the parameter change in float64 and A the reference.
 The gradient error is the same for the first gradient: weights and completions are the same in every split there, and
@@ -44,7 +44,6 @@ _TIMING = ("step_time", "total_flos")  # values that do not follow from the algo
 _TIMING_ENDS = ("_runtime", "_per_second")
 _LAYOUT_STARTS = ("time/", "layout/")  # values that depend on the split
 _SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that reveal different completions
-
 _GOOD = ("reference", "same", "same bits", "rounding")
 
 

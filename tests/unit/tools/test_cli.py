@@ -92,7 +92,7 @@ def checked(monkeypatch, tmp_path):
     return run
 
 
-def test_a_check_takes_model_data_rewards_and_adapter_of_the_run(checked, tmp_path):
+def test_a_check_takes_model_data_rewards_adapter_and_precision_of_the_run(checked, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "2", "answer": "2"}\n')
     adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
     data = {"dataset_name": str(tmp_path / "data.jsonl"), "prompt_column": "question", "max_samples": 1}
@@ -115,13 +115,7 @@ def test_a_check_takes_model_data_rewards_and_adapter_of_the_run(checked, tmp_pa
     assert seen["quantization"] is None
     seen, _ = checked(file, "--model_name_or_path", "other/model", "--load_in_8bit", "True")  # an option wins
     assert (seen["model_path"], seen["quantization"].load_in_8bit) == ("other/model", True)
-
-
-def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_named(checked, tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
-    data = {"model_name_or_path": "some/model", "dataset_name": str(tmp_path / "data.jsonl"), "bf16": True}
-    options = ["--conversational", "True", "--prompt_column", "question", "--system_prompt", "Add up."]
-    seen, result = checked(data, *options)
+    seen, result = checked({**file, "bf16": True}, "--conversational", "True", "--system_prompt", "Add up.")
     messages = [{"role": "system", "content": "Add up."}, {"role": "user", "content": "1 + 1"}]
     assert seen["dataset"]["prompt"] == [messages]
     assert seen["config"]["bf16"] is True
