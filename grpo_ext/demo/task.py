@@ -61,8 +61,6 @@ class DemoTask:
 
 @dataclass(frozen=True)
 class Demo:
-    """A problem that `--demo` names."""
-
     # makes or downloads the model once, or takes the id or folder of another model
     load: Callable[[str | None], DemoTask]
     settings: Mapping[str, Any]  # known before anything is loaded: fields of `GRPOConfig`, and `rewards` by name
@@ -189,7 +187,6 @@ def _worked_examples(words: list[str], tokenizer: Any, rng: random.Random) -> di
 
 
 def train_warm_start(words: list[str]) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Train a model on careless answers to `words`, and return it with its tokenizer."""
     tokenizer = build_tokenizer()
     model, rng = build_model(tokenizer, SEED), random.Random(SEED)
     return fit(model, lambda: _worked_examples(words, tokenizer, rng), STEPS), tokenizer

@@ -45,8 +45,6 @@ _HELP = {
 
 @dataclass
 class ScriptArguments(DataArguments):
-    """The data of a run, how a row becomes a prompt, and the rewards by name."""
-
     rewards: list[str] = field(
         default_factory=lambda: ["exact_number"],
         metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
@@ -143,7 +141,6 @@ def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOCo
 
 
 def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """The settings that are fields of a dataclass."""
     names = {spec.name for spec in fields(kind) if spec.init}
     return {name: value for name, value in settings.items() if name in names}
 

@@ -36,8 +36,6 @@ _QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4-bit weights have a float32 fac
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that determine its memory."""
-
     parameters: int  # all weights
     trained: int  # parameters with a gradient
     largest_layer: int  # parameters; an engine gathers a whole layer

@@ -154,6 +154,5 @@ class ReportCallback(TrainerCallback):
     """Writes the report when training ends: `GRPOTrainer(callbacks=[ReportCallback()])`."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the report on the main process, and log where it is."""
         if state.is_world_process_zero:
             logger.info(report_or_reason(args.output_dir))

@@ -53,8 +53,6 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
 
 
 class _Recorder(TrainerCallback):
-    """Records the first gradient, or the hashes of every step, in the result."""
-
     def __init__(self, run: Run, trainer: trl.GRPOTrainer, result: RunResult) -> None:
         self.run, self.trainer, self.result = run, trainer, result
 
