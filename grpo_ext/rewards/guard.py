@@ -91,8 +91,6 @@ def _is_final(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Faults:
-    """How a reward function that hangs or raises is handled."""
-
     timeout: float | None = None  # seconds a call may take; None: any time
     retries: int = 0  # after a call that failed
     on_failure: str = "error"  # after the last retry; "none": every completion of the call gets `None`
@@ -100,8 +98,6 @@ class Faults:
 
 @dataclass(frozen=True)
 class GuardedCall:
-    """A call of a reward function for one chunk of completions."""
-
     function: Callable[..., Any]
     record: RewardCall  # empty: each attempt logs into a copy, so a failed attempt logs nothing
     keywords: dict[str, Any]  # without `log_metric` and `log_extra`
@@ -161,7 +157,6 @@ class GuardedCall:
         logger.warning(f"reward function '{self.record.function}' failed ({failure}); {tries}.")
 
     def _failed(self, error: Exception) -> ChunkRewards:
-        """No rewards after the last attempt, or a RewardError."""
         failure, name, rows = _text(error), f"reward function '{self.record.function}'", self.record.rows
         if self.faults.on_failure == "none":
             logger.warning(f"{name} failed ({failure}); its {rows} completions get None (reward_on_failure='none').")
@@ -175,7 +170,6 @@ class GuardedCall:
         raise RewardError(f"{name} raised {failure}; {getattr(error, 'remedy', remedy)}") from error
 
     def _checked(self, rewards: Any) -> list[float | None]:
-        """The rewards as floats or `None`; a RewardError for anything else."""
         returned = f"reward function '{self.record.function}' returned"
         remedy = f"return one number or None for each of the {self.record.rows} completions."
         try:
@@ -211,7 +205,6 @@ def _as_float(value: Any) -> float:
 
 
 def metrics_of(calls: Sequence[RewardCall]) -> dict[str, list[float]]:
-    """The values of each metric, one for each time it was logged."""
     values: dict[str, list[float]] = {}
     for call in calls:
         for name, value in call.metrics:

@@ -61,7 +61,6 @@ class RewardCall:
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
     def moved(self, places: int) -> RewardCall:
-        """The same call, with its completions moved by `places` in the rollout batch."""
         return replace(self, first=self.first + places)
 
     def log_metric(self, name: str, value: float) -> None:

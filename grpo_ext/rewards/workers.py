@@ -120,7 +120,6 @@ class RewardWorkers:
             raise CallTimeout(seconds, "reward_timeout") from None
 
     def _kill(self, thread: int) -> None:
-        """End the process of a thread and its children; from any thread."""
         executor, _ = self._processes.pop(thread, (None, None))
         if executor is not None:
             executor.shutdown(kill_workers=True)

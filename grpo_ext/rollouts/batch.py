@@ -76,7 +76,6 @@ class RolloutBatch:
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Column], num_generations: int, **others: Any) -> RolloutBatch:
-        """A rollout batch of whole groups."""
         return cls(dict(columns), group_numbers(len(columns["completion_ids"]), num_generations), **others)
 
     @classmethod
@@ -95,7 +94,6 @@ class RolloutBatch:
         return self.columns[name]
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
-        """The completions at `rows`."""
         columns = {name: _selected(column, rows) for name, column in self.columns.items()}
         return dataclasses.replace(self, columns=columns, groups=[self.groups[row] for row in rows])
 
@@ -114,7 +112,6 @@ class RolloutBatch:
 
     @functools.cached_property
     def group_lengths(self) -> dict[int, tuple[int, ...]]:
-        """Tokens of the completions of each group."""
         pairs = sorted(zip(self.groups, self.completion_lengths, strict=True), key=lambda pair: pair[0])
         return {group: tuple(n for _, n in rows) for group, rows in itertools.groupby(pairs, lambda pair: pair[0])}
 
@@ -152,7 +149,6 @@ class RolloutBatch:
     # ---- For a forward and a loss ---------------------------------------------------------------------------------
 
     def token_rows(self, images: RowImages | None = None) -> TokenRows:
-        """The tokens for a forward."""
         prompts, completions = self.prompt_lengths, self.completion_lengths
 
         def tokens(before: Ragged, after: Ragged) -> list[torch.Tensor]:

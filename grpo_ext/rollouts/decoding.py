@@ -54,7 +54,6 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states (B, heads, tokens, dim); returns all states so far."""
         if (length := self.get_seq_length()) == 0:  # the rows of prompts are about to be repeated
             return super().update(key_states, value_states)
         assert self.keys is not None
@@ -96,7 +95,6 @@ class RolloutCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states (B, heads, tokens, dim) to a layer; returns all its states so far."""
         layer = self.layers[layer_idx]
         in_place = isinstance(layer, GrowingLayer) and layer.get_seq_length() > 0  # casts as it writes
         if self._states_dtype is not None and not in_place and key_states.dtype == torch.float32:
@@ -201,7 +199,6 @@ class Ends(StoppingCriteriaList):
             self.padding_B = [self.padding_B[row] for row in index.tolist()]
 
     def rows(self, ids_BT: torch.Tensor) -> EndedRows:
-        """The rows of the call, from all new tokens."""
         if not self.looks_at_each:  # the first end token of each row
             is_end_BT = torch.isin(ids_BT, self._tokens)
             self.ended_B = is_end_BT.any(1)
@@ -256,7 +253,6 @@ class _Rows:
         self._look_every = 1 if ends.looks_at_each else _LOOK_EVERY.get(ids.device.type, 1)
 
     def append(self, tokens: torch.Tensor) -> None:
-        """Append a token (B,) to each row; finished rows get padding."""
         self.ids = torch.cat([self.ids, tokens.masked_fill(self.ends.done_B, self._pad)[:, None]], dim=1)
 
     def ended(self, scores: torch.Tensor) -> list[bool]:

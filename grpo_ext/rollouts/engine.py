@@ -39,8 +39,6 @@ _SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and
 
 
 class Engine(Protocol):
-    """Samples one turn of some transcripts of this process."""
-
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
@@ -70,12 +68,10 @@ class EngineSettings:
     fp16: bool = False  # named in the explanation of scores that are not finite
 
     def resize_chunks(self, geometry: BatchGeometry) -> None:
-        """Set the sizes of chunks and of `generate` calls."""
         self.chunk_size = geometry.rollout_chunk_size
         self.rows_per_call = geometry.generate_size if geometry.together else None
 
     def groups_of(self, num_generations: int) -> int | None:
-        """Completions of a chunk in whole groups, at least one."""
         return _whole_groups(self.chunk_size, num_generations)
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
@@ -97,8 +93,6 @@ def _whole_groups(rows: int | None, num_generations: int) -> int | None:
 
 @dataclass
 class TransformersEngine:
-    """Samples with the `generate` of a model."""
-
     model: Callable[[], Any]  # returns the policy, with PEFT's wrapper
     generating: Callable[[], contextlib.AbstractContextManager[Any]]  # prepares the model for generation and yields it
     settings: EngineSettings
@@ -106,7 +100,6 @@ class TransformersEngine:
     memory: Halving  # the number of completions that fit into one `generate`
 
     def why_not_by_key(self, config: GenerationConfig) -> str | None:
-        """Why tokens depend on more than keys and prompts; None where they do not."""
         return own_generate(self.model()) or why_not_by_key(self.model(), config)
 
     def generate(
@@ -256,7 +249,6 @@ class ContinuousBatching:
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`."""
         if not transcripts:
             return []
         with _keeping_weights(self.model()):

@@ -58,8 +58,6 @@ def surplus_of(generation: Any, logprobs_mode: str) -> float | None:
 
 @dataclass
 class EngineCheck:
-    """Compares the log-probabilities of rollout batches."""
-
     surplus: Callable[[], float | None]  # see `surplus_of`; read once, before the first comparison
     bound: float  # see `rounding_bound`
     done: bool = False  # a rollout batch was compared

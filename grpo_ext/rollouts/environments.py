@@ -73,7 +73,6 @@ class Environments:
                 ) from error
 
     def uses(self, environment: Any) -> bool:
-        """Whether an environment is still used; False after a call that hangs."""
         return id(environment) not in self.retired
 
     def retire(self, environment: Any) -> None:
@@ -84,7 +83,6 @@ class Environments:
 
 
 def check_names(datasets: Sequence[Any], factories: Any) -> None:
-    """Raise a DataError for rows that name no environment, or an unknown one."""
     for dataset in datasets if isinstance(factories, dict) else ():
         for name in set(dataset["environment"]) if "environment" in dataset.column_names else {None}:
             _check_name(name, factories)

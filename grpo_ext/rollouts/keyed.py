@@ -98,7 +98,6 @@ class KeyedChoice(LogitsProcessor):
         return tokens_B
 
     def keep(self, index: torch.Tensor) -> None:
-        """Drop all other rows."""
         self.keys_B, self.offsets_B = self.keys_B[index], self.offsets_B[index]
         self._uniforms_BT = self._uniforms_BT[index]
         self.recorder.keep(index)
@@ -130,7 +129,6 @@ def why_not_by_key(model: Any, config: GenerationConfig) -> str | None:
 
 
 def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
-    """The settings of transformers' filters."""
     values = {name: setting_of(model, config, name) for name in FILTERS}
     if values["top_k"] is None:
         values["top_k"] = 50  # transformers' default
@@ -138,7 +136,6 @@ def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
 
 
 def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among `filter_values` that leave out tokens, as transformers reads them."""
     return {name: value for name, value in values.items() if value is not None and _truncates(name, value)}
 
 
@@ -156,7 +153,6 @@ def _truncates(name: str, value: float) -> bool:
 
 
 def most_kept(filters: Mapping[str, Any]) -> int | None:
-    """The most tokens of a replayed mask; None without filters that leave out tokens."""
     return filters.get("top_k", MOST_KEPT) if filters else None
 
 
@@ -221,7 +217,6 @@ class _OnCpu(LogitsProcessor):
 
 
 def greedy_config(model: Any, config: GenerationConfig) -> GenerationConfig:
-    """The configuration without filters and sampling, with the number of new tokens."""
     greedy = copy.deepcopy(config)
     for name in FILTERS:
         setattr(greedy, name, None)

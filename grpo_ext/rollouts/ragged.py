@@ -34,7 +34,6 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Ragged:
-        """Rows that are tensors, or sequences of numbers."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         return cls(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), [len(row) for row in tensors])
 
@@ -50,7 +49,6 @@ class Ragged:
         return [0, *itertools.accumulate(self.lengths)]
 
     def select(self, rows: Sequence[int]) -> Ragged:
-        """Some rows, in the order of their indices here."""
         bounds = self.bounds
         parts = [self.values[bounds[row] : bounds[row + 1]] for row in rows]
         return Ragged(torch.cat(parts) if parts else self.values[:0], [self.lengths[row] for row in rows])

@@ -27,13 +27,10 @@ logger = get_logger(__name__)
 
 @dataclass
 class RolloutLog:
-    """Logs rollout batches in TRL's metrics and its table of completions, when they are joined."""
-
     view: TrainerView
     _warned_of_truncation: bool = field(default=False, init=False)
 
     def add(self, rounds: Sequence[Round], settings: RolloutSettings) -> None:
-        """Add all completions of some rounds."""
         sampling, state = settings.sampling, self.view.state
         metrics = self.view.metrics["train" if sampling.training else "eval"]
         if sampling.training:
@@ -59,7 +56,6 @@ class RolloutLog:
 
 
 def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[tuple[str, float]]:
-    """TRL's log values of a rollout batch, by TRL's names and in its order."""
     sampling, ratios, rewards = settings.sampling, settings.logprobs.ratios, settings.rewards
     weights_F = rewards.weights_F
     entries = [entry for part in rounds for entry in part.entries]
@@ -121,7 +117,6 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
 
 
 def add_to_table(part: Round, rewards: RewardSettings, table: dict[str, Any]) -> None:
-    """Add a round to TRL's record of completions."""
     table["prompt"].extend(entry.prompt for entry in part.entries)
     table["completion"].extend(entry.completion for entry in part.entries)
     for name, rewards_B in zip(rewards.functions.names, part.rewards_BF.unbind(1), strict=True):

@@ -44,7 +44,6 @@ def batch_state(batch: RolloutBatch | None) -> dict[str, Any] | None:
 
 
 def saved_batch(state: dict[str, Any] | None) -> RolloutBatch | None:
-    """The rollout batch of `batch_state`."""
     if state is None:
         return None
     widths, columns = state["widths"], {name: _column(part) for name, part in state["columns"].items()}

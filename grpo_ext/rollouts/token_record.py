@@ -30,7 +30,6 @@ class TokenRecord(NamedTuple):
 
     @classmethod
     def neutral(cls, tokens: int) -> TokenRecord:
-        """Records of tokens that were not sampled."""
         counts, ids = torch.zeros(tokens, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
         return cls(torch.zeros(tokens), torch.ones(tokens), counts, ids)
 
@@ -45,12 +44,10 @@ class TokenRecord(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[TokenRecord]) -> TokenRecord:
-        """The records of several turns, one after the other."""
         return cls(*map(torch.cat, zip(*parts, strict=True)))
 
     @property
     def kept(self) -> KeptIds:
-        """The ids that each token was sampled from."""
         return KeptIds(self.counts_T, self.ids_K)
 
     def first(self, tokens: int) -> TokenRecord:
@@ -92,7 +89,6 @@ class Recorder(LogitsProcessor):
         return torch.full_like(scores_BV, -torch.inf).scatter_(1, ids_BN, values_BN)
 
     def add(self, scores_BV: torch.Tensor, tokens_B: torch.Tensor, probabilities_BV: torch.Tensor) -> None:
-        """Record the tokens that were drawn from `scores_BV`, whose softmax are the probabilities."""
         tokens_B1 = tokens_B[:, None]
         probabilities_B = probabilities_BV.gather(1, tokens_B1).squeeze(1)
         mass_B = torch.ones(len(tokens_B))
@@ -117,7 +113,6 @@ class Recorder(LogitsProcessor):
         return experts_NC.view(len(tokens_B), -1, experts_NC.size(1))[:, -1]
 
     def keep(self, index: torch.Tensor) -> None:
-        """Drop all other rows."""
         assert self._numbers_B is not None
         self._numbers_B = self._numbers_B[index]
 
@@ -136,7 +131,6 @@ class Recorder(LogitsProcessor):
             self._experts.setdefault(row, []).append(experts_TC)
 
     def records(self, lengths: Sequence[int]) -> list[TokenRecord]:
-        """The records of the first tokens of each row."""
         self._flush()
         return [TokenRecord.joined(self._parts[row]).first(length) for row, length in enumerate(lengths)]
 

@@ -31,8 +31,6 @@ Tool = Callable[..., Any]
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Limits of a transcript."""
-
     max_completion_length: int  # tokens, including those of tools and environments
     context: int = sys.maxsize  # tokens of prompt and completion that the model can read
     max_turns: int = sys.maxsize  # the most times that tools answer
@@ -48,8 +46,6 @@ class TurnLimits:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a run."""
-
     tools: Sequence[Tool]  # the standalone ones
     environments: Environments  # their public methods are tools too
     loop: asyncio.AbstractEventLoop | None = None  # runs asynchronous tools on its own thread; None without any

@@ -21,8 +21,6 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sampled:
-    """One turn of a transcript."""
-
     ids: list[int]  # new tokens
     logps: list[float | None] | None = None  # of each, from an engine that returns them
     record: TokenRecord | None = field(default=None, compare=False)  # of each, from an engine that makes one
@@ -40,8 +38,6 @@ class Sampled:
 
 @dataclass
 class Transcript:
-    """One completion as it grows turn by turn."""
-
     row: dict[str, Any]  # this completion's own copy of a row of the data set; a `rollout_func` may add columns to it
     key: int  # of the random numbers of its tokens (algorithms.keyed_random), int64
     place: int = 0  # among the completions of this process
@@ -68,19 +64,16 @@ class Transcript:
     tool_failures: int = 0
 
     def set_prompt(self, prompt: Any) -> None:
-        """Set the prompt, and the images in it."""
         self.prompt, self.images = prompt, images_in(prompt)
         self.prompt_images = len(self.images)
         if self.environment is not None:
             self.number = None
 
     def show(self, images: Sequence[Any]) -> None:
-        """Add images that a tool or an environment shows."""
         if images:
             self.images, self.number = [*self.images, *images], None
 
     def add_sampled(self, turn: Sampled) -> None:
-        """Append a turn of the model."""
         if not self.ids:
             self.record = turn.record
         elif self.record is not None:
@@ -92,7 +85,6 @@ class Transcript:
             self.logps = [*(self.logps or ()), *turn.logps]
 
     def add_answer(self, ids: list[int]) -> None:
-        """Append tokens of tools or of an environment."""
         self.ids = [*self.ids, *ids]
         self.mask = [*self.mask, *[0] * len(ids)]
         if self.logps is not None:

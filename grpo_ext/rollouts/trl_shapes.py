@@ -42,7 +42,6 @@ def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, sett
 
 
 def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
-    """TRL's tuple of eight, as its `_generate` returns it."""
     rows = local.transcripts
     names = ("prompt_ids", "ids", "mask", "completion", "logps")
     prompt_ids, ids, masks, completions, logps = ([getattr(row, name) for row in rows] for name in names)

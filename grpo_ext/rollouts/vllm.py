@@ -88,7 +88,6 @@ class VllmServer:
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`."""
         if not transcripts:
             return []
         settings, copies = self.generation, copies_of(transcripts, num_generations)

@@ -156,7 +156,6 @@ class Generation(compat.VLLMGeneration):
         return new
 
     def sync_weights(self) -> None:
-        """Send what was trained to the engine; called by every process."""
         if self.versions is None:
             super().sync_weights()
         else:
@@ -257,7 +256,6 @@ def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:
 
 
 def engine_options(config: Any, model: Any, peft_config: Any, rollout_func: Any = None) -> dict[str, Any]:
-    """Options of a colocated engine beyond TRL's: for returning masks and experts, and for serving adapters."""
     if not config.use_vllm:
         return {}
     options: dict[str, Any] = {}

@@ -27,38 +27,34 @@ from ..forward.runner import ForwardLimits, ForwardRunner
 from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import any_process
+from ..runtime.collectives import any_process, uneven_collectives
 from .decoding import unique
 from .engine import Engine, EngineSettings
 from .images import ImageSource
 from .keyed import request_keys
-from .local import LocalRollout, RolloutSettings, SamplingSettings
+from .local import GenerateCall, LocalRollout, RolloutSettings, SamplingSettings, TurnCall, UserCalls
 from .token_record import TokenRecord
 from .tools import continue_with
 from .transcript import Sampled, Transcript, share_prompt_experts
-from .trl_shapes import take_rollout
+from .trl_shapes import take_generated, take_rollout
 
 
 @dataclass
 class RolloutWorker:
-    """Makes one process's part of rollout batches.
-
-    Attributes:
-        models: returns the policy and the reference model; None where that is the policy without its adapter.
-        clock: adds up the seconds of the phases.
-        retired: environments that are not used any more (`Environments`).
-        show_environments: called with the transcripts once their environments are reset.
-    """
+    """Makes one process's part of rollout batches, in the main thread or on the thread that samples ahead."""
 
     forwards: ForwardRunner
+    # returns the policy and the reference model; None where that is the policy without its adapter
     models: Callable[[], tuple[Any, Any | None]]
     engine: Engine
     rewards: RewardRunner
     images: ImageSource
     clock: PhaseClock
     settings: EngineSettings
-    retired: dict[int, Any] = field(default_factory=dict)
+    retired: dict[int, Any] = field(default_factory=dict)  # see `Environments`
+    # called with the transcripts once their environments are reset
     show_environments: Callable[[Sequence[Transcript]], None] = lambda transcripts: None
+    calls: UserCalls = field(default_factory=UserCalls)
 
     @property
     def shards_vision(self) -> bool:
@@ -68,8 +64,7 @@ class RolloutWorker:
     def sample(self, rows: StepRows, settings: RolloutSettings, repeat: int = 0) -> LocalRollout:
         """This process's transcripts of a rollout batch, with log-probabilities and rewards.
 
-        Args:
-            repeat: how often a user's override has called TRL's method before; each draws other random numbers.
+        `repeat` is how often a user's override has called TRL's method before; each call draws other random numbers.
         """
         local, sampling = LocalRollout(rows.request, settings), settings.sampling
         if not rows.request.empty or sampling.hooks.need_all_processes or self.shards_vision:
@@ -99,7 +94,6 @@ class RolloutWorker:
         return transcripts
 
     def tokenize(self, transcripts: Sequence[Transcript], sampling: SamplingSettings) -> None:
-        """Token ids of the prompts; each different prompt is tokenised once."""
         tokenize = sampling.hooks.tokenize or sampling.chat.tokenize
         firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
         prompts = [transcripts[i].prompt for i in firsts]
@@ -114,7 +108,15 @@ class RolloutWorker:
     # ---- Turns ----------------------------------------------------------------------------------------------------
 
     def converse(self, local: LocalRollout) -> None:
-        """The turns: the model writes, tools answer, until no transcript wants a turn."""
+        """Run the turns, by the user's `_generate` if there is one."""
+        if (generate := local.settings.sampling.hooks.generate) is None:
+            self.run_turns(local)
+            return
+        with self.calls.running(GenerateCall(local)):
+            take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
+
+    def run_turns(self, local: LocalRollout) -> None:
+        """The model writes, tools answer, until no transcript wants a turn."""
         sampling, transcripts = local.settings.sampling, local.transcripts
         if sampling.hooks.rollout is not None and transcripts:
             take_rollout(local, sampling.hooks.rollout([transcript.prompt for transcript in transcripts]))
@@ -146,6 +148,31 @@ class RolloutWorker:
         return [t if t.ended is not None else dataclasses.replace(t, ended=local.ended(t.ids)) for t in sampled]
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
+        """One turn, chunk by chunk by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
+        turn, sharded = local.settings.sampling.hooks.turn, self.settings.sharded
+        if turn is None or (sharded and (local.request.empty or not transcripts)):  # joins the forwards of others
+            return self.sample_by_engine(local, transcripts)
+        group = local.request.num_generations
+        sampled: list[Sampled] = []
+        for chunk in [transcripts] if sharded else self.settings.chunks(transcripts, group):
+            later = chunk[0].turns > 0
+            images = [row.images or None for row in chunk]
+            options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
+            arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
+            with (
+                self.calls.running(TurnCall(local, chunk)),
+                uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
+            ):
+                ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
+            if len(ids) != len(chunk):
+                raise RolloutError(
+                    f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
+                )
+            values = [None] * len(ids) if logps is None else logps
+            sampled += [Sampled(list(tokens), value) for tokens, value in zip(ids, values, strict=True)]
+        return sampled
+
+    def sample_by_engine(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """What the engine samples; for a process without prompts one token per stand-in."""
         request, config = local.request, local.settings.sampling.generation_config
         real = rows = [] if request.empty else transcripts
@@ -161,7 +188,6 @@ class RolloutWorker:
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
     def add_logprobs(self, local: LocalRollout) -> None:
-        """Log-probabilities under the policy that samples and under the reference, only where the run needs them."""
         logprobs = local.settings.logprobs
         if not (logprobs.of_policy or logprobs.of_reference):
             return
@@ -280,11 +306,11 @@ def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
 
     Called by the thread that computes the rewards: with `rollout_lag` the other one may be at another rollout batch.
     """
-    pending = local.settings.rewards.pending
-    if not pending.metrics and not pending.columns:
+    metrics, columns = local.settings.rewards.pending_metrics, local.settings.rewards.pending_columns
+    if not metrics and not columns:
         return []
-    values = [(name, value) for name, numbers in pending.metrics.items() for value in numbers]
-    table = {name: list(entries) for name, entries in pending.columns.items()}
-    pending.metrics.clear()
-    pending.columns.clear()
+    values = [(name, value) for name, numbers in metrics.items() for value in numbers]
+    table = {name: list(entries) for name, entries in columns.items()}
+    metrics.clear()
+    columns.clear()
     return [RewardCall("log_extra", -1, local.first, len(local.real_transcripts), values, table)]
