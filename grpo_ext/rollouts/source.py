@@ -23,9 +23,8 @@ from ..forward.snapshot import Weights
 from ..runtime.collectives import of_ours, wait_for_all
 from ..runtime.out_of_memory import Halving
 from ..view import TrainerView
-from .ahead import RolloutsAhead
+from .ahead import PROGRESS, RolloutsAhead, build_ahead, settings_ahead
 from .batch import RolloutBatch
-from .build_ahead import PROGRESS, build_ahead, settings_ahead
 from .images import ImageSource
 from .join import Round
 from .local import RewardSettings, RolloutSettings
