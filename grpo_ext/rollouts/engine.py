@@ -29,9 +29,9 @@ from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
 from . import decoding
+from .batch import padded
 from .decoding import RolloutCache, decodes_compactly, own_generate, unique, without_router_logits
 from .keyed import KeyedChoice, greedy_config, sampling_filters, why_not_by_key
-from .ragged import padded
 from .transcript import Sampled, Transcript
 
 _ROOM = 1.25  # the most that a growing cache allocates, relative to what it holds

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ import torch
 from ..errors import RolloutError
 from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_lists, together
-from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, RolloutBatch, concatenated
+from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, Ragged, RolloutBatch, concatenated
 from .images import ImageSource
 from .local import LocalRollout, RolloutSettings
-from .ragged import Ragged
 from .transcript import Transcript
 
 
@@ -35,50 +34,39 @@ class Entry:
     prompt_tokens: int
     tokens: int  # that the model wrote
     truncated: bool
-    tool_calls: int = 0
-    tool_failures: int = 0
-    kept_mass: float = math.nan  # of all tokens together
+    tool_calls: int
+    tool_failures: int
+    kept_mass: float  # of all tokens together; NaN where unknown
 
 
 @dataclass
 class Share:
     """What one process sends."""
 
-    columns: dict[str, Column] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
-    rewards_BF: torch.Tensor | None = None
-    reward_calls: list[RewardCall] = field(default_factory=list)
-    first: int = 0  # place of its first completion in the rollout batch, which its reward calls count from
+    columns: dict[str, Column]  # empty on a process without completions
+    entries: list[Entry]
+    rewards_BF: torch.Tensor | None
+    reward_calls: list[RewardCall]
+    first: int  # place of its first completion in the rollout batch, which its reward calls count from
 
 
 @dataclass
 class Round:
-    """One round of a rollout batch, in global order, the same on every process.
-
-    Attributes:
-        batch: its completions, with their advantages.
-        rewards_BF: their rewards; advantages_B: what they become.
-        reward_calls: a record of each call of a reward function, with what it logged, in the order of the completions.
-        local_rows: which of its rows are this process's.
-    """
+    """One round of a rollout batch, in global order, the same on every process."""
 
     batch: RolloutBatch
     rewards_BF: torch.Tensor
     advantages_B: torch.Tensor
     entries: list[Entry]
-    reward_calls: list[RewardCall]
-    local_rows: range
+    reward_calls: list[RewardCall]  # in the order of the completions
+    local_rows: range  # which of the rows are this process's
 
     def __len__(self) -> int:
         return len(self.entries)
 
 
 def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> list[Share]:
-    """The shares of all processes; a collective. Where one failed, all raise.
-
-    Args:
-        shows_images: the table of completions shows images.
-    """
+    """The shares of all processes; a collective. Where one failed, all raise."""
     with together("the exchange of a rollout batch"):
         if local.failure is not None:
             raise local.failure
@@ -92,11 +80,10 @@ def join(
     rank: int,
     rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
 ) -> Round:
-    """Join the shares of all processes; a RolloutError where rewards and completions do not match, or groups are cut.
+    """Join the shares of all processes.
 
-    Args:
-        rewards_by_user: what the user's `_calculate_rewards` returned for all completions, and the calls of reward
-            functions in it; None without one.
+    `rewards_by_user` are what the user's `_calculate_rewards` returned for all completions, and the calls of reward
+    functions in it; None without one.
     """
     starts = list(itertools.accumulate((len(share.entries) for share in shares), initial=0))
     calls = [call.moved(start - share.first) for share, start in zip(shares, starts) for call in share.reward_calls]
@@ -127,8 +114,8 @@ def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Shar
     transcripts = local.real_transcripts
     columns: dict[str, Column] = {}
     if transcripts:
-        columns = trl_columns(local, transcripts)
-        columns |= images.columns_of(transcripts, local.settings.sampling.masked(transcripts))
+        masked = local.settings.sampling.masked(transcripts)
+        columns = trl_columns(local, transcripts) | images.columns_of(transcripts, masked)
     entries = [
         Entry(
             prompt=transcript.prompt,
@@ -149,9 +136,8 @@ def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Shar
 def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:
     """The columns of a rollout batch, except advantages and images, under TRL's names.
 
-    Args:
-        whole: keep all tokens of a masked-out completion. Otherwise one stays: TRL takes the last T columns by
-            `[:, -T:]`, which are all of them for T = 0.
+    With `whole` a masked-out completion keeps all its tokens. Otherwise one stays: TRL takes the last T columns by
+    `[:, -T:]`, which are all of them for T = 0.
     """
     sampling = local.settings.sampling
     masked = sampling.masked(transcripts)
@@ -167,7 +153,11 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks, strict=True)]
         columns["tool_mask"] = Ragged.of(loss_masks)
     if all(t.record is not None for t in transcripts):
-        columns |= _sampler_columns(transcripts, lengths, sampling.replay.masks)
+        records = [t.record.first(n) for t, n in zip(transcripts, lengths, strict=True) if t.record is not None]
+        columns[SAMPLER_LOGPS] = Ragged.of([record.logps_T for record in records])
+        if sampling.replay.masks:
+            columns[KEPT_COUNTS] = Ragged.of([record.counts_T for record in records])
+            columns[KEPT_IDS] = Ragged.of([record.ids_K for record in records])
     elif sampling.replay.masks and not local.request.empty:
         raise RolloutError("sampling_mask='replay': some completions came without the tokens that were kept.")
     if sampling.replay.experts:
@@ -188,15 +178,6 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
     if (rule := local.settings.logprobs.ratios) is not None and all(name in columns for name in names):
         ratios = [rule.ratios(*row) for row in zip(*(columns[name] for name in names), loss_masks, strict=True)]
         columns["importance_sampling_ratio"] = torch.stack(ratios) if rule.of_sequences else Ragged.of(ratios)
-    return columns
-
-
-def _sampler_columns(transcripts: Sequence[Transcript], lengths: Sequence[int], replay: bool) -> dict[str, Column]:
-    records = [t.record.first(n) for t, n in zip(transcripts, lengths, strict=True) if t.record is not None]
-    columns: dict[str, Column] = {SAMPLER_LOGPS: Ragged.of([record.logps_T for record in records])}
-    if replay:
-        columns[KEPT_COUNTS] = Ragged.of([record.counts_T for record in records])
-        columns[KEPT_IDS] = Ragged.of([record.ids_K for record in records])
     return columns
 
 

@@ -14,8 +14,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ..forward.snapshot import Weights
-from .batch import Column, RolloutBatch
-from .ragged import Ragged
+from .batch import Column, Ragged, RolloutBatch
 
 logger = get_logger(__name__)
 

@@ -25,8 +25,8 @@ from .environments import Environments
 from .equal_shares import refuse_unequal_shares, why_equal
 from .keyed import filter_values, not_replayed, setting_of, suppressed_tokens, truncating
 from .local import Hooks, LogprobSettings, RewardSettings, RolloutSettings, SamplingSettings
-from .rollout_func import checked_rollout
 from .tools import Toolbox, TurnLimits, context_length
+from .trl_shapes import checked_rollout
 from .vllm_replay import vllm_filters
 from .worker import RolloutWorker
 
