@@ -156,9 +156,9 @@ class TrainerView:
         return getattr(self._trainer, "_env_tools", {})
 
     @property
-    def environment_pools(self) -> dict[str | None, list[Any]] | None:
-        """TRL's environments to use again, by name; None without environments."""
-        return getattr(self._trainer, "_environment_pool", None)
+    def environment_pools(self) -> dict[str | None, list[Any]]:
+        """TRL's environments to use again, by name."""
+        return getattr(self._trainer, "_environment_pool", {})
 
     @property
     def models(self) -> list[Any]:

@@ -49,9 +49,9 @@ from ..runtime.determinism import align_memory
 from ..view import TrainerView
 from .chat import Chat
 from .engine import TransformersEngine
-from .environments import Environments, Pools
 from .local import LocalRollout, RolloutSettings
 from .settings import template_of
+from .tools import Environments, Pools
 from .vllm import VllmServer
 from .worker import RolloutWorker
 

@@ -35,8 +35,7 @@ from .records import RolloutLog
 from .rounds import RoundMaker
 from .settings import LOGPS, own_sampling, suppressed_in, template_of
 from .source import Rollouts
-from .vllm import VllmEngine, VllmServer
-from .vllm_replay import mask_bound, vllm_filters
+from .vllm import VllmEngine, VllmServer, mask_bound, vllm_filters
 from .vllm_weights import Generation, versions_of
 from .worker import RolloutWorker
 

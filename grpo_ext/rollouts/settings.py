@@ -21,13 +21,12 @@ from . import keyed
 from .chat import Chat
 from .decoding import end_tokens, own_generate
 from .engine_check import EngineCheck
-from .environments import Environments
 from .equal_shares import refuse_unequal_shares, why_equal
 from .keyed import filter_values, not_replayed, setting_of, suppressed_tokens, truncating
 from .local import Hooks, LogprobSettings, RewardSettings, RolloutSettings, SamplingSettings
-from .tools import Toolbox, TurnLimits, context_length
+from .tools import Environments, Toolbox, TurnLimits, context_length
 from .trl_shapes import checked_rollout
-from .vllm_replay import vllm_filters
+from .vllm import vllm_filters
 from .worker import RolloutWorker
 
 SCORE = "_generate_and_score_completions"
@@ -53,7 +52,7 @@ def reward_functions(view: TrainerView) -> RewardFunctions:
 
 
 def _sampling(view: TrainerView, worker: RolloutWorker) -> SamplingSettings:
-    environments = Environments(view.environment_factories, view.environment_pools, worker.retired)
+    environments = Environments(dict(view.environment_factories or {}), view.environment_pools, worker.retired)
     return SamplingSettings(
         training=view.model.training,
         num_generations=view.group_size,
@@ -157,7 +156,7 @@ def sampling_config(view: TrainerView) -> GenerationConfig:
 
 def outside_masks(view: TrainerView) -> dict[str, bool]:
     """Settings of sampling that replayed masks do not describe, for `refuse_combination`."""
-    if view.use_vllm or view.rollout_func is not None:  # rollouts.vllm_replay checks vLLM's
+    if view.use_vllm or view.rollout_func is not None:  # rollouts.vllm checks vLLM's
         return {}
     return not_replayed(view.policy, view.generation_config, view.temperature)
 

@@ -1,8 +1,9 @@
-"""Turns after the first: tools answer the calls of a transcript, and the model goes on.
+"""Environments and tools: a rollout begins with a `reset`, then tools answer the calls of a transcript.
 
 TRL's tool loop, one transcript at a time. In TRL a tool that hangs stops the run on every process; here its call fails,
-and the model reads the error. An answer is added only where it fits, so nothing is rolled back. Called by the worker,
-which samples a turn between `Toolbox.answer` and `continue_with`.
+and the model reads the error; `reset` has a time limit too, and an environment with a call that never returned is not
+used again. An answer is added only where it fits, so nothing is rolled back. Called by the worker, which samples a turn
+between `Toolbox.answer` and `continue_with`.
 """
 
 from __future__ import annotations
@@ -11,22 +12,86 @@ import asyncio
 import concurrent.futures
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
 
 from ..compat import supports_tool_calling
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, RolloutError, did_you_mean
 from ..forward.images import images_in
 from ..rewards.guard import CallTimeout, in_time
 from .chat import Chat
-from .environments import Environments
 from .transcript import Messages, Sampled, Transcript
 
 logger = get_logger(__name__)
 Tool = Callable[..., Any]
+Pools = dict[str | None, list[Any]]
+
+
+@dataclass(frozen=True)
+class Environments:
+    # by name; a single factory has the name None. Without factories a run has no environments. Where there are several,
+    # the column `environment` of a row chooses one, and `reset` does not get that column
+    factories: Mapping[str | None, Callable[[], Any]] = field(default_factory=dict)
+    pools: Pools = field(default_factory=dict)  # instances to reuse, by name
+    # instances that are no longer used, by `id`; kept alive so that an `id` is not reused
+    retired: dict[int, Any] = field(default_factory=dict)
+
+    def begin(self, transcripts: Sequence[Transcript], seconds: float | None = None) -> None:
+        """Give each transcript its environment, after a reset, and its prompt with the observation.
+
+        Without environments the prompt is the row's. With environments a row need not have a prompt.
+        """
+        if not self.factories:
+            for t in transcripts:
+                t.prompt = t.row["prompt"]
+            return
+        in_use: Counter[str | None] = Counter()
+        several = None not in self.factories
+        for t in transcripts:
+            t.prompt = t.row.get("prompt", [{"role": "user", "content": ""}])
+            t.environment_name = t.row.get("environment") if several else None
+            _check_name(t.environment_name, self.factories)
+            pool = self.pools.setdefault(t.environment_name, [])
+            if in_use[t.environment_name] == len(pool):
+                pool.append(self.factories[t.environment_name]())
+            t.environment = pool[in_use[t.environment_name]]
+            in_use[t.environment_name] += 1
+        for t in transcripts:
+            columns = {name: value for name, value in t.row.items() if not (several and name == "environment")}
+            try:
+                observation = in_time(partial(t.environment.reset, **columns), seconds, "tool_timeout")
+                t.prompt = _with_observation(t.prompt, observation)
+            except Exception as error:
+                cause = str(error) if isinstance(error, CallTimeout) else f"{type(error).__name__}: {error}"
+                raise RolloutError(
+                    f"`reset` of environment {type(t.environment).__name__}: {cause}; a rollout needs what `reset` "
+                    "returns: a text, a list of content parts, or None."
+                ) from error
+
+    def uses(self, environment: Any) -> bool:
+        return id(environment) not in self.retired
+
+    def retire(self, environment: Any) -> None:
+        """Stop using an environment whose call hangs: its thread may still change it. Its reward is None."""
+        self.retired[id(environment)] = environment
+        for pool in self.pools.values():
+            pool[:] = filter(self.uses, pool)
+
+
+def _with_observation(prompt: Messages, observation: str | list[Any] | None) -> Messages:
+    if observation is None:
+        return prompt
+    content = prompt[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
 
 
 @dataclass(frozen=True)
@@ -205,3 +270,19 @@ def check_tools(tools: Sequence[Tool], processing_class: Any, first_rows: Sequen
                 f"tools and environments need prompts that are lists of messages, and the first one is the text "
                 f"{prompt[:40]!r}; write [{{'role': 'user', 'content': ...}}]."
             )
+
+
+def check_names(datasets: Sequence[Any], factories: Any) -> None:
+    for dataset in datasets if isinstance(factories, dict) else ():
+        for name in set(dataset["environment"]) if "environment" in dataset.column_names else {None}:
+            _check_name(name, factories)
+
+
+def _check_name(name: str | None, factories: Mapping[str | None, Any]) -> None:
+    if name not in factories:
+        names = [str(known) for known in factories]
+        remedy = did_you_mean(str(name), names, f"it makes {', '.join(map(repr, names))}.")
+        raise DataError(
+            f"a row has environment={name!r}, by its column 'environment', which environment_factory does not make; "
+            f"{remedy}"
+        )

@@ -26,7 +26,7 @@ from .. import compat
 from ..errors import ConfigError, RolloutError
 from ..runtime.collectives import gather_lists
 from ..view import TrainerView
-from .vllm_replay import mask_bound
+from .vllm import mask_bound
 
 # fields of PEFT's LoraConfig that may have any value: vLLM reads them, or they do not change an adapter's output
 _SERVED = {
