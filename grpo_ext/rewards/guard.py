@@ -60,11 +60,9 @@ def start(function: Callable[[], Any]) -> Future[Any]:
 
 
 def result_in_time(future: Future[Any], seconds: float | None, setting: str, ended: Future[Any] | None = None) -> Any:
-    """The result of a future; without one after `seconds`, or once `ended` is done, it is cancelled.
+    """The result of a future; after `seconds` a CallTimeout, and a CallCancelled once `ended` is done.
 
-    Raises:
-        CallTimeout: there is none. A thread keeps running, because it cannot be stopped.
-        CallCancelled: `ended` is done.
+    A thread keeps running, because it cannot be stopped.
     """
     done, _ = wait([future] if ended is None else [future, ended], seconds, FIRST_COMPLETED)
     if future in done:
@@ -76,7 +74,6 @@ def result_in_time(future: Future[Any], seconds: float | None, setting: str, end
 
 
 def in_time(function: Callable[[], Any], seconds: float | None, setting: str) -> Any:
-    """The result of `function` within a time limit (None: no limit); errors as of `result_in_time`."""
     return function() if seconds is None else result_in_time(start(function), seconds, setting)
 
 
@@ -124,17 +121,7 @@ class GuardedCall:
         return self.run(once, lambda seconds: wait([ended], seconds))
 
     def run(self, attempt: Callable[[], Attempt], sleep: Callable[[float], Any] = time.sleep) -> ChunkRewards:
-        """The rewards, and what the function logged.
-
-        Args:
-            attempt: calls the function once.
-            sleep: waits so many seconds between two attempts.
-
-        Raises:
-            CallCancelled: the call was ended together with all others.
-            RewardError: the last attempt failed, or it returned something that is not a reward.
-            ConfigError: the function cannot be loaded in the other process.
-        """
+        """The rewards, and what the function logged; `attempt` calls it once."""
         retrying = tenacity.Retrying(
             sleep=sleep,
             stop=tenacity.stop_after_attempt(self.faults.retries + 1),

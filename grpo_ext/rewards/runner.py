@@ -100,10 +100,6 @@ class RewardRunner:
 
         Models and synchronous functions run in order, then all asynchronous ones at once. With `workers` the chunks of
         all synchronous functions are submitted before the first is awaited.
-
-        Raises:
-            RewardError: a function failed, or returned something that is not a reward.
-            ConfigError: a function cannot be sent to `workers`.
         """
         rewards_BF = torch.zeros(len(rows.completions), len(sources.functions))
         if not rows.completions:

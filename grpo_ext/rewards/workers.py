@@ -69,7 +69,6 @@ class RewardWorkers:
             ) from error
 
     def submit(self, guarded: GuardedCall) -> Future[ChunkRewards]:
-        """Call a function in the next free process; errors as of `add`."""
         self.add(guarded.function, guarded.record.function)
         ended = self._ended
         return self._threads.submit(

@@ -125,10 +125,9 @@ class Chat:
         return rendered["input_ids"][0]
 
     def suffix_ids(self, answers: Messages, with_end: bool = False) -> list[int]:
-        """The tokens between the model's tool calls and its next turn; a DataError where a template rewrites the calls.
+        """The tokens between the model's tool calls and its next turn.
 
-        Args:
-            with_end: include the end token of the calls; some templates add a line break after it.
+        `with_end` includes the end token of the calls; some templates add a line break after it.
         """
         if self.suffix is not None:
             return list(self.suffix(answers))

@@ -103,7 +103,6 @@ class RolloutCache(DynamicCache):
 
 
 def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
-    """Whether `compact_decode` can run; else transformers' own loop does."""
     policy = base_model_of(model)
     if needs_whole_rows(model) is not None or why_own_cache(policy) is not None:
         return False
@@ -114,16 +113,14 @@ def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
 
 
 def own_generate(model: Any) -> str | None:
-    """The name of the model's own `generate` (of its class, or assigned to it); None where it is transformers'.
-
-    PEFT's wrappers call the model inside, so that model decides.
-    """
+    """The name of the model's own `generate` (of its class, or assigned to it); None where it is transformers'."""
     function = getattr(model.generate, "__func__", model.generate)
     if getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.distributed."):
         function = function.__wrapped__  # FSDP2 wraps it to gather weights
         function = getattr(function, "__func__", function)
     module = getattr(function, "__module__", None) or type(function).__module__
     name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    # PEFT's wrappers call the model inside, so that model decides
     if module.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
         return own_generate(model.get_base_model())
     # compares the name too, because a library may have replaced the method of the class
@@ -157,16 +154,7 @@ def end_tokens(config: GenerationConfig) -> list[int]:
 
 
 class Ends(StoppingCriteriaList):
-    """transformers' stopping criteria, with a record of where and why each row ended, which `generate` does not return.
-
-    Attributes:
-        lengths_B: new tokens of each row of the call.
-        ended_B: a criterion ended the row; False: a limit of length or time cut it off.
-        rows_B: the numbers of the rows that are left.
-        done_B: which of the rows that are left are done.
-        looks_at_each: a criterion reads more than the last token, so the host checks after every token; else it may
-            check several tokens at once, and a row ends at its first end token.
-    """
+    """transformers' stopping criteria, with a record of where and why each row ended."""
 
     def __init__(self, criteria: Sequence[Any], ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         super().__init__(criteria)
@@ -174,10 +162,14 @@ class Ends(StoppingCriteriaList):
         self._limits, self._strings = StoppingCriteriaList(limits), strings  # find strings in padding too
         self._others: list[Any] = [c for c in self if not isinstance(c, tuple(_KINDS))]
         self._tokens = torch.cat([c.eos_token_id.to(ids.device).view(-1) for c in tokens] or [ids.new_empty(0)])
+        # a criterion reads more than the last token, so the host checks after every token; else it may check several
+        # tokens at once, and a row ends at its first end token
         self.looks_at_each = bool(strings or self._others) or any(isinstance(c, MaxTimeCriteria) for c in limits)
         self.padding_B = padding_widths(mask, len(ids)) if strings else []
-        self.rows_B, self.lengths_B = torch.arange(len(ids), device=ids.device), ids.new_zeros(len(ids))
-        self.done_B, self.ended_B = self.lengths_B.bool(), self.lengths_B.bool()
+        # new tokens of each row of the call, and whether a criterion ended it; False: a limit of length or time did
+        self.lengths_B, self.ended_B = ids.new_zeros(len(ids)), ids.new_zeros(len(ids), dtype=torch.bool)
+        # the numbers of the rows that are left, and which of them are done
+        self.rows_B, self.done_B = torch.arange(len(ids), device=ids.device), self.ended_B.clone()
 
     def __call__(self, input_ids: Any, scores: Any, new: int = 1, **kwargs: Any) -> Any:
         """Which rows are done; `new` tokens were added since the last call."""
@@ -208,10 +200,9 @@ class Ends(StoppingCriteriaList):
 
 
 def rows_by_ids(ids_BT: torch.Tensor, model: Any, config: GenerationConfig) -> EndedRows:
-    """The rows of a loop that returns only ids (a model's own, a search).
+    """The rows of a loop that returns only ids: up to the first end token, or else up to the padding.
 
-    A row goes up to its first end token, or else up to the padding, and a row shorter than the limit has ended; neither
-    depends on the other rows.
+    A row shorter than the limit has ended; neither depends on the other rows.
     """
     rows, known, limit = [], set(end_tokens(config)), setting_of(model, config, "max_new_tokens") or NEW_TOKENS
     for ids in ids_BT.tolist():
@@ -286,18 +277,12 @@ def compact_decode(
     synced_gpus: bool = False,
     streamer: Any = None,
     *,
-    rows_B: torch.Tensor,
+    rows_B: torch.Tensor,  # for every row the number of its prompt
     choice: Any,
-    of_prompts: Sequence[str] = (),
+    of_prompts: Sequence[str] = (),  # arguments that only the forward of the prompts takes (images)
     **model_kwargs: Any,
 ) -> EndedRows:
-    """Decode by key, for `generate(custom_generate=...)`.
-
-    Args:
-        input_ids: (P, width), each prompt once.
-        rows_B: for every row the number of its prompt.
-        of_prompts: names of arguments that only the forward of the prompts takes (images).
-    """
+    """Decode by key, for `generate(custom_generate=...)`; `input_ids` (P, width) have each prompt once."""
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, rows_B, input_ids.size(0))

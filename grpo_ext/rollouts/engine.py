@@ -42,13 +42,7 @@ class Engine(Protocol):
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """New tokens of each transcript, in order.
-
-        Args:
-            config: transformers' settings for this rollout batch; None with vLLM.
-            num_generations: transcripts of a prompt, which stand together.
-        """
-        ...
+        """New tokens of each transcript, in order; `config` is transformers' for this rollout batch, None with vLLM."""
 
 
 @dataclass
@@ -75,11 +69,9 @@ class EngineSettings:
         return _whole_groups(self.chunk_size, num_generations)
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """The transcripts of each `generate` call, in order; later turns are cut like the first.
-
-        The first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
-        chunks of the whole rollout batch.
-        """
+        """The transcripts of each `generate` call, in order; later turns are cut like the first."""
+        # the first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
+        # chunks of the whole rollout batch
         size = _whole_groups(self.rows_per_call or self.chunk_size, num_generations)
         chunks: dict[int, list[Transcript]] = {}
         for transcript in transcripts:
@@ -105,7 +97,6 @@ class TransformersEngine:
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`; where a forward is a collective, every process calls this for every turn."""
         assert config is not None
         chunks = self.settings.chunks(transcripts, num_generations)
         calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
@@ -171,15 +162,8 @@ def sample_chunk(
 ) -> list[Sampled]:
     """New tokens of each row, by one call of the model's `generate`.
 
-    Args:
-        config: a sampling configuration; settings mean what they mean in transformers.
-        images: of the rows, for a model that takes images.
-        keyed: sample by key; False: transformers samples, as in TRL.
-        compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).
-
-    Raises:
-        PrecisionError: the model's scores are not a distribution.
-        RolloutError: `generate` returned a wrong number of rows.
+    Sampled by key, or (without `keyed`) by transformers, as in TRL. With `compact` each different prompt runs once, and
+    finished rows leave the batch (rollouts.decoding).
     """
     prompts = [row.prompt_ids + row.ids for row in rows]
     images_B = [None] * len(rows) if images is None else images.numbers_B

@@ -159,11 +159,7 @@ def most_kept(filters: Mapping[str, Any]) -> int | None:
 def sampling_filters(
     model: Any, config: GenerationConfig, replay: Replay = NO_REPLAY
 ) -> tuple[LogitsProcessorList, Recorder]:
-    """transformers' filters in the order of `generate(do_sample=True)`, and the recorder of what is drawn after them.
-
-    Args:
-        replay: what is recorded: the tokens that the filters keep (at most `most_kept`), experts.
-    """
+    """transformers' filters in the order of `generate(do_sample=True)`, and the recorder of what they leave."""
     values = filter_values(model, config)
     leaving_out = truncating(values)
     recorder = Recorder(temperature=(values["temperature"] or 1.0) if leaving_out else None)
@@ -180,10 +176,9 @@ def sampling_filters(
 
 def not_replayed(model: Any, config: GenerationConfig, temperature: float) -> dict[str, bool]:
     """Settings of sampling that replayed masks do not describe, and whether they are set, for `refuse_combination`."""
-    others = {}
+    others, reason = {}, "it changes scores by more than leaving some out"
     for name, neutral in _NOT_REPLAYED.items():
         value = setting_of(model, config, name)
-        reason = "it changes scores by more than leaving some out"
         others[f"{name}={value!r} ({reason})"] = value not in (None, neutral)
     value = setting_of(model, config, "temperature")
     reason = f"training divides by {temperature!r}: set GRPOConfig(temperature={value!r}) instead"
@@ -252,7 +247,6 @@ def padding_widths(mask: torch.Tensor | None, rows: int) -> list[int]:
 
 
 def on_own_tokens(processors: Any, mask: torch.Tensor | None, config: GenerationConfig) -> LogitsProcessorList:
-    """`generate`'s processors, on rows without padding; `mask` (B, width) is None where no row is padded."""
     padding_B = padding_widths(mask, 0)
     # `generate` adds the width to `min_new_tokens` and has both processors count to it
     counter = transformers.MinLengthLogitsProcessor
@@ -262,11 +256,9 @@ def on_own_tokens(processors: Any, mask: torch.Tensor | None, config: Generation
 
 
 def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, repeat: int = 0) -> list[int]:
-    """Keys of rows of this process, one per completion.
+    """Keys of rows of this process, one per completion; a user's override may sample more rows than the request has.
 
-    Args:
-        rows: how many; a user's override may sample more than the request has.
-        repeat: how often an override has called TRL's method before; each call draws other random numbers.
+    `repeat` is how often an override has called TRL's method before; each call draws other random numbers.
     """
     stream = TRAIN_STREAM if training else EVAL_STREAM
     place, group = (stream, request.epoch, request.layout.rollout), request.num_generations

@@ -137,10 +137,8 @@ class Recorder(LogitsProcessor):
     def experts(self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
         """The experts (N, C) of the prompt and the first tokens of each row; `LIVE` for the last, which never ran.
 
-        Args:
-            contexts: tokens of each prompt of the first forward.
-            prompts_B: for every row the number of its prompt.
-            lengths: the new tokens of every row.
+        `contexts` are the tokens of each prompt of the first forward, `prompts_B` for every row the number of its
+        prompt.
         """
         self._flush()
         assert self._prompts_NC is not None

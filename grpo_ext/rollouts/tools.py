@@ -126,10 +126,7 @@ class Toolbox:
         return {tool.__name__: tool for tool in tools}
 
     def answer(self, transcripts: Sequence[Transcript], chat: Chat, limits: TurnLimits) -> list[Transcript]:
-        """Answer the calls of each transcript in turn; returns the transcripts that the model continues.
-
-        A transcript ends where it calls nothing, has used all its turns, or has no room for the answer.
-        """
+        """Answer the calls of each transcript; returns the transcripts that the model continues."""
         active = []
         for t in transcripts:
             if not t.calls or t.turns >= limits.max_turns:
@@ -249,12 +246,7 @@ def continue_with(transcript: Transcript, sampled: Sampled, chat: Chat, limits: 
 
 
 def check_tools(tools: Sequence[Tool], processing_class: Any, first_rows: Sequence[Any]) -> None:
-    """Raise a ConfigError or a DataError for two tools of one name, and templates and prompts that cannot show tools.
-
-    Args:
-        tools: the standalone ones.
-        first_rows: the first row of every data set.
-    """
+    """Refuse two standalone tools of one name, and templates and prompts (`first_rows`) that cannot show tools."""
     names = [getattr(tool, "__name__", None) for tool in tools]
     if None in names or len(set(names)) < len(names):
         raise ConfigError(f"the model calls tools by name, and these are named {names}; give each its own name.")

@@ -88,8 +88,7 @@ class TrlMethods:
     def turn(self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None) -> tuple[Any, Any] | None:
         """`_generate_single_turn`: new tokens after any tokens, and their log-probabilities.
 
-        None where TRL's method has to answer: outside of a user's `_generate_single_turn`, and where transformers
-        batches continuously.
+        None, so that TRL's method answers, outside of a user's `_generate_single_turn` and with continuous batching.
         """
         call = self.rollouts.worker.calls.innermost(TurnCall)
         if call is None or self.rollouts.view.use_transformers_continuous_batching:

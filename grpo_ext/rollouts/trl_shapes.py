@@ -34,7 +34,7 @@ _KEPT_REMEDY = (
 
 
 def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, settings: EngineSettings) -> dict[str, Any]:
-    """TRL's padded dictionary of this process's rows, or of its stand-ins, with advantages of zero."""
+    """TRL's padded dictionary of this process's rows; its stand-ins have advantages of zero."""
     transcripts = local.transcripts
     columns = trl_columns(local, transcripts, whole=True)
     advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
@@ -71,7 +71,6 @@ def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
 
 
 def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
-    """Read what a user's `_generate` returned; a RolloutError unless it is a tuple of eight, for all prompts."""
     if not isinstance(generated, (tuple, list)) or len(generated) != _GENERATED:
         kind = f"{len(generated)} values" if isinstance(generated, (tuple, list)) else type(generated).__name__
         raise RolloutError(f"_generate returned {kind}; return the tuple of {_GENERATED} values that TRL's returns.")

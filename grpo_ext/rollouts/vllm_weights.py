@@ -41,7 +41,7 @@ def why_not_alone(model: Any, max_rank: int | None = None) -> str | None:
     """Why vLLM cannot serve the adapter of a model by itself, as a clause; None where it can.
 
     vLLM ignores settings of PEFT that it does not know, so everything but plain LoRA of linear layers is refused.
-    `max_rank` is the engine's `max_lora_rank`; None: an engine is started with the rank that the adapter needs.
+    `max_rank` is the engine's; None: an engine is started with the rank that the adapter needs.
     """
     if not isinstance(model, PeftModel):
         return "the model has no adapter"
@@ -142,11 +142,9 @@ class Generation(compat.VLLMGeneration):
     def of(
         cls, generation: Any, versions: AdapterVersions | None, mask_bound: int | None, unfiltered: bool
     ) -> Generation:
-        """The same engine or server, with the weights sent by this class.
-
-        TRL's trainer starts the engine and has no argument for the class that does, so the attributes move to an object
-        of this one; `__init__` would start a second engine.
-        """
+        """The same engine or server, with the weights sent by this class."""
+        # TRL's trainer starts the engine and has no argument for the class that does, so the attributes move to an
+        # object of this one; `__init__` would start a second engine
         new = cls.__new__(cls)
         vars(new).update(vars(generation), versions=versions, mask_bound=mask_bound, unfiltered=unfiltered)
         if new.mode == "colocate":
@@ -221,11 +219,7 @@ def _copy_of(parameter: Any) -> Any:
 
 
 def versions_of(view: TrainerView, client: Any | None) -> AdapterVersions | None:
-    """The versions of an adapter that is sent by itself (`client`: to a server); None where weights are sent.
-
-    Raises:
-        ConfigError: `vllm_lora=True`, and vLLM cannot serve the adapter.
-    """
+    """The versions of an adapter that is sent by itself (`client`: to a server); None where weights are sent."""
     args, model = view.args, view.policy
     if args.vllm_lora is False or (args.vllm_lora is None and client is None):
         return None
