@@ -115,21 +115,22 @@ def _adapted(function: RewardFunction, needs_gold: bool = False) -> RewardFuncti
     return reward
 
 
-# by short name: makes the reward function from `trl.rewards` and a function that returns the budget in tokens
-_BUILT_IN: dict[str, Callable[[Any, Callable[[], int]], RewardFunction]] = {
+# by short name: makes the reward function from `trl.rewards` and the budget in tokens
+_BUILT_IN: dict[str, Callable[[Any, Any], RewardFunction]] = {
     "exact_number": lambda trl, budget: exact_number,
-    "length_penalty": lambda trl, budget: _length_penalty(budget()),
+    "length_penalty": lambda trl, budget: _length_penalty(budget),
     "accuracy": lambda trl, budget: _adapted(trl.accuracy_reward, needs_gold=True),
     "reasoning_accuracy": lambda trl, budget: _adapted(trl.reasoning_accuracy_reward, needs_gold=True),
-    "cosine": lambda trl, budget: _adapted(trl.get_cosine_scaled_reward(max_len=budget()), needs_gold=True),
+    "cosine": lambda trl, budget: _adapted(trl.get_cosine_scaled_reward(max_len=budget), needs_gold=True),
     "think_format": lambda trl, budget: _adapted(trl.think_format_reward),
     "repetition": lambda trl, budget: _adapted(trl.get_repetition_penalty_reward()),
     # punishes the last fifth of the budget, as in DAPO (4096 of 20480 tokens)
     "soft_overlong": lambda trl, budget: _adapted(
-        trl.get_soft_overlong_punishment(max_completion_len=budget(), soft_punish_cache=max(budget() // 5, 1))
+        trl.get_soft_overlong_punishment(max_completion_len=budget, soft_punish_cache=max(budget // 5, 1))
     ),
 }
 _MATH = ("accuracy", "reasoning_accuracy", "cosine")  # need math-verify
+_BUDGETED = ("length_penalty", "cosine", "soft_overlong")
 PLUGIN_GROUP = "grpo_ext.rewards"  # entry points: name -> `(completions, **columns) -> list of rewards`
 
 
@@ -172,21 +173,17 @@ def _resolve(name: str, budget: int | None) -> RewardFunction:
             f"The reward '{name}' needs math-verify, which is not installed; `pip install math-verify`, or use "
             "exact_number."
         )
+    if name in _BUDGETED and (budget is None or budget < 1):
+        raise ConfigError(
+            f"The reward '{name}' depends on the completion budget, and max_completion_length={budget}; set it to 1 or "
+            "more tokens."
+        )
     if name in _BUILT_IN:
         from trl import rewards
 
-        return _BUILT_IN[name](rewards, functools.partial(_budget, name, budget))
+        return _BUILT_IN[name](rewards, budget)
     if not plugins and "." not in name:
         raise ConfigError(f"There is no reward '{name}'; use {_known()}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return load_named(plugins.pop().replace(":", ".") if plugins else name, f"The reward '{name}'", Callable)
-
-
-def _budget(name: str, budget: int | None) -> int:
-    if budget is None or budget < 1:
-        raise ConfigError(
-            f"The reward '{name}' depends on the completion budget, and max_completion_length={budget}; set it to 1 or "
-            "more tokens."
-        )
-    return budget

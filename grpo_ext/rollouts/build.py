@@ -31,7 +31,7 @@ from ..view import TrainerView
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .images import ImageSource
-from .records import RolloutLog
+from .join import RolloutLog
 from .rounds import RoundMaker
 from .settings import LOGPS, own_sampling, suppressed_in, template_of
 from .source import Rollouts

@@ -26,9 +26,8 @@ from ..view import TrainerView
 from .ahead import PROGRESS, RolloutsAhead, build_ahead, settings_ahead
 from .batch import RolloutBatch
 from .images import ImageSource
-from .join import Round
+from .join import RolloutLog, Round
 from .local import RewardSettings, RolloutSettings
-from .records import RolloutLog
 from .rounds import RoundMaker
 from .saved import batch_state, saved_batch, saved_waiting, waiting_state
 from .settings import read_settings, template_of
