@@ -101,7 +101,6 @@ class GuardedCall:
     faults: Faults
 
     def run_here(self) -> ChunkRewards:
-        """Call a synchronous function in this process; see `run`."""
         attempt = partial(call_function, self.function, self.keywords, self.record)
         return self.run(lambda: in_time(attempt, self.faults.timeout, "reward_timeout"))
 

@@ -56,7 +56,6 @@ class RewardWorkers:
         self._threads = ThreadPoolExecutor(number, "reward worker")
 
     def add(self, function: Callable[..., Any], name: str) -> None:
-        """Pickle a function before its first call; a ConfigError where it cannot be pickled."""
         if id(function) in self._packed:
             return
         try:
@@ -76,7 +75,6 @@ class RewardWorkers:
         )
 
     def _attempt(self, guarded: GuardedCall, ended: threading.Event) -> Attempt:
-        """Call a function in the process of this thread; a CallCancelled once `ended` is set."""
         keywords, record, state = dict(guarded.keywords), guarded.record, guarded.keywords["trainer_state"]
         if (step := getattr(state, "global_step", None)) is not None:
             # its class would import transformers there, and its log grows during a run

@@ -115,7 +115,6 @@ class RolloutBatch:
 
     @classmethod
     def joined(cls, batches: Sequence[RolloutBatch], num_generations: int) -> RolloutBatch:
-        """The completions of several rollout batches (rounds of dynamic sampling), one after the other."""
         first, columns = batches[0], concatenated([batch.columns for batch in batches])
         widths = [batch.widths for batch in batches if batch.widths is not None]
         widest = (max(w[0] for w in widths), max(w[1] for w in widths)) if widths else None

@@ -45,7 +45,6 @@ logger = get_logger(__name__)
 def build_rollouts(
     view: TrainerView, clock: PhaseClock, max_tokens: Callable[[], int | None]
 ) -> tuple[OverridableRunner, Rollouts]:
-    """The runner of the forwards of a run, and the source of its rollout batches."""
     images, refused = ImageSource(), dict[Form, str]()
     if view.takes_images:
         image_token = compat.image_token(view.model)

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 
@@ -112,22 +112,6 @@ def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
     return dynamic and config.use_cache is not False and not config.prefill_chunk_size
 
 
-def own_generate(model: Any) -> str | None:
-    """The name of the model's own `generate` (of its class, or assigned to it); None where it is transformers'."""
-    function = getattr(model.generate, "__func__", model.generate)
-    if getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.distributed."):
-        function = function.__wrapped__  # FSDP2 wraps it to gather weights
-        function = getattr(function, "__func__", function)
-    module = getattr(function, "__module__", None) or type(function).__module__
-    name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-    # PEFT's wrappers call the model inside, so that model decides
-    if module.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
-        return own_generate(model.get_base_model())
-    # compares the name too, because a library may have replaced the method of the class
-    plain = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
-    return None if plain else name
-
-
 @contextlib.contextmanager
 def without_router_logits(config: Any) -> Iterator[None]:
     """Turn off router logits: their load-balancing loss fails with the attention mask of a cache."""
@@ -222,7 +206,6 @@ def steps_by_token(model: Any, config: GenerationConfig) -> bool:
 def plain_decode(
     model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
 ) -> EndedRows:
-    """Run transformers' own loop, for `generate(custom_generate=...)`; see `compact_decode`."""
     mask = others.get("attention_mask")
     ends = Ends(stopping_criteria, input_ids, mask)
     processors = on_own_tokens(logits_processor, mask, generation_config)

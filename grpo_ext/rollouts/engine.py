@@ -30,8 +30,8 @@ from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
 from . import decoding
 from .batch import padded
-from .decoding import RolloutCache, decodes_compactly, own_generate, unique, without_router_logits
-from .keyed import KeyedChoice, greedy_config, sampling_filters, why_not_by_key
+from .decoding import RolloutCache, decodes_compactly, unique, without_router_logits
+from .keyed import KeyedChoice, greedy_config, own_generate, sampling_filters, why_not_by_key
 from .transcript import Sampled, Transcript
 
 _ROOM = 1.25  # the most that a growing cache allocates, relative to what it holds
@@ -91,9 +91,6 @@ class TransformersEngine:
     images_of: Callable[[Sequence[Transcript]], RowImages | None]  # None for a model that takes no images
     memory: Halving  # the number of completions that fit into one `generate`
 
-    def why_not_by_key(self, config: GenerationConfig) -> str | None:
-        return own_generate(self.model()) or why_not_by_key(self.model(), config)
-
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
@@ -121,7 +118,7 @@ class TransformersEngine:
 
     def _is_compact(self, model: Any, config: GenerationConfig) -> bool:
         whole = self.settings.sharded or not self.settings.compact
-        return not whole and self.why_not_by_key(config) is None and decodes_compactly(model, config)
+        return not whole and why_not_by_key(self.model(), config) is None and decodes_compactly(model, config)
 
     def _expected_rows(self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig) -> int | None:
         """How many completions of a chunk fit into the free memory at full length; None where that is unknown."""
@@ -138,7 +135,7 @@ class TransformersEngine:
     def _sample(
         self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, part: Sequence[int]
     ) -> list[Sampled]:
-        rows, settings, keyed = [chunk[i] for i in part], self.settings, self.why_not_by_key(config) is None
+        rows, settings, keyed = [chunk[i] for i in part], self.settings, why_not_by_key(self.model(), config) is None
         arguments = (rows, config, settings, self.images_of(rows), keyed, self._is_compact(model, config))
         try:
             return sample_chunk(model, *arguments)
@@ -225,8 +222,6 @@ def _with_loop(
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """Samples with transformers' continuous batching, through TRL's `_generate_single_turn` (`turn`)."""
-
     turn: Callable[..., Any]
     model: Callable[[], Any]
 

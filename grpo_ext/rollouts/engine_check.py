@@ -63,7 +63,6 @@ class EngineCheck:
     done: bool = False  # a rollout batch was compared
 
     def compare(self, batch: RolloutBatch) -> None:
-        """Compare the tokens that the engine sampled; a RolloutError, on every process, above the bound."""
         self.done, surplus = True, self.surplus()
         names = ("old_per_token_logps", "sampling_per_token_logps")
         if surplus is None or not all(name in batch.columns for name in names):

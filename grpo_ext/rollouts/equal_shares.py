@@ -27,7 +27,6 @@ def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | Non
 
 
 def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
-    """Raise a RolloutError, on every process, where they have unequal numbers of rows (`why_equal`); a collective."""
     counts = gather_lists([rows])
     if len(set(counts)) > 1:
         raise RolloutError(

@@ -43,7 +43,6 @@ class ImageSource:
         return RowImages(_first_places(packed), lambda number: unpacked_images(packed[number]), self.prepare)
 
     def refuse_mixed(self, rows: StepRows) -> None:
-        """Raise a DataError, on every process, for prompts with and without images in one batch; a collective."""
         if self.prepare is None:
             return
         prompts = dict(zip(rows.numbers, rows.rows)).values()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -94,7 +94,8 @@ def join(
     functions in it; None without one.
     """
     starts = list(itertools.accumulate((len(share.entries) for share in shares), initial=0))
-    calls = [call.moved(start - share.first) for share, start in zip(shares, starts) for call in share.reward_calls]
+    pairs = zip(shares, starts)
+    calls = [replace(c, first=c.first + start - share.first) for share, start in pairs for c in share.reward_calls]
     if rewards_by_user is None:
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
     else:

@@ -113,8 +113,26 @@ def setting_of(model: Any, config: GenerationConfig, name: str) -> Any:
     return getattr(model.generation_config, name, None) if value is None else value
 
 
+def own_generate(model: Any) -> str | None:
+    """The name of the model's own `generate` (of its class, or assigned to it); None where it is transformers'."""
+    function = getattr(model.generate, "__func__", model.generate)
+    if getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.distributed."):
+        function = function.__wrapped__  # FSDP2 wraps it to gather weights
+        function = getattr(function, "__func__", function)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    # PEFT's wrappers call the model inside, so that model decides
+    if module.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
+        return own_generate(model.get_base_model())
+    # compares the name too, because a library may have replaced the method of the class
+    plain = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
+    return None if plain else name
+
+
 def why_not_by_key(model: Any, config: GenerationConfig) -> str | None:
     """Why a row may depend on more than its key and its own tokens; None where it does not."""
+    if (name := own_generate(model)) is not None:
+        return name
     policy = base_model_of(model)
     for name in ("_get_logits_processor", "_get_stopping_criteria", "_sample", "_prefill"):
         if getattr(getattr(policy, name), "__func__", None) is not getattr(GenerationMixin, name):

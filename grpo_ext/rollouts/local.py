@@ -75,8 +75,6 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    """Which log-probabilities are computed in the local phase."""
-
     of_policy: bool  # for training (`trained_on`), to check vLLM's, or to record experts
     of_reference: bool
     trained_on: bool  # the policy's are columns of the rollout batch

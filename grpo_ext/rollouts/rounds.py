@@ -81,7 +81,6 @@ class RoundMaker:
         )
 
     def join(self, local: LocalRollout) -> Round:
-        """Join the parts of all processes; a collective."""
         shows_images = self.view.takes_images and self.view.log_multimodal
         shares = exchange(local, self.worker.images, shows_images)
         hooks, rewards = local.settings.sampling.hooks, None
@@ -99,7 +98,6 @@ class RoundMaker:
         return joined
 
     def by_user(self, rows: StepRows, settings: RolloutSettings, score: Callable[..., dict[str, Any]]) -> Round:
-        """The round that a user's `_generate_and_score_completions` (`score`) makes of these rows; a collective."""
         request, worker, args = rows.request, self.worker, self.view.args
         call = ScoreCall(request)
         with worker.calls.running(call), together("scoring", worker.settings.sharded), self.for_users(request):

@@ -19,7 +19,7 @@ from ..rewards.runner import RewardFunctions
 from ..view import TrainerView
 from . import keyed
 from .chat import Chat
-from .decoding import end_tokens, own_generate
+from .decoding import end_tokens
 from .engine_check import EngineCheck
 from .equal_shares import refuse_unequal_shares, why_equal
 from .keyed import filter_values, not_replayed, setting_of, suppressed_tokens, truncating
@@ -107,7 +107,6 @@ def _rewards(view: TrainerView) -> RewardSettings:
 
 
 def template_of(view: TrainerView) -> dict[str, Any]:
-    """The chat template and its arguments, as TRL passes them."""
     return {"chat_template": view.chat_template, **view.chat_template_kwargs}
 
 
@@ -179,14 +178,13 @@ def why_not_by_key(view: TrainerView) -> str | None:
         return "vLLM"
     if view.use_transformers_continuous_batching:
         return "transformers' continuous batching"
-    return own_generate(view.policy) or keyed.why_not_by_key(view.policy, view.generation_config)
+    return keyed.why_not_by_key(view.policy, view.generation_config)
 
 
 # ---- The user's overrides -------------------------------------------------------------------------------------------
 
 
 def own_sampling(view: TrainerView) -> str | None:
-    """The name of a user's override of sampling, or of a part of it; None without one."""
     if view.rollout_func is not None:
         return "rollout_func"
     return view.overridden("_generate", "_generate_single_turn")

@@ -246,7 +246,6 @@ def continue_with(transcript: Transcript, sampled: Sampled, chat: Chat, limits: 
 
 
 def check_tools(tools: Sequence[Tool], processing_class: Any, first_rows: Sequence[Any]) -> None:
-    """Refuse two standalone tools of one name, and templates and prompts (`first_rows`) that cannot show tools."""
     names = [getattr(tool, "__name__", None) for tool in tools]
     if None in names or len(set(names)) < len(names):
         raise ConfigError(f"the model calls tools by name, and these are named {names}; give each its own name.")

@@ -44,8 +44,6 @@ _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
 
 @dataclass(frozen=True)
 class VllmEngine:
-    """Samples with the engine in this process, which has the current weights (`vllm_mode="colocate"`)."""
-
     generation: Any  # `rollouts.vllm_weights.Generation`
     seeded: bool  # each completion has a seed of its own
     profile: Callable[[str], AbstractContextManager[Any]]  # TRL's profiling context of a name
@@ -86,8 +84,6 @@ class VllmEngine:
 
 @dataclass(frozen=True)
 class VllmServer:
-    """Sends the transcripts of this process to a server (`vllm_mode="server"`)."""
-
     generation: Any  # TRL's `VLLMGeneration`, for its settings
     client: Any  # this process's
     seeded: bool = True  # each completion has a seed of its own
@@ -177,7 +173,6 @@ def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[in
 
 
 def vllm_filters(args: Any) -> dict[str, Any]:
-    """The settings of vLLM's sampling that leave out unlikely tokens."""
     values = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p")} | (args.generation_kwargs or {})
     return truncating({**values, "top_k": max(values["top_k"] or 0, 0)})  # -1: all tokens
 
@@ -209,7 +204,6 @@ def mask_bound(args: Any, rollout_func: Any) -> int | None:
 
 
 def mask_record(completion: Any, ids: list[int], logps: list[float | None] | None) -> TokenRecord:
-    """The record of one of vLLM's completions; a RolloutError where its mask is missing or does not fit the tokens."""
     returned, mask = "none", getattr(completion, "sampling_mask", None)
     if mask is not None:
         returned = f"{len(mask.token_ids)}, or some without the token that was sampled,"

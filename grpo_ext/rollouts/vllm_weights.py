@@ -75,7 +75,6 @@ class AdapterVersions:
     number: int = field(default=0, init=False)  # the version that the engine has; 0: none yet
 
     def send(self, generation: Generation) -> None:
-        """Save the adapter as the next version and let the engine sample with it; a RolloutError where it fails."""
         earlier, self.number = self._name, self.number + 1
         writes = self.client is None or generation.accelerator.is_main_process
         if writes:
@@ -142,7 +141,6 @@ class Generation(compat.VLLMGeneration):
     def of(
         cls, generation: Any, versions: AdapterVersions | None, mask_bound: int | None, unfiltered: bool
     ) -> Generation:
-        """The same engine or server, with the weights sent by this class."""
         # TRL's trainer starts the engine and has no argument for the class that does, so the attributes move to an
         # object of this one; `__init__` would start a second engine
         new = cls.__new__(cls)

@@ -108,7 +108,6 @@ class RolloutWorker:
     # ---- Turns ----------------------------------------------------------------------------------------------------
 
     def converse(self, local: LocalRollout) -> None:
-        """Run the turns, by the user's `_generate` if there is one."""
         if (generate := local.settings.sampling.hooks.generate) is None:
             self.run_turns(local)
             return
