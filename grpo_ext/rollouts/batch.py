@@ -27,7 +27,7 @@ from ..forward.sampling_masks import KeptIds
 from ..runtime.collectives import gather_lists
 
 ROW_IMAGES = "row_images"  # of a model that takes images (`rollouts.images`)
-# columns of this trainer's sampler (`rollouts.token_record`)
+# columns of this trainer's sampler (`TokenRecord`)
 KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS = "kept_counts", "kept_ids", "sampler_logps"
 EXPERTS = "experts"
 _NOT_OF_TRL = (KEPT_COUNTS, KEPT_IDS, EXPERTS)

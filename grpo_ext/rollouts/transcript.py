@@ -1,22 +1,58 @@
 """A transcript: one completion as it grows, turn by turn, on the process that samples it.
 
 Differs from TRL, which keeps one list per column (ids, masks, messages, images). Created by the worker, extended by
-sampled tokens and by tools, read by `join`.
+sampled tokens and by tools, read by `join`. Shapes: T tokens, K kept ids of all tokens, N tokens of prompt and
+completion, C choices of all routers (forward.routing).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..forward.images import images_in
 from ..forward.routing import LIVE
-from .token_record import TokenRecord
+from ..forward.sampling_masks import KeptIds
 
 Messages = list[dict[str, Any]]
+
+
+class TokenRecord(NamedTuple):
+    """The records of a completion's tokens, on the CPU; neutral for tokens of tools and environments."""
+
+    logps_T: torch.Tensor  # log-probability of each token, after every filter
+    mass_T: torch.Tensor  # the share of the probability that the filters had kept
+    counts_T: torch.Tensor  # with `ids_K`: of `KeptIds`; no ids without replay
+    ids_K: torch.Tensor
+
+    @classmethod
+    def neutral(cls, tokens: int) -> TokenRecord:
+        counts, ids = torch.zeros(tokens, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+        return cls(torch.zeros(tokens), torch.ones(tokens), counts, ids)
+
+    @classmethod
+    def of_kept(cls, kept_ids: Sequence[Sequence[int]], logps: Sequence[float | None] | None) -> TokenRecord:
+        """Records from the kept ids and log-probabilities of a `rollout_func` or of vLLM; NaN where it gives none."""
+        tokens = len(kept_ids)
+        known = [math.nan if value is None else value for value in logps or [None] * tokens]
+        counts = torch.tensor([len(ids) for ids in kept_ids], dtype=torch.int32)
+        ids_K = torch.tensor([token for ids in kept_ids for token in ids], dtype=torch.int32)
+        return cls(torch.tensor(known), torch.full((tokens,), math.nan), counts, ids_K)
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenRecord]) -> TokenRecord:
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    @property
+    def kept(self) -> KeptIds:
+        return KeptIds(self.counts_T, self.ids_K)
+
+    def first(self, tokens: int) -> TokenRecord:
+        return TokenRecord(self.logps_T[:tokens], self.mass_T[:tokens], *self.kept.first(tokens))
 
 
 @dataclass(frozen=True)

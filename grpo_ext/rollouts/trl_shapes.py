@@ -18,7 +18,7 @@ from .engine import EngineSettings
 from .images import ImageSource
 from .join import Round, trl_columns
 from .local import LocalRollout
-from .token_record import TokenRecord
+from .transcript import TokenRecord
 
 _GENERATED = 8
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")

@@ -32,8 +32,7 @@ from ..runtime.collectives import gather_in_group
 from .engine_check import NEUTRAL
 from .equal_shares import UNEQUAL_SHARES, refuse_unequal_shares
 from .keyed import most_kept, truncating
-from .token_record import TokenRecord
-from .transcript import Sampled, Transcript
+from .transcript import Sampled, TokenRecord, Transcript
 
 _BITS = (1 << 62) - 1  # of a server's signed 64-bit seed, to which the index of a completion is added
 SENT = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
