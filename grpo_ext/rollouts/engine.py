@@ -100,7 +100,7 @@ class TransformersEngine:
         stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
         sampled: list[Sampled] = []
         policy = self.model()
-        # `config` has the stop strings (`build.sampling_config`)
+        # `config` has the stop strings (`settings.sampling_config`)
         without_strings = {} if own_generate(policy) else {"stop_strings": None}
         with (
             without_router_logits(policy.config),
