@@ -77,15 +77,9 @@ def _gold(reward: str, columns: dict[str, Any], *names: str) -> list[Any]:
 
 
 def exact_number(completions: list[Any], **columns: Any) -> list[float | None]:
-    """1.0 where the final number of the completion equals that of the gold answer, else 0.0.
+    """1.0 where the final number of the completion equals that of the gold answer (`answer` or `solution`), else 0.0.
 
-    Args:
-        completions: (B,) strings or lists of messages.
-        columns: `answer` or `solution`, strings or numbers. A gold answer without a number gives None, which TRL leaves
-            out of the mean.
-
-    Raises:
-        DataError: neither column is there.
+    A gold answer without a number gives None, which TRL leaves out of the mean.
     """
     golds = [final_number(str(gold)) for gold in _gold("exact_number", columns, "answer", "solution")]
     answers = [final_number(completion_text(completion)) for completion in completions]
@@ -142,15 +136,7 @@ def reward_names() -> list[str]:
 def resolve_rewards(names: list[str], max_completion_length: int | None = None) -> list[RewardFunction]:
     """Reward functions by short name (`reward_names()`), `package.module.function`, or `path/to/file.py:function`.
 
-    Plugins add short names: entry points of the group `grpo_ext.rewards`.
-
-    Args:
-        names: in the order of `reward_weights`.
-        max_completion_length: tokens, the budget of `length_penalty`, `soft_overlong` and `cosine`.
-
-    Raises:
-        ConfigError: an unknown name, module, file or function; math-verify is missing; no budget where one is needed; a
-            plugin that cannot be imported, or has the name of another reward.
+    `max_completion_length` in tokens is the budget of `length_penalty`, `soft_overlong` and `cosine`.
     """
     if not names:
         raise ConfigError(f"GRPO needs at least one reward; use {_known()}.")

@@ -24,7 +24,7 @@ from .engine_check import EngineCheck
 from .equal_shares import refuse_unequal_shares, why_equal
 from .keyed import filter_values, not_replayed, setting_of, suppressed_tokens, truncating
 from .local import Hooks, LogprobSettings, RewardSettings, RolloutSettings, SamplingSettings
-from .tools import Environments, Toolbox, TurnLimits, context_length
+from .tools import Environments, Toolbox, TurnLimits
 from .trl_shapes import checked_rollout
 from .vllm import vllm_filters
 from .worker import RolloutWorker
@@ -127,10 +127,17 @@ def chat_of(view: TrainerView) -> Chat:
 
 
 def _turn_limits(view: TrainerView) -> TurnLimits:
-    context = context_length(view.model.config, view.takes_images, view.vllm_generation if view.use_vllm else None)
-    longest = view.max_completion_length or sys.maxsize
-    further = (view.max_tool_calling_iterations, view.args.tool_timeout, frozenset(view.eos_token_ids))
-    return TurnLimits(longest, context, *further)
+    config = view.model.config.text_config if view.takes_images else view.model.config
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if view.use_vllm and view.vllm_mode == "colocate":
+        context = view.vllm_generation.llm.llm_engine.model_config.max_model_len
+    return TurnLimits(
+        max_completion_length=view.max_completion_length or sys.maxsize,
+        context=context,
+        max_turns=view.max_tool_calling_iterations,
+        seconds=view.args.tool_timeout,
+        message_ends=frozenset(view.eos_token_ids),
+    )
 
 
 # ---- Sampling -------------------------------------------------------------------------------------------------------

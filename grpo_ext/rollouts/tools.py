@@ -222,13 +222,6 @@ def _failure(transcript: Transcript, error: object) -> dict[str, str]:
     return {"error": str(error)}
 
 
-def context_length(config: Any, takes_images: bool, engine: Any = None) -> int:
-    """Tokens of context while sampling: the limit of vLLM's engine in this process, else the model's."""
-    if engine is not None and engine.mode == "colocate":
-        return engine.llm.llm_engine.model_config.max_model_len
-    return getattr(config.text_config if takes_images else config, "max_position_embeddings", None) or sys.maxsize
-
-
 def continue_with(transcript: Transcript, sampled: Sampled, chat: Chat, limits: TurnLimits) -> None:
     """Add a turn of the model after an answer, cut to the tokens that are left; with none left no message is added."""
     sampled = sampled.first(limits.max_completion_length - len(transcript.ids))
