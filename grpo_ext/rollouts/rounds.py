@@ -131,9 +131,9 @@ class RoundMaker:
             constant = rule.constant_groups(rounds[-1].rewards_BF, weights_F, group)
             has_variance.append([not value for value in constant.tolist()])
             places, open_places = fill_places(has_variance)
-            taken, next_rows = sum(map(len, has_variance[1:])), None
+            next_rows = None
             if open_places:
-                next_rows = self.steps.further_rows(rows.request, taken, open_places)
+                next_rows = self.steps.further_rows(rows.request, sum(map(len, has_variance[1:])), open_places)
         metrics = {
             "rounds": len(rounds) - 1,
             "sampled_groups": sum(map(len, has_variance)),
