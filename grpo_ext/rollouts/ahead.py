@@ -17,7 +17,6 @@ import atexit
 import contextlib
 import contextvars
 import copy
-import dataclasses
 import functools
 import itertools
 import queue
@@ -26,8 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -278,17 +276,15 @@ def settings_ahead(rollouts: Rollouts, ahead: RolloutsAhead, weights: Weights) -
     config, processors = copy.deepcopy((sampling.generation_config, rewards.functions.processing_classes))
     shared = sampling.toolbox.environments  # whose instances the main thread uses
     environments = Environments(shared.factories, ahead.pools, shared.retired)
-    return dataclasses.replace(
+    return replace(
         settings,
-        sampling=dataclasses.replace(
+        sampling=replace(
             sampling,
             generation_config=config,
-            toolbox=dataclasses.replace(sampling.toolbox, environments=environments),
+            toolbox=replace(sampling.toolbox, environments=environments),
             chat=_own_chat(ahead, sampling.chat),
         ),
-        rewards=dataclasses.replace(
-            rewards, functions=dataclasses.replace(rewards.functions, processing_classes=processors), state=state
-        ),
+        rewards=replace(rewards, functions=replace(rewards.functions, processing_classes=processors), state=state),
     )
 
 
@@ -299,7 +295,7 @@ def _own_chat(ahead: RolloutsAhead, chat: Chat) -> Chat:
     if ahead.own_tokenizer is None or ahead.own_tokenizer[0] != state:
         ahead.own_tokenizer = state, copy.deepcopy(parts)
     processing_class, tokenizer = ahead.own_tokenizer[1]
-    return dataclasses.replace(chat, processing_class=processing_class, own_tokenizer=tokenizer)
+    return replace(chat, processing_class=processing_class, own_tokenizer=tokenizer)
 
 
 def build_ahead(rollouts: Rollouts) -> RolloutsAhead:
@@ -355,13 +351,13 @@ def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
 
 def _worker(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> RolloutWorker:
     view, main = rollouts.view, rollouts.worker
-    images, rewards, settings = main.images, main.rewards, dataclasses.replace(main.settings)
+    images, rewards, settings = main.images, main.rewards, replace(main.settings)
     if images.prepare is not None:
         processor = copy.deepcopy(view.processing_class)
         prepare = PromptProcessor(processor, template_of(view), images.prepare.image_token)
-        images = dataclasses.replace(images, prepare=prepare)
+        images = replace(images, prepare=prepare)
 
-    @contextmanager
+    @contextlib.contextmanager
     def generating() -> Iterator[Any]:
         kwargs: Any = view.generation_kwargs
         checkpointing: Any = view.args.gradient_checkpointing_kwargs

@@ -6,11 +6,10 @@ micro-batch takes token rows and TRL's padded dictionary from it. Shapes: B comp
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -129,7 +128,7 @@ class RolloutBatch:
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         columns = {name: _selected(column, rows) for name, column in self.columns.items()}
-        return dataclasses.replace(self, columns=columns, groups=[self.groups[row] for row in rows])
+        return replace(self, columns=columns, groups=[self.groups[row] for row in rows])
 
     # ---- Lengths --------------------------------------------------------------------------------------------------
 

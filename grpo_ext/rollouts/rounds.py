@@ -7,10 +7,9 @@ users through TRL's methods.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -118,7 +117,7 @@ class RoundMaker:
         if worker.images.prepare is not None:
             _check_same_rows(last, batch)
             batch.columns[ROW_IMAGES] = last.batch[ROW_IMAGES]
-        return dataclasses.replace(last, batch=batch)
+        return replace(last, batch=batch)
 
     def fill(self, rows: StepRows, rewards: RewardSettings, make_round: Callable[[StepRows], Round]) -> FilledBatch:
         """Sample rows, then further prompts for the places of groups without variance; a collective."""

@@ -6,10 +6,9 @@ random numbers of its own. Called by the trainer.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ class TrlMethods:
         keys = request_keys(local.request, len(prompts), sampling.seed, sampling.training, repeat)
         for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
             row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
-            row = dataclasses.replace(row, key=key, tool_calls=0, tool_failures=0)
+            row = replace(row, key=key, tool_calls=0, tool_failures=0)
             row.set_prompt(prompt)
             transcripts.append(row)
         part = LocalRollout(local.request, local.settings, transcripts)
@@ -101,8 +100,8 @@ class TrlMethods:
                 added = place if place >= len(chunk) else 0
                 key = int(mix(torch.tensor(key), BEYOND + added + (repeat << 20)))
             if images is not None:
-                row = dataclasses.replace(row, images=list(images[place] or ()), number=None)
-            rows.append(dataclasses.replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
+                row = replace(row, images=list(images[place] or ()), number=None)
+            rows.append(replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
         config = None if self.rollouts.view.use_vllm else sampling_config(self.rollouts.view)
         sampled = self.rollouts.worker.engine.generate(rows, config, self.rollouts.view.group_size)
         call.local.known_ends |= {tuple(row.ids): row.ended for row in sampled if row.ended is not None}
@@ -113,9 +112,9 @@ class TrlMethods:
         """The request of a user's override, or a new one, with the columns of all processes' rows; a collective."""
         columns = tuple(dict.fromkeys(name for keys in gather_lists([list(row) for row in rows]) for name in keys))
         if (rewarding := self.rollouts.worker.calls.innermost(RewardsCall)) is not None:
-            return dataclasses.replace(rewarding.local.request, columns=columns)
+            return replace(rewarding.local.request, columns=columns)
         if (scoring := self.rollouts.worker.calls.innermost(ScoreCall)) is not None:
-            return dataclasses.replace(scoring.request, columns=columns)
+            return replace(scoring.request, columns=columns)
         prompts, rank = ceil_div(len(rows), group), self.rollouts.view.accelerator.process_index
         layout = StepLayout(BEYOND + next(self._free_requests), 0, 0, range(prompts), range(len(rows)))
         return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group, columns=columns)

@@ -10,12 +10,11 @@ things that processes exchange meanwhile.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import reprlib
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -144,7 +143,7 @@ class RolloutWorker:
                 f"{len(sampled)} completions were sampled for {len(transcripts)} prompts, and each needs its own; the "
                 "log above says why where the generation failed."
             )
-        return [t if t.ended is not None else dataclasses.replace(t, ended=local.ended(t.ids)) for t in sampled]
+        return [t if t.ended is not None else replace(t, ended=local.ended(t.ids)) for t in sampled]
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """One turn, chunk by chunk by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
@@ -197,7 +196,7 @@ class RolloutWorker:
 
         def log_probs(by_reference: bool) -> list[torch.Tensor]:
             # the reference has routers of its own
-            of_model = dataclasses.replace(rows, experts_NC=None) if by_reference else rows
+            of_model = replace(rows, experts_NC=None) if by_reference else rows
             logps_S, experts_NC = self._log_probs(of_model, local.settings, by_reference)
             if has_rows and experts_NC is not None:
                 bounds = itertools.pairwise(rows.starts_B)
