@@ -9,9 +9,9 @@ import trl
 from .config import GRPOConfig
 from .forward.architecture import base_model_of, token_cost
 from .forward.lm_head import install
-from .forward.override import OverridableRunner
 from .forward.quantised import keep_4bit_weights
 from .forward.routing import install_routers
+from .forward.runner import OverridableRunner
 from .rollouts.build import build_rollouts
 from .rollouts.source import Rollouts
 from .rollouts.trl_methods import TrlMethods

@@ -50,8 +50,8 @@ from .runtime.messages import show_messages
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss
-from .step.metrics import log_values
 from .step.settings import loss_config_of, step_settings_of
+from .step.statistics import log_values
 from .view import TrainerView
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function

@@ -51,7 +51,6 @@ def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
     }
     if prepare is not None:
         settings["tools (of a model that takes images)"] = bool(view.tools or view.environment_factories)
-        settings[f"an override of {' or '.join(CHANGE_ROWS)}"] = any(map(view.override_of, CHANGE_ROWS))
         prompts = view.processing_class, template_of(view)
         settings["processing_class or chat_template"] = prompts != (prepare.processor, prepare.template)
     if lag:  # the thread has a copy of the one, and reads the others while it samples

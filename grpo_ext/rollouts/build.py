@@ -15,11 +15,10 @@ from accelerate.logging import get_logger
 from .. import compat
 from ..batching.micro_batches import Form
 from ..forward.architecture import base_model_of
+from ..forward.form_check import probe_rows
 from ..forward.images import PromptProcessor
-from ..forward.override import OverridableRunner
-from ..forward.probe import probe_rows
 from ..forward.routing import Router, routers_of
-from ..forward.runner import ForwardRunner
+from ..forward.runner import ForwardRunner, OverridableRunner
 from ..precision.half import as_in_training
 from ..rewards.guard import Faults
 from ..rewards.runner import RewardRunner
