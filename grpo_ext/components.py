@@ -67,7 +67,7 @@ def build_components(view: TrainerView, config: GRPOConfig, user_args: trl.GRPOC
         clock=clock,
         forwards=forwards,
         rollouts=rollouts,
-        trl_methods=TrlMethods(view, rollouts, rollouts.worker),
+        trl_methods=TrlMethods(rollouts),
         step_planner=step_planner,
         loss_overrides=LossOverrides(view, forwards, images),
         pass_at_k=pass_at_k,

@@ -156,9 +156,9 @@ class TrainerView:
         return getattr(self._trainer, "_env_tools", {})
 
     @property
-    def environment_pools(self) -> dict[str | None, list[Any]] | None:
-        """TRL's environments to use again, by name; None without environments."""
-        return getattr(self._trainer, "_environment_pool", None)
+    def environment_pools(self) -> dict[str | None, list[Any]]:
+        """TRL's environments to use again, by name."""
+        return getattr(self._trainer, "_environment_pool", {})
 
     @property
     def models(self) -> list[Any]:
@@ -281,11 +281,12 @@ class TrainerView:
         """Suppress the token that stands for an image in `generation_config`."""
         compat.sample_no_image_tokens(self._trainer)
 
-    def show_environments(self, environments: Sequence[Any], names: Sequence[str | None]) -> None:
+    def show_environments(self, transcripts: Sequence[Any]) -> None:
         """Set TRL's attributes of the environments of a rollout batch, which users may read."""
         if self.environment_factories is not None:
             trainer: Any = self._trainer
-            trainer.environments, trainer._batch_environments = list(environments), list(names)
+            trainer.environments = [transcript.environment for transcript in transcripts]
+            trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
 
     def use_generation(self, generation: Any) -> None:
         """Replace TRL's `VLLMGeneration`."""

@@ -21,11 +21,10 @@ from ..forward.architecture import base_model_of, layer_kinds
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
-from ..rollouts.environments import check_names
 from ..rollouts.equal_shares import check_equal_shares, why_equal
 from ..rollouts.settings import own_sampling, why_not_by_key
 from ..rollouts.source import Rollouts
-from ..rollouts.tools import check_tools
+from ..rollouts.tools import check_names, check_tools
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
 from ..view import TrainerView
