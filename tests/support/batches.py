@@ -1,7 +1,5 @@
 """Rollout batches of tests, from lists of token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ They score like `letter_reward` and carry its name, so the run they stand in is 
 travel to the processes of a launch by value.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

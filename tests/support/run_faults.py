@@ -1,7 +1,5 @@
 """Planted faults of rollouts, resumes and processes, which tests of whole runs catch; see faults.py."""
 
-from __future__ import annotations
-
 from tests.support.faults import Fault
 
 RUN_FAULTS = [

@@ -3,8 +3,6 @@
 A room that has to grow shows it here, in review, where the bound is raised with a reason.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

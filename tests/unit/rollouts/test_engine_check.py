@@ -1,7 +1,5 @@
 """The check of an engine: the same weights pass whatever is filtered, other weights end the run."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A `rollout_func` that returns something else than completions is an error that says what, on every process."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from typing import Any
 

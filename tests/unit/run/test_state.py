@@ -1,7 +1,5 @@
 """What a run remembers beside model, optimizer and scheduler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +61,3 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
     assert all(same(column, read.columns[name]) for name, column in written.columns.items())
     assert torch.equal(read.constants.pop("shift"), written.constants.pop("shift"))
     assert read.constants == written.constants
-
-
-def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(caplog):
-    assert saved_batch(batch_state(rollout(kinds=[int, float]))) is None
-    assert "cannot hold kinds of this rollout batch" in caplog.text
