@@ -74,7 +74,6 @@ IMAGE_ARGUMENTS = tuple(
 
 
 def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Image inputs in one of TRL's batches, as arguments of its log-probabilities."""
     return {name: batch[name] for name in (*IMAGE_ARGUMENTS, *_COUNTS) if name in batch}
 
 
@@ -89,7 +88,6 @@ def sample_no_image_tokens(trainer: Any) -> None:
 
 
 def image_token(model: Any) -> int | None:
-    """Id of the token that stands for an image, or for part of one; None if the model has no such token."""
     return getattr(model.config, "image_token_id", None)
 
 
@@ -119,7 +117,6 @@ def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
 def parse_response(
     tokenizer: Any, ids: list[int], prefix: list[int], tools: Sequence[Callable[..., Any]]
 ) -> dict[str, Any]:
-    """Parse the ids after `prefix` into a message as TRL does; since 1.16 `tools` give arguments their types."""
     known: dict[str, Any] = {"tools": tools} if _PARSES_BY_TOOLS else {}
     return _parse_response(tokenizer, ids, prefix=prefix, **known)
 
@@ -142,7 +139,6 @@ def unwrapped_for_generation(
 
 @contextmanager
 def generating(trainer: Any) -> Iterator[Any]:
-    """Enter the contexts in which TRL generates: the model unwrapped, no gradients, parameters gathered."""
     args, wrapped, kwargs = trainer.args, trainer.model_wrapped, trainer.generation_kwargs
     options = {"gather_deepspeed3_params": args.ds3_gather_for_generation, "generation_kwargs": kwargs}
     with (
@@ -218,15 +214,11 @@ def why_no_experts(mode: str) -> str | None:
 
 
 def lora_request(name: str, number: int, path: Path) -> Any:
-    """Build vLLM's request for a saved adapter; the number identifies it within an engine."""
     return importlib.import_module("vllm.lora.request").LoRARequest(name, number, str(path))
 
 
 def server_info(client: Any) -> dict[str, Any]:
-    """Get a vLLM server's `vllm_config` and `vllm_env`; empty dictionaries if it does not report them.
-
-    TRL's `get_server_info` leaves out the environment, and TRL 1.15 has no such function.
-    """
+    """`vllm_config` and `vllm_env`; TRL's `get_server_info` lacks the latter, and TRL 1.15 has none."""
     answer = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
     return {"vllm_config": {}, "vllm_env": {}} | (answer.json() if answer.status_code == 200 else {})
 
@@ -248,7 +240,6 @@ def served_rank(rank: int) -> int:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
-    """List the names of the parameters, without `self`, `*args` and `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind not in _VARIABLE and p.name != "self"]
 

@@ -26,7 +26,6 @@ from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_me
 
 
 def setting(help: str, default: Any = None, **metadata: Any) -> Any:
-    """A field of a dataclass of settings, with its help, which `--help` shows."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -252,7 +251,6 @@ class GRPOConfig(trl.GRPOConfig):
         check_best_metric(vars(self))
 
     def _check_settings(self) -> None:
-        """Refuse unknown choices, and what setting_rules refuses."""
         for spec in dataclasses.fields(self):
             choices, value = spec.metadata.get("choices"), getattr(self, spec.name)
             if spec.name in GRPOConfig.__annotations__ and choices and value not in choices:
@@ -270,19 +268,18 @@ class GRPOConfig(trl.GRPOConfig):
 
     @property
     def replay(self) -> Replay:
-        """What is recorded while sampling and replayed in every later forward."""
         return Replay(self.sampling_mask == "replay", self.routing_replay)
 
     @property
     def unit_rows(self) -> int | None:
-        """Completions per canonical unit, or None outside bitwise mode."""
+        """Completions per canonical unit in bitwise mode."""
         if not self.bitwise_invariant:
             return None
         return self.canonical_unit_size or self.num_generations
 
     @property
     def pinned_threads(self) -> int | None:
-        """CPU threads that a run computes with in bitwise mode; None in any other mode."""
+        """CPU threads in bitwise mode."""
         return self.bitwise_threads if self.bitwise_invariant else None
 
     @classmethod

@@ -37,12 +37,7 @@ _PRIVATE = {
 
 
 class TrainerView:
-    """A trainer's attributes; reading one gives its value at that moment.
-
-    Args:
-        trainer: a `grpo_ext.GRPOTrainer`, or a subclass's.
-        ours: the class whose methods count as not overridden.
-    """
+    """A trainer's attributes; those of `ours` count as not overridden."""
 
     # Models and data
     model: Any
@@ -127,47 +122,40 @@ class TrainerView:
 
     @property
     def group_size(self) -> int:
-        """Completions per prompt, of training or of an evaluation."""
         return self.num_generations if self.model.training else self.num_generations_eval
 
     @property
     def generation_settings(self) -> dict[str, Any]:
-        """The user's `generation_kwargs`, for vLLM or transformers."""
         return dict(self.args.generation_kwargs or {})  # type: ignore[arg-type]
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model takes images: the processing class is a processor, not a tokenizer."""
+        """A processor, not a tokenizer."""
         return isinstance(self.processing_class, ProcessorMixin)
 
     @property
     def vllm_generation(self) -> Any:
-        """TRL's client or engine of vLLM; None without one."""
         return getattr(self._trainer, "vllm_generation", None)
 
     @property
     def async_loop(self) -> Any:
-        """TRL's event loop of asynchronous tools and reward functions; None without them."""
         return getattr(self._trainer, "async_loop", None)
 
     @property
     def environment_tools(self) -> dict[str | None, Any]:
-        """TRL's tools of each environment, by its name; empty without environments."""
         return getattr(self._trainer, "_env_tools", {})
 
     @property
     def environment_pools(self) -> dict[str | None, list[Any]] | None:
-        """TRL's environments to use again, by name; None without environments."""
         return getattr(self._trainer, "_environment_pool", None)
 
     @property
     def models(self) -> list[Any]:
-        """The policy and, where there is one, the reference model."""
         return [model for model in (self.model, self.ref_model) if model is not None]
 
     @property
     def policy(self) -> Any:
-        """The trained model as it is inside an engine's wrapper."""
+        """The trained model inside an engine's wrapper."""
         return self.accelerator.unwrap_model(self.model)
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,7 +201,6 @@ class TrainerView:
         return loss
 
     def set_reference(self, model: Any, beta: float, sync: bool) -> None:
-        """Give the trainer a reference model, and the settings of it that TRL's constructor was not shown."""
         self._trainer.ref_model = model
         self._trainer.beta = self.args.beta = beta
         self.args.sync_ref_model = sync
@@ -229,15 +216,12 @@ class TrainerView:
             self.state.best_model_checkpoint = checkpoint
 
     def save_random_states(self, folder: str) -> None:
-        """Write the random states of every process, as a checkpoint has them."""
         self._trainer._save_rng_state(folder)
 
     def in_state(self, state: TrainerState) -> AbstractContextManager[None]:
-        """Inside, this is the trainer's state."""
         return assigned(self._trainer, state=state)
 
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
-        """Inside, TRL writes this table of completions."""
         return assigned(self._trainer, _logs=table)
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
@@ -254,43 +238,33 @@ class TrainerView:
     # ---- TRL's contexts and functions, which want the trainer itself ----------------------------------------------
 
     def profile(self, name: str) -> AbstractContextManager[Any]:
-        """TRL's profiling context."""
         return compat.profiling_context(self._trainer, name)
 
     def generating(self) -> AbstractContextManager[Any]:
-        """TRL's contexts around transformers' `generate`; returns the model."""
+        """TRL's contexts around transformers' `generate`."""
         return compat.generating(self._trainer)
 
     def tokenize(self, prompts: list[Any], environments: list[str | None]) -> list[list[int]]:
-        """Token ids of prompts by `_tokenize_prompts`, the user's if there is one.
-
-        Args:
-            environments: the name of each prompt's environment.
-        """
+        """By `_tokenize_prompts`, the user's if there is one; `environments`: the name of each prompt's environment."""
         with assigned(self._trainer, _batch_environments=environments):
             return self._trainer._tokenize_prompts(prompts)[0]
 
     def call_rollout_func(self, prompts: list[Any]) -> Any:
-        """What the user's `rollout_func` returns for these prompts."""
         assert self.rollout_func is not None
         return self.rollout_func(prompts, self._trainer)
 
     # ---- What is written to a trainer -----------------------------------------------------------------------------
 
     def never_sample_image_tokens(self) -> None:
-        """Suppress the token that stands for an image in `generation_config`."""
         compat.sample_no_image_tokens(self._trainer)
 
     def show_environments(self, environments: Sequence[Any], names: Sequence[str | None]) -> None:
-        """Set TRL's attributes of the environments of a rollout batch, which users may read."""
         if self.environment_factories is not None:
             trainer: Any = self._trainer
             trainer.environments, trainer._batch_environments = list(environments), list(names)
 
     def use_generation(self, generation: Any) -> None:
-        """Replace TRL's `VLLMGeneration`."""
         self._trainer.vllm_generation = generation
 
     def note_weights_sent(self, step: int) -> None:
-        """Note the optimizer step whose weights vLLM has (-1: others), for TRL's methods too."""
         self._trainer._last_loaded_step = step

@@ -34,7 +34,6 @@ _ENGINE = ("use_vllm", "vllm_mode", "use_transformers_continuous_batching", "pad
 
 
 def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
-    """The settings that components are built for, by name."""
     engine, prepare = view.vllm_generation, images.prepare
     tokens = [ids.tolist() for ids in suppressed_in(view)] if view.use_vllm is view.args.use_vllm else None
     no_loop, lag = view.async_loop is None, view.args.rollout_lag
@@ -63,11 +62,7 @@ def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
 
 
 def refuse_changes(view: TrainerView, rollouts: Rollouts, planned: Mapping[str, Any], warned: set[str]) -> None:
-    """Raise a ConfigError for a change since the trainer was built (`planned`: `built_for`) that cannot be followed.
-
-    Args:
-        warned: the warnings of `scores_differ` so far.
-    """
+    """Refuse a change since the trainer was built (`planned`) that it cannot follow; `warned` collects warnings."""
     for name, value in built_for(view, rollouts.images).items():
         if value != planned.get(name) and (view.model.training or name not in _PLANNED):
             read_once = ", or change generation_config" if name in _COPIED else ""
@@ -95,7 +90,6 @@ def refuse_changes(view: TrainerView, rollouts: Rollouts, planned: Mapping[str, 
 
 
 def refuse_overrides(view: TrainerView) -> None:
-    """Raise a ConfigError for overrides that would not be called, or not with the weights that sample."""
     if method := view.overridden("_tool_call_loop"):
         raise ConfigError(
             f"{method} would not be called: this trainer answers tools transcript by transcript. Override "

@@ -30,7 +30,6 @@ _SPLIT_DEPENDENT_ADAPTERS = {
 
 
 def check_causal_lm(model: Any) -> None:
-    """Raise a ModelError for an object that cannot sample and score text: no `generate`, or no language-model head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not callable(getattr(model, "generate", None)):
         raise ModelError(
@@ -40,11 +39,7 @@ def check_causal_lm(model: Any) -> None:
 
 
 def find_model(name: str, load: Mapping[str, Any]) -> None:
-    """Raise a ModelError for a model that is not found; without a network at once, where transformers would retry.
-
-    Args:
-        load: arguments of `from_pretrained`.
-    """
+    """Refuse a model that is not found; without a network at once, where transformers would retry."""
     place = {key: load[key] for key in ("revision", "token", "cache_dir") if load.get(key) is not None}
     reached = True
     try:
@@ -59,7 +54,6 @@ def find_model(name: str, load: Mapping[str, Any]) -> None:
 
 
 def refuse_frozen(model: nn.Module) -> None:
-    """Raise a ModelError where no parameter is trained, as in an adapter that was loaded for inference."""
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             "no parameter of the model is trained (requires_grad is False for all of them); an adapter to go on with "
@@ -83,7 +77,6 @@ def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def random_parts(model: nn.Module) -> Iterator[str]:
-    """Names of the parts of a model that draw random numbers in training, with their rates."""
     for path, module in model.named_modules():
         for attribute, value in _rates(module):
             yield f"{path or 'model'} ({type(module).__name__}): {attribute}={value}"
@@ -105,7 +98,6 @@ def disable_random_parts(model: nn.Module) -> None:
 
 
 def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> list[str]:
-    """Everything in the model or settings that makes the update depend on the split, as sentences with remedies."""
     reasons = []
     parts = list(random_parts(model))
     if parts:
@@ -139,7 +131,6 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
 
 
 def refuse(reasons: list[str], allow: bool) -> list[str]:
-    """Raise a SplitDependentError for what makes the update depend on the split, or return it where that is allowed."""
     if reasons and not allow:
         raise SplitDependentError(
             "the update would depend on the batch split: " + ". ".join(reasons) + ". To train anyway, set "
@@ -149,7 +140,6 @@ def refuse(reasons: list[str], allow: bool) -> list[str]:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise a ConfigError for what updates the model during the backward pass of one micro-batch."""
     hooked = [name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked or hasattr(optimizer, "fused_backward"):
         stepping = f"a hook on the gradient of {hooked[0]}" if hooked else f"the optimizer {type(optimizer).__name__}"
@@ -160,7 +150,6 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_half_weights(model: Any, fp16: bool) -> None:
-    """Raise a ModelError for trained weights in half precision with fp16; otherwise warn of their rounding."""
     trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     half = {name: str(dtype).removeprefix("torch.") for name, dtype in trained.items() if dtype.itemsize < 4}
     if not half:
@@ -179,7 +168,6 @@ def check_half_weights(model: Any, fp16: bool) -> None:
 
 
 def refuse_adapters(policy: nn.Module) -> None:
-    """Raise a ModelError for adapters with virtual tokens, and for weights that a resumed run would lack."""
     base, adapters = base_model_of(policy), getattr(policy, "peft_config", None) or {}
     if getattr(base, "_hf_peft_config_loaded", False):
         raise ModelError(

@@ -28,7 +28,6 @@ _FAIL = (
 
 
 def check_generation_kwargs(config: Any) -> None:
-    """Raise a ConfigError for a key of `generation_kwargs` that what samples does not know."""
     vllm = getattr(getattr(compat.vllm_generation, "SamplingParams", None), "__struct_fields__", ())
     known, owner = (vllm, "vLLM") if config.use_vllm else (vars(GenerationConfig()), "transformers")
     for name in (config.generation_kwargs or {}).keys() - known if known else ():
@@ -39,7 +38,6 @@ def check_generation_kwargs(config: Any) -> None:
 
 
 def check_generation(view: TrainerView) -> None:
-    """Raise a ConfigError for settings with which `generate` would end the first rollout."""
     if view.use_vllm or own_generate(view.model) is not None:
         return
     model, scores = base_model_of(view.model), torch.zeros(1, view.model.config.get_text_config().vocab_size)
@@ -61,7 +59,6 @@ def check_generation(view: TrainerView) -> None:
 
 
 def check_end_token(processing_class: Any) -> None:
-    """Raise a ConfigError for a tokenizer without an end token."""
     if getattr(processing_class, "tokenizer", processing_class).eos_token_id is None:
         raise ConfigError(
             "the tokenizer has no end token (eos_token_id is None), so no completion would end; set "
@@ -70,7 +67,6 @@ def check_end_token(processing_class: Any) -> None:
 
 
 def check_ends(view: TrainerView) -> None:
-    """Raise a ConfigError where a call would return several rows of a prompt, or stop strings would not stop."""
     if view.rollout_func is not None:
         return
     model, name = view.policy, "n" if view.use_vllm else "num_return_sequences"
@@ -94,7 +90,6 @@ def check_ends(view: TrainerView) -> None:
 
 
 def check_replay(view: TrainerView, rollouts: Rollouts) -> None:
-    """Raise a ConfigError for sampling and forwards that cannot be recorded, or replayed, as the settings ask."""
     vllm, scoring = view.use_vllm, view.overridden(LOGPS)
     if view.args.replay.masks:
         sampling = view.overridden(SCORE, "_generate", "_generate_single_turn")
@@ -121,7 +116,6 @@ def check_replay(view: TrainerView, rollouts: Rollouts) -> None:
 
 
 def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
-    """Raise a ConfigError for engines and dimensions of a mesh that are not known to keep the promise."""
     engine, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
     sizes = {} if mesh is None else {name: size for name, size in vars(mesh).items() if name.endswith("_size")}
     sizes["tp_size"] = max(tensor_parallel, sizes.get("tp_size", 1))
@@ -137,7 +131,6 @@ def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
 
 
 def scores_differ(view: TrainerView) -> set[str]:
-    """A warning where completions are drawn from other scores than training takes log-probabilities of."""
     args = view.args
     changed = [setting for setting, applies in outside_masks(view).items() if applies]
     if view.use_vllm:
@@ -152,7 +145,6 @@ def scores_differ(view: TrainerView) -> set[str]:
 
 
 def remarks(view: TrainerView) -> list[str]:
-    """Warnings of settings that are legal but rarely intended."""
     args, names = view.args, view.reward_func_names
     twice = {name for name in names if names.count(name) > 1}
     best = args.load_best_model_at_end and args.metric_for_best_model in ("loss", "eval_loss")

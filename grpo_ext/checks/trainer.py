@@ -43,14 +43,7 @@ _UNUSED_HOOKS = (*_SAMPLERS, *_MASKS, "get_gamma_weights")
 def check_arguments(
     config: GRPOConfig, model: Any, data_sets: tuple[Any, Any], processing_class: Any, tools: Any, factories: Any
 ) -> Any:
-    """Raise a GrpoExtError for arguments that cannot be trained with, before anything is loaded.
-
-    Args:
-        data_sets: for training and evaluation; factories: of environments.
-
-    Returns:
-        The tokenizer or processor, the model's where none is passed.
-    """
+    """Refuse arguments before anything is loaded; returns the tokenizer or processor."""
     settings.check_generation_kwargs(config)
     if isinstance(model, str):
         models.find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
@@ -103,7 +96,6 @@ def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
 
 
 def _refuse_dynamic_sampling(view: TrainerView, config: GRPOConfig) -> None:
-    """Refuse dynamic sampling with nothing to draw from, or where it would undo a subclass's work."""
     rows, prompts = len(view.train_dataset), config.geometry.prompts_per_rollout
     if rows <= prompts:
         raise ConfigError(
@@ -119,7 +111,6 @@ def _refuse_dynamic_sampling(view: TrainerView, config: GRPOConfig) -> None:
 
 
 def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
-    """Refuse tools and images that processes cannot run alike, images that change, and images that nothing reads."""
     processes, prepare = view.accelerator.num_processes, rollouts.images.prepare
     may_be_shown = prepare is not None and bool(view.tools or view.environment_factories)
     if may_be_shown and shards_parameters(view.accelerator):
@@ -143,11 +134,7 @@ def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
 
 
 def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> list[str]:
-    """Raise a GrpoExtError for a trainer that cannot be trained; returns what the promise does not cover.
-
-    Args:
-        config: the user's, before sizes are filled in.
-    """
+    """Refuse a trainer that cannot be trained; returns what the promise does not cover."""
     policy = view.model
     if config.disable_dropout:
         for module in filter(None, (policy, view.ref_model)):
@@ -188,7 +175,6 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
 
 
 def _check_ahead(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> None:
-    """Refuse models, data and ways to sample that `rollout_lag` cannot be combined with."""
     sampling = other_sampling(view, rollouts)
     noise = list(models.random_parts(view.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
@@ -209,7 +195,6 @@ def _check_ahead(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> N
 
 
 def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
-    """Raise a ConfigError for parts that would break the same bits."""
     scorers = [type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)]
     client = getattr(rollouts.worker.engine, "client", None)
     sampling = other_sampling(view, rollouts)
@@ -225,11 +210,7 @@ def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
 
 
 def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[str]) -> None:
-    """Warn of what the promise leaves out; a ConfigError for parts that were replaced since the trainer was built.
-
-    Args:
-        uncovered: sentences of `check_trainer`.
-    """
+    """Warn of what the promise leaves out; refuse parts that were replaced since the trainer was built."""
     refuse_overrides(view)
     if view.args.bitwise_invariant:
         check_bitwise(view, rollouts)
@@ -250,7 +231,6 @@ def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[
 
 
 def _uncovered_sampling(view: TrainerView, rollouts: Rollouts) -> str | None:
-    """What the promise does not cover in sampling, as a sentence; None where it covers everything."""
     override, reason = own_sampling(view), why_not_by_key(view)
     if override == "rollout_func":
         return (

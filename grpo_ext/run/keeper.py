@@ -69,16 +69,7 @@ logger = get_logger(__name__)
 
 
 class RunKeeper(TrainerCallback):
-    """Begins, logs and ends the runs of a trainer, and writes their checkpoints.
-
-    Args:
-        user_args: the user's configuration; its `output_dir` follows that of the loop's.
-
-    Attributes:
-        geometry: the batch sizes of the run: as configured, with the chunk size of the checkpoint that it resumes
-            from. Settled by `begin`, before anything of the run is built.
-        losses: of every step of the run so far.
-    """
+    """Begins, logs and ends the runs of a trainer, and writes their checkpoints."""
 
     def __init__(
         self,
@@ -118,17 +109,14 @@ class RunKeeper(TrainerCallback):
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What is compared on resume."""
         return fingerprint_of(self.view, self.geometry)
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses, and whether a callback ends the run before its last step, for a checkpoint."""
         loop = self.view.state
         ends = self.watch.ends_anyway if self.watch.stopping else self.view.control.should_training_stop
         return {"losses": list(self.losses), "stopped_early": ends and loop.global_step < loop.max_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.losses = state["losses"]
         self._stopped_early = state["stopped_early"] and "stopped_early" not in (
             self.args.allow_changed_on_resume or ()
@@ -144,18 +132,13 @@ class RunKeeper(TrainerCallback):
         self.watch.evaluation_due &= self.view.eval_dataset is not None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Write a line of the run's log."""
         if logs is not None:
             self._log.write(state.global_step, state.epoch, logs, self.accelerator.device)
 
     # ---- A run ----------------------------------------------------------------------------------------------------
 
     def begin(self, wanted: str | bool | None) -> str | None:
-        """Lock a run's folder until `release_folder`; find, verify and read the checkpoint to resume, if there is one.
-
-        Raises:
-            CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
-        """
+        """Lock a run's folder until `release_folder`; find, verify and read the checkpoint to resume, if any."""
         vars(self).pop("fingerprint", None)
         self.resumed, self._stopped_early = TrainerState(), False
         self.geometry, self.losses = self.args.geometry, []
@@ -196,7 +179,7 @@ class RunKeeper(TrainerCallback):
         return checkpoint
 
     def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """What a log line gets: the loss scale; at the end the mean loss of the whole run, summed exactly."""
+        """The loss scale; at the end of a run the mean of all its losses, summed exactly."""
         values: dict[str, float] = {}
         if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
             values |= scaler.report()
@@ -205,13 +188,11 @@ class RunKeeper(TrainerCallback):
         return values
 
     def release_folder(self) -> None:
-        """Let other runs take the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def _read(self, checkpoint: str) -> None:
-        """Compare a checkpoint with this run, and read its state; weights and optimizer are read by transformers."""
         if self.args.ignore_data_skip:
             raise CheckpointError(
                 f"ignore_data_skip=True would train on the first prompts of the epoch again, not on those that follow "
@@ -254,11 +235,7 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def epoch(self, trial: Any) -> Iterator[dict[str, Any] | None]:
-        """Around an epoch of the loop: make the evaluation that an interrupted run left.
-
-        Yields:
-            Arguments of the epoch to replace; None where nothing is left to train.
-        """
+        """Around an epoch of the loop; yields arguments to replace, or None where nothing is left to train."""
         control = self.view.control
         if (reason := self._why_finished()) is not None:
             logger.info(reason)
@@ -274,12 +251,10 @@ class RunKeeper(TrainerCallback):
                 yield None if self.view.control.should_training_stop else {"resume_from_checkpoint": states}
 
     def evaluate_late(self, trial: Any) -> None:
-        """Make the evaluation that an interrupted run left."""
         self.watch.evaluation_due = False
         self.view.evaluate_late(trial, self.checkpoint)
 
     def _why_finished(self) -> str | None:
-        """Why nothing is left to train; None where something is."""
         if self.view.state.global_step >= self.view.state.max_steps:
             return "The run is finished: nothing is left to train, and the weights stay as they are."
         if not self._stopped_early:
@@ -291,7 +266,7 @@ class RunKeeper(TrainerCallback):
         )
 
     def _with_chunks_of(self, saved: Mapping[str, Any]) -> BatchGeometry:
-        """The batch sizes, with the chunk size of a checkpoint's settings where the configuration sets none."""
+        """The checkpoint's chunk size where the configuration sets none."""
         geometry, size = self.args.geometry, saved.get("rollout_chunk_size")
         if not geometry.together or size is None or size % geometry.num_generations:
             return geometry
@@ -304,7 +279,6 @@ class RunKeeper(TrainerCallback):
         return f"{device_kind(self.accelerator.device)}, {sizes}"
 
     def announce(self) -> str:
-        """Log the plan of the run; returns it."""
         view, args, limits = self.view, self.args, self.limits
         prompts = len(view.train_dataset) if hasattr(view.train_dataset, "__len__") else None
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
@@ -329,11 +303,7 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def running(self, checkpoint: str | None) -> Iterator[None]:
-        """Log the plan, record start and end of the run, and let signals stop it after a step.
-
-        Raises:
-            TrainingInterrupted: at the end, where one did.
-        """
+        """Log the plan, record start and end of the run, and let signals stop it after a step."""
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
         first = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began

@@ -86,7 +86,6 @@ class RunState:
 
 
 def save_state(folder: str | Path, state: Mapping[str, Any]) -> None:
-    """Write the states of components, by name, into a checkpoint's folder."""
     tensors: dict[str, torch.Tensor] = {}
     plain = _plain(state, (), tensors)
     (Path(folder) / STATE).write_text(json.dumps(plain, indent=1) + "\n")
@@ -95,11 +94,7 @@ def save_state(folder: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def load_state(folder: str | Path) -> dict[str, Any] | None:
-    """Read the states of components from a checkpoint's folder; None if another trainer wrote it.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """The states in a checkpoint by name, or a CheckpointError; None if another trainer wrote it."""
     path = Path(folder) / STATE
     if not path.is_file():
         return None

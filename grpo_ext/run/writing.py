@@ -45,14 +45,7 @@ class _SavedLater(TrainerState):
 
 @contextlib.contextmanager
 def _failing_together(explain: Callable[[str], str]) -> Iterator[None]:
-    """An error inside on one process is raised on all, so that none waits in a later collective.
-
-    Args:
-        explain: from the first failure's message to that of the error.
-
-    Raises:
-        CheckpointError: on every process.
-    """
+    """An error inside on one process is a CheckpointError on all, so that none waits in a later collective."""
     try:
         with together("a checkpoint"):
             yield
@@ -120,7 +113,6 @@ class CheckpointWriter:
             rotate(run, self.view.args.save_total_limit, final, state.best_model_checkpoint)
 
     def _complete(self, folder: Path, state: TrainerState, components: Mapping[str, Any] | None) -> None:
-        """Add the files that transformers does not write to a checkpoint, and list all of them."""
         # keys that a resume has read are texts, which cannot be sorted among numbers
         state.stateful_callbacks = json.loads(json.dumps(state.stateful_callbacks))
         state.save_to_json(str(folder / TRAINER_STATE_NAME))  # with the best checkpoint's final name

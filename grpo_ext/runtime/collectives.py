@@ -38,10 +38,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @contextmanager
 def local_collectives() -> Iterator[None]:
-    """Inside, collectives of this thread answer for this process alone.
-
-    For the thread that samples ahead: the order of collectives of two threads could differ between processes.
-    """
+    """Collectives of this thread, which samples ahead, answer for this process: their order could differ."""
     token = _alone.set(True)
     try:
         yield
@@ -50,7 +47,6 @@ def local_collectives() -> Iterator[None]:
 
 
 def wait_for_all(accelerator: Accelerator) -> None:
-    """Wait until all processes arrive here."""
     _refuse_alone()
     accelerator.wait_for_everyone()
 
@@ -164,18 +160,13 @@ def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
 
 @of_ours()
 def gather_lists(items: list[Any]) -> list[Any]:
-    """The lists of all processes as one, in process order; for objects that can be pickled."""
+    """For objects that can be pickled; in process order."""
     _meet("an exchange of lists")
     return items if _alone.get() else gather_object(items)
 
 
 def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor:
-    """Concatenate tensors of any length along the first dimension, in process order, on every process.
-
-    Args:
-        tensor: any shape; a scalar counts as one row, as in Accelerate's `gather`.
-        rows: rows of this process that count (default: all).
-    """
+    """Concatenate the first `rows` rows (default: all) of every process, in process order; a scalar is one row."""
     flat = tensor[None] if tensor.dim() == 0 else tensor
     flat = flat[:rows].contiguous()
     if _processes() == 1:
@@ -225,17 +216,12 @@ class _Uneven:
 
 
 class UsersAccelerator(Accelerator):
-    """The accelerator of a trainer, whose collectives code of users may call.
-
-    Inside `uneven_collectives` they take any number of rows. On several processes they raise a ConfigError on the
-    thread that samples ahead.
-    """
+    """A trainer's accelerator, for users' code: see `uneven_collectives`. Refused on the thread that samples ahead."""
 
     uneven: _Uneven | None = None
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> UsersAccelerator:
-        """An accelerator with the state of another."""
         users = cls.__new__(cls)
         users.__dict__ = accelerator.__dict__
         return users
@@ -255,30 +241,25 @@ class UsersAccelerator(Accelerator):
             yield
 
     def gather(self, tensor: Any) -> Any:
-        """See `Accelerator.gather`."""
         if (uneven := self._rows()) is None:
             return super().gather(tensor)
         return recursively_apply(uneven.rows, tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """See `Accelerator.reduce`."""
         if (uneven := self._rows()) is None:
             return super().reduce(tensor, reduction, scale)
         return recursively_apply(uneven.reduced, tensor, reduction, scale, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """See `Accelerator.gather_for_metrics`."""
         if (uneven := self._rows()) is None:
             return super().gather_for_metrics(input_data, use_gather_object)
         return uneven.gather_for_metrics(input_data, use_gather_object)
 
     def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Accelerator.pad_across_processes`."""
         with self._without_rows("pad_across_processes"):
             return super().pad_across_processes(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """See `Accelerator.wait_for_everyone`."""
         with self._without_rows("wait_for_everyone"):
             super().wait_for_everyone()
 
@@ -312,7 +293,6 @@ def uneven_collectives(
 
 
 def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Give the parameters and buffers of a model their values on the main process; returns the model."""
     _refuse_alone()
     if PartialState().num_processes > 1:
         for tensor in itertools.chain(model.parameters(), model.buffers()):
@@ -321,7 +301,6 @@ def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torc
 
 
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
-    """One object of each of the `size` processes of a torch process group."""
     _refuse_alone()
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
@@ -330,7 +309,6 @@ def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
 
 @of_ours()
 def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
-    """Sum tensors over all processes in place, in buckets of one type."""
     _refuse_alone()
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
@@ -340,22 +318,18 @@ def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
-    """Element-wise sum over all processes; equal to `values` on one process."""
     return stack_over_processes(values).sum(0)
 
 
 def max_over_processes(value: int) -> int:
-    """Largest of one integer per process."""
     return max(_meet("an exchange of numbers", value))
 
 
 def any_process(value: bool) -> bool:
-    """Whether a value is true on any process."""
     return bool(max_over_processes(int(value)))
 
 
 def first_of_all_processes(value: Any) -> Any:
-    """The first value that is not None, in process order; None if all are."""
     return next((item for item in gather_lists([value]) if item is not None), None)
 
 

@@ -38,7 +38,6 @@ def align_memory(*models: Any) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """The current settings that can change the bits of a run."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch_threads": torch.get_num_threads(),
@@ -53,7 +52,6 @@ def environment() -> dict[str, Any]:
 
 @contextmanager
 def computing_with(threads: int | None) -> Iterator[None]:
-    """Inside, this thread computes with `threads` CPU threads; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

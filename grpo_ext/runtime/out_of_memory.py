@@ -33,7 +33,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that new tensors on a device can take, torch's unused cache included; None where that is not known."""
+    """torch's unused cache included; None where it is unknown."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -63,11 +63,10 @@ class Halving:
         self._foreseen: int | None = None  # the size that was reported last
 
     def state_dict(self) -> dict[str, Any]:
-        """The size that fits, for a checkpoint."""
         return {"limit": self.limit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin with the size of a checkpoint."""
+        """A checkpoint's sizes, where they are smaller because memory ran out with larger ones."""
         self.limit = state["limit"]
 
     def run(self, rows: Sequence[int], work: Callable[[Sequence[int]], T], expected: int | None = None) -> list[T]:
@@ -122,11 +121,7 @@ class MicroBatchLimits:
     failures: int = 0  # how often memory ran out
 
     def shrink(self, largest_rows: int, largest_tokens: int, what: str = "a step") -> str:
-        """Halve after `what` failed with micro-batches up to these sizes on any process; returns the new limit as text.
-
-        Raises:
-            MemoryShortageError: a single completion does not fit.
-        """
+        """Halve after `what` failed with micro-batches of these sizes on any process; returns the new limit as text."""
         self.failures += 1
         if largest_rows <= 1:
             raise MemoryShortageError(
@@ -142,18 +137,16 @@ class MicroBatchLimits:
         return f"{self.rows} completion(s) at a time"
 
     def what_fits(self) -> str:
-        """A message for the end of a run in which memory ran out."""
         tokens = "" if self.tokens is None else f", micro_batch_tokens={self.tokens}"
         return (
             f"Memory ran out {self.failures} time(s). What fits here: per_device_train_batch_size={self.rows}{tokens}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes, for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adopt a checkpoint's sizes where they are smaller, because memory ran out with larger ones."""
+        """A checkpoint's sizes, where they are smaller because memory ran out with larger ones."""
         if state["failures"]:
             self.rows, self.failures = min(self.rows, state["rows"]), state["failures"]
             sizes = (size for size in (self.tokens, state["tokens"]) if size is not None)
