@@ -429,7 +429,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
         final, push = self._checkpoint_folder(trial), self.args.push_to_hub
-        with self._keeper.writer.writing(final), assigned(self.args, push_to_hub=False):
+        with self._keeper.saving(final), assigned(self.args, push_to_hub=False):
             super()._save_checkpoint(model, trial)
         if push:  # once the checkpoint has its final name
             self._push_from_checkpoint(str(final))
@@ -439,12 +439,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             folder = Path(str(self.args.output_dir)).resolve()
-            saved = "" if self._keeper.writer.output_dir is None else f"/{self._checkpoint_folder(None).name}"
+            saved = "" if self._keeper.writing_to is None else f"/{self._checkpoint_folder(None).name}"
             complete_card(folder, self.hub_model_id or f"{folder.name}{saved}", self.model, self.processing_class)
 
     def _get_output_dir(self, trial: Any) -> str:
         """Like transformers' method; while a checkpoint is written, the folder in which it becomes whole."""
-        return self._keeper.writer.output_dir or super()._get_output_dir(trial)
+        return self._keeper.writing_to or super()._get_output_dir(trial)
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -218,9 +218,6 @@ class TrainerView:
     def save_random_states(self, folder: str) -> None:
         self._trainer._save_rng_state(folder)
 
-    def in_state(self, state: TrainerState) -> AbstractContextManager[None]:
-        return assigned(self._trainer, state=state)
-
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return assigned(self._trainer, _logs=table)
 

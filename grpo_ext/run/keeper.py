@@ -20,6 +20,7 @@ from typing import Any
 import trl
 from accelerate.logging import get_logger
 from filelock import FileLock
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -49,6 +50,7 @@ from .checkpoint import (
     runs_of,
     set_aside_later,
     take_folder,
+    writing_folder,
 )
 from .fingerprint import (
     KEEPS_ROLLOUT,
@@ -62,8 +64,8 @@ from .interrupts import InterruptWatch, TrainingInterrupted
 from .loading import refuse_other_engine
 from .log import RunLog
 from .model_card import base_name
-from .state import RunState, Stateful, restore_callbacks
-from .writing import CheckpointWriter
+from .state import load_state, restore_callbacks
+from .writing import writing_checkpoint
 
 logger = get_logger(__name__)
 
@@ -88,7 +90,7 @@ class RunKeeper(TrainerCallback):
         self.checkpoint: str | None = None  # that the run resumes from; None for a new run
         self.resumed = TrainerState()  # the loop's state in the checkpoint
         self._stopped_early = False  # the run that is resumed
-        components: dict[str, Stateful] = {
+        self._components: dict[str, Stateful] = {
             "run": self,
             "rollouts": rollouts,
             "loop": view,
@@ -96,13 +98,14 @@ class RunKeeper(TrainerCallback):
             "reference": MovedReference(view),
             "interrupts": self.watch,
         }
-        sizes: dict[str, Stateful] = {
+        self._sizes: dict[str, Stateful] = {  # what is known of memory
             "micro_batches": limits,
             "scoring": forwards.memory,
             "generation": rollouts.memory,
         }
-        self.run_state = RunState(components, sizes, self._conditions)
-        self.writer = CheckpointWriter(view, self.run_state, lambda: self.fingerprint)
+        self._states: dict[str, Any] = {}  # of components, read from a checkpoint, until the loop has begun
+        self._owner = ""  # unique to a run: processes of one that was killed may still be writing
+        self.writing_to: str | None = None  # the folder in which a checkpoint is being written
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
         self._last_folder, self._user_output_dir = "", ""  # of this trainer's last run
@@ -128,7 +131,9 @@ class RunKeeper(TrainerCallback):
         """Restore the sums of the loop from a checkpoint; the loop has set them to zero."""
         if state.global_step:
             logger.info(f"Going on after step {state.global_step} of {state.max_steps}.")
-        self.run_state.restore()
+        states, self._states = self._states, {}
+        for name in list(states):
+            self._components[name].load_state_dict(states.pop(name))  # its memory is freed
         self.watch.evaluation_due &= self.view.eval_dataset is not None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -141,8 +146,7 @@ class RunKeeper(TrainerCallback):
         """Lock a run's folder until `release_folder`; find, verify and read the checkpoint to resume, if any."""
         vars(self).pop("fingerprint", None)
         self.resumed, self._stopped_early = TrainerState(), False
-        self.geometry, self.losses = self.args.geometry, []
-        self.run_state.forget()
+        self.geometry, self.losses, self._states = self.args.geometry, [], {}
         self.view.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what others decide
         if self.args.output_dir != self._last_folder:  # the user's, and not where the last run of this trainer went
             self._user_output_dir = str(self.args.output_dir)
@@ -160,8 +164,7 @@ class RunKeeper(TrainerCallback):
             return folder, checkpoint, run is not None, secrets.token_hex(4)
 
         checkpoint: str | None
-        folder, checkpoint, in_place, owner = from_main_process(self.accelerator, take)
-        self.writer.begin(owner)
+        folder, checkpoint, in_place, self._owner = from_main_process(self.accelerator, take)
         if checkpoint is not None:
             logger.info(f"Resuming from {checkpoint}.")
             self._read(checkpoint)
@@ -224,10 +227,15 @@ class RunKeeper(TrainerCallback):
         if "global_batch_size" in changes:
             logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
         others = sorted(changes.keys() - KEEPS_ROLLOUT)
-        if not self.run_state.read(checkpoint, without=["rollouts"] if others else []):
+        if (states := load_state(checkpoint)) is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
-        elif others:
-            logger.warning(f"{', '.join(others)} changed, so the rollout batches of the checkpoint are not used.")
+        else:
+            if states["conditions"] == self._conditions():
+                for name, component in self._sizes.items():
+                    component.load_state_dict(states["sizes"][name])
+            if others:
+                logger.warning(f"{', '.join(others)} changed, so the rollout batches of the checkpoint are not used.")
+            self._states = {n: states[n] for n in self._components if n != "rollouts" or not others}
         self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
         saved: Any = self.resumed.stateful_callbacks
         if not self.args.restore_callback_states_from_checkpoint:  # or transformers restores them, its way
@@ -346,6 +354,19 @@ class RunKeeper(TrainerCallback):
         return TrainingInterrupted(str(path))
 
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def saving(self, final: Path) -> Iterator[None]:
+        """The Trainer writes a checkpoint to `writing_to`; afterwards `final` is whole or absent."""
+        states: dict[str, Any] | None = None
+        if not self.args.save_only_model:
+            states = {name: part.state_dict() for name, part in self._components.items()}
+            states["sizes"] = {name: part.state_dict() for name, part in self._sizes.items()}
+            states["conditions"] = self._conditions()
+        fingerprint = self.fingerprint if self.args.should_save else {}
+        folder = writing_folder(final.parent, self._owner)
+        with writing_checkpoint(self.view, folder, final, states, fingerprint), assigned(self, writing_to=str(folder)):
+            yield
 
     @contextlib.contextmanager
     def saving_on_failure(self, save: Callable[[], None]) -> Iterator[None]:

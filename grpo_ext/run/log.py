@@ -47,7 +47,7 @@ class RunLog:
     def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Mapping[str, Any]) -> None:
         """Start the log of a training call: append, after a last line that a kill left unfinished is removed.
 
-        A start at step 0 supersedes all lines before it. A resume in another folder first copies the log of the old one.
+        A start at step 0 supersedes all lines before it. A resume in another folder first copies the earlier log.
         """
         self.path, self._start = Path(folder) / LOG, time.perf_counter()
         before = b""

@@ -1,4 +1,4 @@
-"""The state of a run's components in a checkpoint, and that of callbacks.
+"""The states of a run's components in a checkpoint, and those of callbacks.
 
 Differs from TRL, which samples again on resume, and saves the entropy controller alone. Saved as JSON and safetensors,
 so that reading it executes nothing.
@@ -7,9 +7,9 @@ so that reading it executes nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -23,66 +23,6 @@ logger = get_logger(__name__)
 
 STATE, TENSORS = "grpo_ext_state.json", "grpo_ext_state.safetensors"
 _TENSOR = "tensor:"  # begins the key of a dictionary in JSON that stands for a tensor
-
-
-class Stateful(Protocol):
-    """A component whose state a checkpoint holds."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Dictionaries with keys of text, lists, tensors, and values of JSON, nested in any way."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; tuples have become lists."""
-        ...
-
-
-class RunState:
-    """What a checkpoint holds beside model, optimizer and scheduler: the states of a run's components.
-
-    Args:
-        components: by name; they take over their states once the Trainer's loop has begun.
-        sizes: components that know what fits into memory; they take over their states at once.
-        conditions: says what decides which sizes fit; under other conditions those of a checkpoint are not used.
-    """
-
-    def __init__(
-        self, components: Mapping[str, Stateful], sizes: Mapping[str, Stateful], conditions: Callable[[], str]
-    ) -> None:
-        self.components, self.sizes, self.conditions = components, sizes, conditions
-        self._read: dict[str, Any] = {}  # from a checkpoint, until the loop has begun
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states as they are now; called on all processes together."""
-        states, sizes = (
-            {name: component.state_dict() for name, component in parts.items()}
-            for parts in (self.components, self.sizes)
-        )
-        return {**states, "sizes": sizes, "conditions": self.conditions()}
-
-    def read(self, checkpoint: str | Path, without: Collection[str] = ()) -> bool:
-        """Read a checkpoint, but not the states of components `without`; False if another trainer wrote it.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
-        if (states := load_state(checkpoint)) is None:
-            return False
-        if states["conditions"] == self.conditions():
-            for name, component in self.sizes.items():
-                component.load_state_dict(states["sizes"][name])
-        self._read = {name: states[name] for name in self.components if name not in without}
-        return True
-
-    def restore(self) -> None:
-        """Let the components take over what was read."""
-        states, self._read = self._read, {}  # its memory is freed
-        for name in list(states):
-            self.components[name].load_state_dict(states.pop(name))
-
-    def forget(self) -> None:
-        """Drop what was read."""
-        self._read = {}
 
 
 def save_state(folder: str | Path, state: Mapping[str, Any]) -> None:
