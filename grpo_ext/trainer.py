@@ -42,9 +42,8 @@ from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
 from .runtime.attributes import assigned
-from .runtime.collectives import UsersAccelerator
+from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
-from .runtime.leaving import leave_in_order
 from .runtime.messages import show_messages
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs

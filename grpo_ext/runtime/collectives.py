@@ -6,6 +6,8 @@ exchange begins with a header, in which a process says where it is, or that it f
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import time
 import zlib
@@ -13,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,17 @@ def _refuse_alone() -> None:
 
 def _processes() -> int:
     return 1 if _alone.get() else PartialState().num_processes
+
+
+@functools.cache
+def leave_in_order(seconds: float = 0.2) -> None:
+    """Let gloo's threads finish with the last collective before the interpreter is torn down.
+
+    They release tensors after it has returned, which takes the GIL; CPython ends a thread that asks for the GIL during
+    shutdown, and the process aborts (torch 2.13, CPython 3.11). `destroy_process_group` does not wait for them.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+        atexit.register(time.sleep, seconds)
 
 
 # ---- Meeting --------------------------------------------------------------------------------------------------------
@@ -180,39 +192,9 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
     return torch.cat([part[:n] for part, n in zip(stack_over_processes(padded), lengths, strict=True)])
 
 
-@dataclass(frozen=True)
-class _Uneven:
-    """An accelerator's collectives, with a different number of rows from every process; see `uneven_collectives`."""
-
+class _Uneven(NamedTuple):
     empty: Callable[[], bool]
     refused_in: str | None
-
-    def meet(self, name: str) -> None:
-        _refuse_alone()
-        if self.refused_in is not None:
-            raise RolloutError(
-                f"{self.refused_in} gathers, and is called once for each rollout chunk, of which processes have "
-                "different numbers; gather in _generate or _generate_and_score_completions instead."
-            )
-        _meet(f"accelerator.{name}")
-
-    def rows(self, tensor: torch.Tensor, name: str = "gather") -> torch.Tensor:
-        self.meet(name)
-        return ragged_gather(tensor.detach(), 0 if self.empty() else None)
-
-    def reduced(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
-        parts = self.rows(tensor[None], "reduce")
-        total = parts.amax(0) if reduction == "max" and len(parts) else parts.sum(0, dtype=tensor.dtype)
-        if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
-            total = total + (tensor - tensor.detach())
-        return total / max(len(parts), 1) if reduction == "mean" else total
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        with suppress(TypeError):  # not tensors
-            if not use_gather_object:
-                return recursively_apply(self.rows, input_data, error_on_other_type=True)
-        self.meet("gather_for_metrics")
-        return gather_lists([] if self.empty() else input_data)
 
 
 class UsersAccelerator(Accelerator):
@@ -226,41 +208,55 @@ class UsersAccelerator(Accelerator):
         users.__dict__ = accelerator.__dict__
         return users
 
-    def _rows(self) -> _Uneven | None:
+    def _meet(self, name: str) -> _Uneven | None:
+        """Where rows are uneven, meet the other processes; None elsewhere."""
         if self.num_processes > 1:
             _refuse_alone()
+        if self.uneven is None:
+            return None
+        if self.uneven.refused_in is not None:
+            raise RolloutError(
+                f"{self.uneven.refused_in} gathers, and is called once for each rollout chunk, of which processes have "
+                "different numbers; gather in _generate or _generate_and_score_completions instead."
+            )
+        _meet(f"accelerator.{name}")
         return self.uneven
 
-    @contextmanager
-    def _without_rows(self, name: str) -> Iterator[None]:
-        if (uneven := self._rows()) is None:
-            yield
-            return
-        uneven.meet(name)
-        with of_ours():
-            yield
-
     def gather(self, tensor: Any) -> Any:
-        if (uneven := self._rows()) is None:
+        if (uneven := self._meet("gather")) is None:
             return super().gather(tensor)
-        return recursively_apply(uneven.rows, tensor, error_on_other_type=True)
+        rows = 0 if uneven.empty() else None
+        return recursively_apply(lambda part: ragged_gather(part.detach(), rows), tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        if (uneven := self._rows()) is None:
+        if (uneven := self._meet("reduce")) is None:
             return super().reduce(tensor, reduction, scale)
-        return recursively_apply(uneven.reduced, tensor, reduction, scale, error_on_other_type=True)
+
+        def reduced(tensor: torch.Tensor) -> torch.Tensor:
+            parts = ragged_gather(tensor.detach()[None], 0 if uneven.empty() else None)
+            total = parts.amax(0) if reduction == "max" and len(parts) else parts.sum(0, dtype=tensor.dtype)
+            if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
+                total = total + (tensor - tensor.detach())
+            return total / max(len(parts), 1) if reduction == "mean" else total
+
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        if (uneven := self._rows()) is None:
+        if (uneven := self._meet("gather_for_metrics")) is None:
             return super().gather_for_metrics(input_data, use_gather_object)
-        return uneven.gather_for_metrics(input_data, use_gather_object)
+        with suppress(TypeError):  # not tensors
+            if not use_gather_object:
+                return self.gather(input_data)
+        return gather_lists([] if uneven.empty() else input_data)
 
     def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_rows("pad_across_processes"):
+        self._meet("pad_across_processes")
+        with of_ours():
             return super().pad_across_processes(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        with self._without_rows("wait_for_everyone"):
+        self._meet("wait_for_everyone")
+        with of_ours():
             super().wait_for_everyone()
 
 
