@@ -6,8 +6,7 @@ callbacks may change them: those of a rollout batch when it begins, those of the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from accelerate import Accelerator
 from transformers import GenerationConfig, ProcessorMixin, TrainerControl, TrainerState
 
 from . import compat
-from .algorithms.losses import adapted_entropy_coefficient
 from .config import GRPOConfig
 from .runtime.attributes import assigned
 
@@ -176,29 +174,6 @@ class TrainerView:
         loop._step, loop._initial_global_step = self.state.global_step, 0
         loop._tr_loss = loop._tr_loss + state["loss"]
         loop._total_loss_scalar, loop._globalstep_last_logged = state["total_loss"], int(state["last_logged"])
-
-    def with_events(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
-        """Micro-batches, and between two the event of callbacks; to transformers' loop the step is one batch."""
-        event = "on_substep_end" if self.model.training else "on_prediction_step"
-        for number, micro_batch in enumerate(micro_batches):
-            if number:
-                self._trainer.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
-            yield micro_batch
-
-    def log_step(self, values: dict[str, float]) -> float:
-        """Log the values of a step, and move the entropy controller; returns the loss."""
-        loss, entropy, args = values.pop("loss", math.nan), values.pop("bonus_entropy", math.nan), self.args
-        trainer: Any = self._trainer
-        if self.entropy_bonus and self.model.training:
-            if self.use_adaptive_entropy:
-                trainer._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
-                bounds = (args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max)
-                trainer.entropy_coef = adapted_entropy_coefficient(self.entropy_coef, self.last_entropy, *bounds)
-            values = {"entropy_coef": self.entropy_coef} | values
-        # the loss too: transformers would log a float32 mean over processes
-        for name, value in (values | {"loss": loss}).items():
-            self.metrics["train" if self.model.training else "eval"][name].append(value)
-        return loss
 
     def set_reference(self, model: Any, beta: float, sync: bool) -> None:
         self._trainer.ref_model = model
