@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import trl
@@ -19,10 +19,33 @@ from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
-from .replay import Replay
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
 from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_metric, check_bitwise, check_values
+
+
+class Replay(NamedTuple):
+    """What is recorded while sampling and replayed in every later forward."""
+
+    masks: bool = False  # the tokens that each token was sampled from (`sampling_mask="replay"`)
+    experts: bool = False  # the experts of each token (`routing_replay`)
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    def __str__(self) -> str:
+        settings = ("sampling_mask='replay'", "routing_replay=True")
+        return " and ".join(setting for setting, replays in zip(settings, self) if replays)
+
+    def refuse_other_tokens(self, problem: str) -> None:
+        """Raise a ConfigError for a forward of tokens without a record; `problem`: a clause about these tokens."""
+        if self:
+            raise ConfigError(
+                f"{self}: {problem}, and there is no record of these; pass on the same tensors, or turn replay off."
+            )
+
+
+NO_REPLAY = Replay()
 
 
 def setting(help: str, default: Any = None, **metadata: Any) -> Any:

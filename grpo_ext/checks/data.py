@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, settle_rope
@@ -116,16 +116,6 @@ def check_prompt_lengths(
                 f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"
                 + (", or lower max_completion_length." if absolute else ".")
             )
-
-
-def check_stream(train: Any, dynamic_sampling: bool) -> None:
-    if train is None or hasattr(train, "__len__"):
-        return
-    if dynamic_sampling:
-        raise ConfigError(
-            "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
-            "use a data set with a length."
-        )
 
 
 def check_images(dataset: Any, prepare: Any) -> None:

@@ -13,7 +13,6 @@ from ..forward.architecture import base_model_of
 from ..rollouts.decoding import own_generate
 from ..rollouts.keyed import setting_of
 from ..rollouts.settings import LOGPS, SCORE, outside_masks, template_of, why_not_by_key
-from ..rollouts.source import Rollouts
 from ..view import TrainerView
 
 # Accelerate's names of the engines that are known to keep the promise
@@ -89,7 +88,7 @@ def check_ends(view: TrainerView) -> None:
         raise ConfigError(f"stop_strings={strings!r}: an empty text would end every completion; leave it out.")
 
 
-def check_replay(view: TrainerView, rollouts: Rollouts) -> None:
+def check_replay(view: TrainerView) -> None:
     vllm, scoring = view.use_vllm, view.overridden(LOGPS)
     if view.args.replay.masks:
         sampling = view.overridden(SCORE, "_generate", "_generate_single_turn")

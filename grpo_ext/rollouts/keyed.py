@@ -16,9 +16,9 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Log
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
+from ..config import NO_REPLAY, Replay
 from ..forward.architecture import base_model_of
 from ..forward.routing import Routing
-from ..replay import NO_REPLAY, Replay
 from .token_record import Recorder
 from .transcript import Transcript
 
