@@ -77,14 +77,14 @@ def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: batch[name] for name in (*IMAGE_ARGUMENTS, *_COUNTS) if name in batch}
 
 
-def sample_no_image_tokens(trainer: Any) -> None:
+def sample_no_image_tokens(view: Any) -> None:
     """Never sample the token that stands for an image: there would be more of them than images in the prompt.
 
     TRL does this since 1.16, unless the user suppresses other tokens.
     """
-    if not trainer.use_vllm and (image := image_token(trainer.model)) is not None:
-        others = trainer.generation_config.suppress_tokens or []
-        trainer.generation_config.suppress_tokens = sorted({*others, image})
+    if not view.use_vllm and (image := image_token(view.model)) is not None:
+        others = view.generation_config.suppress_tokens or []
+        view.generation_config.suppress_tokens = sorted({*others, image})
 
 
 def image_token(model: Any) -> int | None:
@@ -105,8 +105,7 @@ def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
     name = model if isinstance(model, str) else get_config_model_id(model.config)
     if not name:
         raise ConfigError(
-            "the model's configuration does not say where to load a tokenizer from (_name_or_path is empty); pass the "
-            "tokenizer as processing_class."
+            "the model's configuration has an empty _name_or_path; pass the tokenizer as processing_class."
         )
     options: Any = {"truncation_side": "left", "padding_side": "left"}
     options["revision"] = kwargs.get("revision") if isinstance(model, str) else None
@@ -264,8 +263,7 @@ def verify_overrides(ours: type) -> None:
     if broken := [sentence for name in OVERRIDES if (sentence := _mismatch(ours, name)) is not None]:
         raise ContractError(
             f"grpo_ext does not fit the installed trl {trl.__version__} and transformers {transformers.__version__}: "
-            f"{'; '.join(broken)}. TRL 1.15 and 1.16 with transformers 5.20 to 5.24 are tested and work; install one "
-            "of these, or a newer grpo_ext."
+            f"{'; '.join(broken)}. Install TRL 1.15 or 1.16 and transformers 5.20 to 5.24, or a newer grpo_ext."
         )
 
 

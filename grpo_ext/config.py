@@ -87,8 +87,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
     loss_aggregation: str | None = setting(
         "How token losses are added up: 'token_mean', 'sequence_mean', 'sequence_sum', 'sequence_sum_norm' (over "
-        "max_completion_length) or 'prompt_mean' (every prompt weighs the same). Default: what loss_type says, as in "
-        "TRL."
+        "max_completion_length) or 'prompt_mean' (prompts weigh the same). Default: what loss_type says, as in TRL."
     )
     dynamic_sampling: bool = setting(
         "Replace groups whose rewards are all equal by groups of further prompts (DAPO), until the rollout batch is "
@@ -113,8 +112,7 @@ class GRPOConfig(trl.GRPOConfig):
     sampling_mask: str | None = setting(
         "'replay': compute log-probabilities, KL and entropy over the tokens that top_p, top_k, min_p and other "
         "filters kept while sampling: the distribution that was sampled from. top_k limits their number, 512 if it is "
-        "not set. With a filter, vLLM has to be colocated, 0.28 or newer. Default: over the whole vocabulary, as in "
-        "TRL.",
+        "not set. With a filter, vLLM has to be colocated, 0.28 or newer. Default: the whole vocabulary, as in TRL.",
         choices=[None, "replay"],
     )
     routing_replay: bool = setting(
@@ -157,8 +155,7 @@ class GRPOConfig(trl.GRPOConfig):
     # vLLM.
     vllm_seeds: bool = setting(
         "Give every completion that vLLM samples its own seed. False: vLLM draws the rows of a batch together, which "
-        "saves 1 to 2 ms per token at 256 rows; completions then depend on the split and on what was sampled before, "
-        "and a resumed run samples different ones.",
+        "saves 1 to 2 ms per token at 256 rows; completions then depend on the split and differ in a resumed run.",
         default=True,
     )
     vllm_lora: bool | None = setting(
@@ -168,8 +165,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
     vllm_check: bool = setting(
         "End the run if vLLM's log-probabilities differ from the trainer's by more than rounding in half precision. "
-        "Compared in every rollout batch for which the trainer computes them (by default all), and always in the first "
-        "one.",
+        "Compared in the first rollout batch, and in all for which the trainer computes them (by default all).",
         default=True,
     )
 
@@ -201,23 +197,20 @@ class GRPOConfig(trl.GRPOConfig):
         default=0,
     )
     reward_timeout: float | None = setting(
-        "Seconds one call of a reward function may take; without reward_workers a longer call continues in its "
-        "thread. Default: no limit."
+        "Seconds one call of a reward function may take (without reward_workers its thread goes on). Default: no limit."
     )
     reward_retries: int = setting(
         "How often a reward function that raised or took too long is called again.", default=0
     )
     reward_on_failure: str = setting(
-        "When the last retry of a reward function has failed: 'error' ends the run, 'none' gives the completions of "
-        "that call None (does not apply).",
+        "When a reward function's last retry has failed: 'error' ends the run, 'none' gives None (does not apply).",
         default="error",
         choices=["error", "none"],
     )
 
     # Evaluation.
     eval_pass_threshold: float | None = setting(
-        "The least reward that counts as passed in the pass@k of an evaluation. Default: 1 if every reward is 0 or 1; "
-        "otherwise no pass@k is logged."
+        "The least reward that passes in the pass@k of an evaluation. Default: 1 if all are 0 or 1; else no pass@k."
     )
     eval_pass_reward: str | None = setting(
         "The reward function of pass@k and mean@k, by its name in the logs. Default: the weighted sum of all."
@@ -225,14 +218,12 @@ class GRPOConfig(trl.GRPOConfig):
 
     # Tools and environments.
     tool_timeout: float | None = setting(
-        "Seconds one call of a tool, or an environment's `reset`, may take; a longer call fails, and the model is "
-        "told so. Default: no limit."
+        "Seconds one call of a tool, or an environment's `reset`, may take before it fails. Default: no limit."
     )
 
     # Refusals.
     allow_split_dependent: bool = setting(
-        "Warn instead of refusing to train when the model or the settings make the update depend on the split "
-        "(dropout, BatchNorm, NEFTune).",
+        "Warn, not refuse, if the model or settings make the update depend on the split (dropout, BatchNorm, NEFTune).",
         default=False,
     )
 

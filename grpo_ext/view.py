@@ -31,7 +31,11 @@ _PRIVATE = {
     "entropy_bonus": "_entropy_bonus_enabled",
     "last_entropy": "_last_world_entropy",
     "tokenize_prompts": "_tokenize_prompts",
+    "environment_tools": "_env_tools",
+    "environment_pools": "_environment_pool",
 }
+# attributes that a trainer without vLLM, asynchronous functions or environments lacks
+_ABSENT: dict[str, Any] = {"vllm_generation": None, "async_loop": None, "_env_tools": {}, "_environment_pool": None}
 
 
 class TrainerView:
@@ -72,6 +76,7 @@ class TrainerView:
     vllm_importance_sampling_mode: str
     vllm_importance_sampling_clip_min: float | None
     vllm_importance_sampling_clip_max: float | None
+    vllm_generation: Any  # TRL's client or engine of vLLM
     use_transformers_continuous_batching: bool
     weights_sent_at: int  # the optimizer step whose weights vLLM has; -1: others
     rollout_func: Callable[..., Any] | None
@@ -83,6 +88,9 @@ class TrainerView:
     tools: list[Callable[..., Any]] | None
     standalone_tools: list[Callable[..., Any]]
     environment_factories: dict[str | None, Any] | None
+    environment_tools: dict[str | None, Any]  # of each environment, by its name
+    environment_pools: dict[str | None, list[Any]] | None  # environments to use again
+    async_loop: Any  # of asynchronous tools and reward functions
     max_tool_calling_iterations: int
     # Rewards and advantages
     reward_funcs: list[Any]
@@ -116,7 +124,10 @@ class TrainerView:
     if not TYPE_CHECKING:  # a type checker knows the attributes above and no others
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self._trainer, _PRIVATE.get(name, name))
+            name = _PRIVATE.get(name, name)
+            if name in _ABSENT:
+                return getattr(self._trainer, name, _ABSENT[name])
+            return getattr(self._trainer, name)
 
     @property
     def group_size(self) -> int:
@@ -130,22 +141,6 @@ class TrainerView:
     def takes_images(self) -> bool:
         """A processor, not a tokenizer."""
         return isinstance(self.processing_class, ProcessorMixin)
-
-    @property
-    def vllm_generation(self) -> Any:
-        return getattr(self._trainer, "vllm_generation", None)
-
-    @property
-    def async_loop(self) -> Any:
-        return getattr(self._trainer, "async_loop", None)
-
-    @property
-    def environment_tools(self) -> dict[str | None, Any]:
-        return getattr(self._trainer, "_env_tools", {})
-
-    @property
-    def environment_pools(self) -> dict[str | None, list[Any]] | None:
-        return getattr(self._trainer, "_environment_pool", None)
 
     @property
     def models(self) -> list[Any]:
@@ -226,9 +221,6 @@ class TrainerView:
         return self.rollout_func(prompts, self._trainer)
 
     # ---- What is written to a trainer -----------------------------------------------------------------------------
-
-    def never_sample_image_tokens(self) -> None:
-        compat.sample_no_image_tokens(self._trainer)
 
     def show_environments(self, environments: Sequence[Any], names: Sequence[str | None]) -> None:
         if self.environment_factories is not None:

@@ -54,8 +54,7 @@ def check_prompts(dataset: Any, split: str) -> None:
     for row, prompt in enumerate(iterate_prompts(dataset)):
         if not prompt:
             raise DataError(
-                f"row {row} of the {split} data set has an empty prompt ({prompt!r}); a completion needs something to "
-                "complete; filter such rows out."
+                f"row {row} of the {split} data set has an empty prompt ({prompt!r}); filter such rows out."
             )
 
 

@@ -106,8 +106,7 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
     norms = [f"{path} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
     if norms:
         reasons.append(
-            f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a"
-            " model with layer or group normalisation"
+            f"batch normalisation ({norms[0]}, {len(norms)} in all) depends on the micro-batch; use another model"
         )
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -162,8 +161,7 @@ def check_half_weights(model: Any, fp16: bool) -> None:
         )
     logger.warning(
         f"{len(half)} of {len(trained)} trained tensors are {dtype}, which rounds small updates away, and rounds them "
-        "differently for another split. Load the model with dtype=torch.float32; with bf16=True it still computes in "
-        "bfloat16."
+        "differently for another split. Load the model with dtype=torch.float32; bf16=True still computes in bfloat16."
     )
 
 

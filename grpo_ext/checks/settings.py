@@ -52,8 +52,7 @@ def check_generation(view: TrainerView) -> None:
             StopStringCriteria(view.tokenizer, config.stop_strings)
     except (ValueError, TypeError, IndexError) as error:
         raise ConfigError(
-            f"transformers cannot sample with these settings: {error}; change that in generation_kwargs, or in the "
-            "model's own generation_config."
+            f"transformers cannot sample with these settings: {error}; change generation_kwargs or generation_config."
         ) from None
 
 

@@ -74,8 +74,7 @@ def check_arguments(
         check_tools(tools or [], processing_class, first_rows)
     if config.dynamic_sampling and data_sets[0] is not None and not hasattr(data_sets[0], "__len__"):
         raise ConfigError(
-            "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
-            "use a data set with a length."
+            "dynamic_sampling=True draws from the whole training set, and this one is a stream; use one with a length."
         )
     return processing_class
 
@@ -103,9 +102,8 @@ def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
     kwargs: Any = config.gradient_checkpointing_kwargs or {}
     if view.aux_loss_enabled and config.gradient_checkpointing and kwargs.get("use_reentrant"):
         raise ConfigError(
-            "router_aux_loss_coef with gradient_checkpointing_kwargs={'use_reentrant': True}: router logits carry no "
-            "gradient there, so the auxiliary loss would have none; leave use_reentrant out, or set "
-            "router_aux_loss_coef=0."
+            "router_aux_loss_coef with gradient_checkpointing_kwargs={'use_reentrant': True}: router logits have no "
+            "gradient there, nor would the auxiliary loss; leave use_reentrant out, or set router_aux_loss_coef=0."
         )
 
 
@@ -260,10 +258,7 @@ def _uncovered_sampling(view: TrainerView) -> str | None:
             "samples others; only the update is covered"
         )
     if view.use_vllm:
-        rounded = (
-            "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
-            "completion differs"
-        )
+        rounded = "vLLM's rounding depends on its batches, so now and then a completion differs"
         return None if view.args.bitwise_invariant else rounded
     return reason and f"{reason}: completions are not sampled by key; only the update is covered"
 
@@ -306,8 +301,7 @@ def refuse_changes(view: TrainerView, images: ImageSource, planned: Mapping[str,
             read_once = ", or change generation_config" if name in _COPIED else ""
             raise ConfigError(
                 f"{name} was changed to {shortened(repr(value), 80)}, and the trainer was built with "
-                f"{shortened(repr(planned.get(name)), 80)} and cannot follow; set it in GRPOConfig, or pass it to the "
-                f"trainer{read_once}."
+                f"{shortened(repr(planned.get(name)), 80)}; set it in GRPOConfig, or pass it to the trainer{read_once}."
             )
     columns = {name: len(getattr(view, name)) for name in ("reward_funcs", "reward_func_names", "reward_weights")}
     if len(set(columns.values())) > 1:

@@ -217,8 +217,7 @@ def create_output_dir(folder: str) -> None:
             pass  # the lock takes a folder that is read-only for one that is taken
     except OSError as error:
         raise ConfigError(
-            f"output_dir={folder!r} cannot be written to ({error.strerror}); name a folder in which this process may "
-            "create files, on a disk with space."
+            f"output_dir={folder!r} cannot be written to ({error.strerror}); use a writable folder on a disk with room."
         ) from error
 
 

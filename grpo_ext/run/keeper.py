@@ -198,8 +198,7 @@ class RunKeeper(TrainerCallback):
     def _read(self, checkpoint: str) -> None:
         if self.args.ignore_data_skip:
             raise CheckpointError(
-                f"ignore_data_skip=True would train on the first prompts of the epoch again, not on those that follow "
-                f"{checkpoint}; leave it out."
+                f"ignore_data_skip=True would train on prompts from before {checkpoint} again; leave it out."
             )
         from_main_process(self.accelerator, lambda: refuse_other_engine(checkpoint, self.accelerator))
         listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
@@ -208,8 +207,7 @@ class RunKeeper(TrainerCallback):
         elif self.view.is_deepspeed_enabled and listing["processes"] != processes:
             raise CheckpointError(
                 f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed needs as many to read "
-                f"its shards; this run has {processes}. Start {listing['processes']}, or export the model and begin a "
-                "new run with it."
+                f"it, not {processes}. Start {listing['processes']}, or export the model and begin a new run."
             )
         if self.args.sync_ref_model and shards_parameters(self.accelerator):
             raise CheckpointError(
@@ -217,10 +215,10 @@ class RunKeeper(TrainerCallback):
                 f"DeepSpeed. Begin a new run with the weights (grpo-ext export {checkpoint} NEW_FOLDER)."
             )
         allowed = self.args.allow_changed_on_resume or ()
-        if "rollout_chunk_size" not in allowed:
-            self.geometry = self._with_chunks_of(
-                from_main_process(self.accelerator, lambda: saved_settings(checkpoint))
-            )
+        if "rollout_chunk_size" not in allowed and self.geometry.together:  # the configuration sets none
+            size = from_main_process(self.accelerator, lambda: saved_settings(checkpoint)).get("rollout_chunk_size")
+            if size is not None and size % self.geometry.num_generations == 0:
+                self.geometry = dataclasses.replace(self.geometry, rollout_chunk_size=size)
         changes = from_main_process(self.accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
         for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
@@ -272,13 +270,6 @@ class RunKeeper(TrainerCallback):
             "To train on, set allow_changed_on_resume=['stopped_early'] (as an option: --allow_changed_on_resume "
             "stopped_early), and leave out or change the callback that stopped it."
         )
-
-    def _with_chunks_of(self, saved: Mapping[str, Any]) -> BatchGeometry:
-        """The checkpoint's chunk size where the configuration sets none."""
-        geometry, size = self.args.geometry, saved.get("rollout_chunk_size")
-        if not geometry.together or size is None or size % geometry.num_generations:
-            return geometry
-        return dataclasses.replace(geometry, rollout_chunk_size=size)
 
     def _conditions(self) -> str:
         """What decides which sizes fit, beside the model: the device, and what a user changes to make more fit."""

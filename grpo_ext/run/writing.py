@@ -62,8 +62,7 @@ def writing_checkpoint(
         free = shutil.disk_usage(str(view.args.output_dir)).free / 2**20
         return (
             f"{final.name} could not be written to {run}, with {free:.0f} MiB free ({reason}). The older "
-            "checkpoints are untouched. Where space is short, use save_total_limit, save_only_model or another "
-            "output_dir."
+            "checkpoints are untouched. If space is short, use save_total_limit, save_only_model or another output_dir."
         )
 
     # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it

@@ -83,8 +83,7 @@ def pinned(threads: int | None) -> Iterator[None]:
     if torch.cuda.is_available() and os.environ.get(CUBLAS) not in CUBLAS_VALUES:
         raise ConfigError(
             f"bitwise_invariant=True needs {CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
-            f"{os.environ.get(CUBLAS)!r}. Make the GRPOConfig, which sets it, before anything runs on the GPU, or set "
-            "it in the shell."
+            f"{os.environ.get(CUBLAS)!r}. Make the GRPOConfig, which sets it, before using the GPU, or set it yourself."
         )
     with ExitStack() as restored:
         restored.enter_context(computing_with(threads))
