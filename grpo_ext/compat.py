@@ -78,10 +78,7 @@ def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sample_no_image_tokens(view: Any) -> None:
-    """Never sample the token that stands for an image: there would be more of them than images in the prompt.
-
-    TRL does this since 1.16, unless the user suppresses other tokens.
-    """
+    """Never sample the token of an image, as TRL since 1.16, unless the user suppresses other tokens."""
     if not view.use_vllm and (image := image_token(view.model)) is not None:
         others = view.generation_config.suppress_tokens or []
         view.generation_config.suppress_tokens = sorted({*others, image})
@@ -92,10 +89,7 @@ def image_token(model: Any) -> int | None:
 
 
 def forget_absent_layers(model: Any) -> None:
-    """Remove layers that the model lacks from those that FSDP wraps, because Accelerate and PEFT refuse their names.
-
-    A model with an image tower also names layers of the tower's family, such as CLIP's text embeddings.
-    """
+    """Remove layers that a model with an image tower lacks from those that FSDP wraps: Accelerate refuses them."""
     model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
 
 
@@ -263,7 +257,7 @@ def verify_overrides(ours: type) -> None:
     if broken := [sentence for name in OVERRIDES if (sentence := _mismatch(ours, name)) is not None]:
         raise ContractError(
             f"grpo_ext does not fit the installed trl {trl.__version__} and transformers {transformers.__version__}: "
-            f"{'; '.join(broken)}. Install TRL 1.15 or 1.16 and transformers 5.20 to 5.24, or a newer grpo_ext."
+            f"{'; '.join(broken)}. TRL 1.15 and 1.16 with transformers 5.20 to 5.24 work; or install a newer grpo_ext."
         )
 
 

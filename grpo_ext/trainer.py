@@ -77,8 +77,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     Raises:
         ConfigError, DataError, ModelError, SplitDependentError: at construction, before any training.
         RewardError: a reward function raised, or returned something else than rewards.
-        RolloutError: a `rollout_func` returned something else than completions, or an environment's `reset` hangs
-            (`tool_timeout`).
+        RolloutError: a `rollout_func` returned no completions, or an environment's `reset` hangs (`tool_timeout`).
     """
 
     args: GRPOConfig  # the Hugging Face loop's copy: see GRPOConfig.for_loop
@@ -309,8 +308,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         """TRL's: the part of the loss of the step that a dictionary adds; outside a step it is a step of its own."""
         return self._loss_overrides.loss(model, inputs)
 
-    # ---- Log-probabilities ----------------------------------------------------------------------------------------
-
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
@@ -333,7 +330,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     # ---- Sampling: TRL's methods, for users who override or call them ---------------------------------------------
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's padded dictionary of this process's rows, with advantages over the whole rollout batch."""
         return self._trl_methods.score(inputs)
 
     def _generate(self, prompts: list[Any]) -> Any:

@@ -83,10 +83,7 @@ def random_parts(model: nn.Module) -> Iterator[str]:
 
 
 def disable_random_parts(model: nn.Module) -> None:
-    """Set every rate that `random_parts` finds to zero; TRL's `disable_dropout` reaches only `nn.Dropout` modules.
-
-    Some models read a rate from their configuration in every forward, so it is set to zero there too.
-    """
+    """Set every rate to zero, in configurations too: TRL's `disable_dropout` reaches only `nn.Dropout` modules."""
     for module in model.modules():
         for attribute, value in list(_rates(module)):
             setattr(module, attribute, dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0)

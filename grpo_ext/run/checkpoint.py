@@ -274,11 +274,7 @@ def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
 
 
 def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
-    """Lock a run's folder, on the main process; returns it, and the lock.
-
-    Args:
-        in_place: a run is resumed in the folder; a new run takes the first free one of it, `folder-2`, `folder-3`.
-    """
+    """Lock the folder of a run that resumes, or the first free one of `folder`, `folder-2`, ... for a new run."""
     if in_place:
         if (lock := _acquire(folder, _PATIENCE)) is not None:
             return folder, lock

@@ -144,9 +144,8 @@ def on_all_processes(error: BaseException) -> bool:
 def together(place: str, sharded: bool = False, again: bool = False) -> Iterator[None]:
     """An error inside on one process is raised on all, at the end or in the exchange they are in.
 
-    Args:
-        sharded: a forward is a collective; who waits in one cannot learn of an error, which is raised as it is.
-        again: memory that runs out is a `StepOutOfMemory` on every process.
+    Not where a forward is a collective (`sharded`): who waits in one cannot learn of an error. With `again`, memory
+    that runs out is a `StepOutOfMemory`.
     """
     failure: Exception | None = None
     try:

@@ -28,8 +28,7 @@ _PRODUCTS = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn, _
 def align_memory(*models: Any) -> None:
     """Move weights and buffers on the CPU to memory with the alignment of torch's allocator.
 
-    MKL's kernels for very small matrices round by the alignment of their operands. Weights in a mapped file have any
-    alignment; weights that data parallel training has copied are aligned.
+    MKL's kernels for very small matrices round by the alignment of their operands, and a mapped file has any.
     """
     for model in models:
         for tensor in itertools.chain(model.parameters(), model.buffers()):

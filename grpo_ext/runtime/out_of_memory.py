@@ -48,37 +48,24 @@ def device_kind(device: torch.device) -> str:
     return f"{name} with {total / 2**30:.0f} GiB"
 
 
+@dataclass
 class Halving:
-    """Runs work on rows in pieces that fit into memory, and remembers their size.
+    """Runs work on rows in pieces that fit into memory, and remembers their size."""
 
-    Args:
-        what: name of the work, for messages.
-        remedy: how to make one completion smaller, for messages.
-        enabled: whether a piece may be cut; not in a canonical layout or where a forward is a collective.
-    """
-
-    def __init__(self, what: str, remedy: str, enabled: bool = True) -> None:
-        self.what, self.remedy, self.enabled = what, remedy, enabled
-        self.limit: int | None = None
-        self._foreseen: int | None = None  # the size that was reported last
+    what: str  # the work, for messages
+    remedy: str  # how to make one completion smaller, for messages
+    enabled: bool = True  # whether a piece may be cut; not in a canonical layout or where a forward is a collective
+    limit: int | None = None  # completions
+    _foreseen: int | None = None  # the size that was reported last
 
     def state_dict(self) -> dict[str, Any]:
         return {"limit": self.limit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A checkpoint's sizes, where they are smaller because memory ran out with larger ones."""
         self.limit = state["limit"]
 
     def run(self, rows: Sequence[int], work: Callable[[Sequence[int]], T], expected: int | None = None) -> list[T]:
-        """The results of `work` on consecutive pieces of `rows`.
-
-        Args:
-            expected: rows that are expected to fit; more are cut beforehand, into pieces of about one size. None:
-                not known.
-
-        Raises:
-            MemoryShortageError: one row alone does not fit, or cutting is not allowed.
-        """
+        """The results of `work` on consecutive pieces of `rows`; `expected`: how many are expected to fit."""
         size = len(rows) if self.limit is None else min(self.limit, len(rows))
         if self.enabled and expected is not None and expected < size:
             size = ceil_div(size, ceil_div(size, max(1, expected)))
