@@ -180,8 +180,7 @@ class GRPOConfig(trl.GRPOConfig):
         "changes what is learned. Default: num_generations."
     )
     bitwise_threads: int = setting(
-        "With bitwise_invariant: CPU threads per process; the bits of matrix products depend on it.",
-        default=1,
+        "With bitwise_invariant: CPU threads per process; the bits of matrix products depend on it.", default=1
     )
 
     # Resume.

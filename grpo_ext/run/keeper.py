@@ -52,20 +52,12 @@ from .checkpoint import (
     take_folder,
     writing_folder,
 )
-from .fingerprint import (
-    KEEPS_ROLLOUT,
-    check_same_run,
-    differences,
-    fingerprint_of,
-    saved_settings,
-    state_hashes,
-)
+from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, saved_settings, state_hashes
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .loading import refuse_other_engine
 from .log import RunLog
 from .model_card import base_name
-from .state import load_state, restore_callbacks
-from .writing import writing_checkpoint
+from .state import load_state, restore_callbacks, writing_checkpoint
 
 logger = get_logger(__name__)
 
