@@ -318,19 +318,17 @@ class GRPOConfig(trl.GRPOConfig):
 
     def for_loop(self) -> GRPOConfig:
         """The copy that the Trainer's loop reads: one batch per optimizer step, sizes filled in."""
-        self.geometry = geometry_of(vars(self), self.world_size)  # sizes may have been changed after construction
+        # sizes may have been changed after construction
+        sizes = self.geometry = geometry_of(vars(self), self.world_size)
         args = copy.copy(self)  # shallow: keeps what __post_init__ computed (devices, plugins)
-        args.global_batch_size = self.geometry.global_batch_size
-        args.rollout_batch_size = self.geometry.rollout_batch_size
-        args.generation_batch_size = self.geometry.rollout_batch_size
-        args.steps_per_generation = self.geometry.steps_per_rollout
+        args.global_batch_size, args.steps_per_generation = sizes.global_batch_size, sizes.steps_per_rollout
+        args.rollout_batch_size = args.generation_batch_size = sizes.rollout_batch_size
         if self.use_vllm:  # TRL sizes the engine's queue, the most rows of a process, by this number
-            rows = ceil_div(self.geometry.rollout_batch_size, self.geometry.num_processes)
+            rows = ceil_div(sizes.rollout_batch_size, sizes.num_processes)
             args.steps_per_generation = ceil_div(rows, self.per_device_train_batch_size)
         args.gradient_accumulation_steps = 1
         args.auto_find_batch_size = False
-        if args.ddp_static_graph:
-            args.ddp_static_graph = False  # concerns DDP's reduction of gradients, which the step does not use
+        args.ddp_static_graph = None  # concerns DDP's reduction of gradients, which the step does not use
         # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
         accelerator: Any = copy.copy(self.accelerator_config)
         accumulation = accelerator.gradient_accumulation_kwargs or {}

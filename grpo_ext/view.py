@@ -39,7 +39,7 @@ _ABSENT: dict[str, Any] = {"vllm_generation": None, "async_loop": None, "_env_to
 
 
 class TrainerView:
-    """A trainer's attributes; those of `ours` count as not overridden."""
+    """A trainer's attributes, as they are when they are read; methods of `ours` count as not overridden."""
 
     # Models and data
     model: Any

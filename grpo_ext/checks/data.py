@@ -118,7 +118,7 @@ def check_prompt_lengths(
 
 
 def check_images(dataset: Any, prepare: Any) -> None:
-    """Check a few rows for images that nothing reads, beside a text, or that change (`prepare`: None: tokenizer)."""
+    """Check a few rows for images that nothing reads, beside a text, or that change; `prepare`: None for text."""
     for number in sample_rows(dataset):
         row = dataset[number]
         if prepare is None:

@@ -101,7 +101,7 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
 
 
 def why_broken(folder: str | Path) -> str | None:
-    """Why a checkpoint must not be loaded, as a sentence; only its ending is checked if another trainer wrote it."""
+    """Why a checkpoint must not be loaded, as a sentence; that of another trainer has only to be finished."""
     root = Path(folder)
     if not root.is_dir():
         return f"{root} {'is not a folder' if root.exists() else 'does not exist'}"
@@ -196,7 +196,7 @@ def set_aside_later(checkpoint: str | Path) -> list[Path]:
 
 
 def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) -> None:
-    """Delete the oldest checkpoints beyond `save_total_limit`, but none that was renamed, as transformers does."""
+    """Delete the oldest checkpoints beyond `save_total_limit`, and, unlike transformers, none that was renamed."""
     if limit is None or limit <= 0:
         return
     existing, keep = checkpoints(run), {Path(path).resolve() for path in protected if path is not None}

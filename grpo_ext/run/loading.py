@@ -73,10 +73,7 @@ def _some(names: list[str]) -> str:
 
 
 def fill_missing_state(optimizer: Any) -> None:
-    """Give parameters that never had a gradient zeros as optimizer state: torch does not load it without, under FSDP2.
-
-    A model with an image tower has such parameters: LLaVA reads the last layer but one.
-    """
+    """Give parameters without a gradient (LLaVA's last image layer) zeros as state: FSDP2 cannot load them without."""
     known = {parameter: state for parameter, state in optimizer.state.items() if state}
     if not known:
         return

@@ -39,7 +39,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @contextmanager
 def local_collectives() -> Iterator[None]:
-    """Collectives of this thread, which samples ahead, answer for this process: their order could differ."""
+    """The collectives of the thread that samples ahead stay local: processes could run them in another order."""
     token = _alone.set(True)
     try:
         yield
