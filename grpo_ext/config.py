@@ -252,8 +252,7 @@ class GRPOConfig(trl.GRPOConfig):
         options: Any = self.accelerator_config
         if "num_steps" in (options.gradient_accumulation_kwargs or {}):
             raise ConfigError(
-                "accelerator_config sets num_steps in gradient_accumulation_kwargs; leave it out, and set "
-                "global_batch_size, from which the accumulation is derived, or gradient_accumulation_steps."
+                "accelerator_config sets num_steps in gradient_accumulation_kwargs; set global_batch_size instead."
             )
         if launched > self.world_size:
             raise ConfigError(
@@ -286,9 +285,7 @@ class GRPOConfig(trl.GRPOConfig):
     @property
     def unit_rows(self) -> int | None:
         """Completions per canonical unit in bitwise mode."""
-        if not self.bitwise_invariant:
-            return None
-        return self.canonical_unit_size or self.num_generations
+        return (self.canonical_unit_size or self.num_generations) if self.bitwise_invariant else None
 
     @property
     def pinned_threads(self) -> int | None:

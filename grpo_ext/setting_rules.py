@@ -52,8 +52,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
     optim = str(getattr(settings["optim"], "value", settings["optim"]))
     if "lomo" in optim or optim.endswith("layerwise"):
         raise ConfigError(
-            f"optim={optim} updates the model during the backward pass, before the gradient of the step is complete;"
-            " use another optimizer, for example adamw_torch."
+            f"optim={optim} updates the model before the step's gradient is complete; use another optimizer."
         )
 
 

@@ -44,7 +44,6 @@ class TrainerView:
     # Models and data
     model: Any
     ref_model: Any
-    model_wrapped: Any
     accelerator: Accelerator
     processing_class: Any
     tokenizer: Any

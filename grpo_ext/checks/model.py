@@ -33,8 +33,7 @@ def check_causal_lm(model: Any) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not callable(getattr(model, "generate", None)):
         raise ModelError(
-            f"the model is a {type(model).__name__} and cannot both sample and score text; pass a model id, a path, or "
-            "a model that was loaded with AutoModelForCausalLM (a bare AutoModel has no language-model head)."
+            f"the model is a {type(model).__name__} and cannot both sample and score text; load AutoModelForCausalLM."
         )
 
 

@@ -58,10 +58,7 @@ def check_generation(view: TrainerView) -> None:
 
 def check_end_token(processing_class: Any) -> None:
     if getattr(processing_class, "tokenizer", processing_class).eos_token_id is None:
-        raise ConfigError(
-            "the tokenizer has no end token (eos_token_id is None), so no completion would end; set "
-            "tokenizer.eos_token to the token that ends a completion, and pass it as processing_class."
-        )
+        raise ConfigError("the tokenizer has no end token; set tokenizer.eos_token, and pass it as processing_class.")
 
 
 def check_ends(view: TrainerView) -> None:
@@ -80,8 +77,7 @@ def check_ends(view: TrainerView) -> None:
         return
     if view.use_transformers_continuous_batching:
         raise ConfigError(
-            f"stop_strings={strings!r} with use_transformers_continuous_batching=True, which does not know them; use "
-            "end tokens (eos_token_id in generation_kwargs), or turn it off."
+            f"stop_strings={strings!r}: use_transformers_continuous_batching=True does not know them; use eos_token_id."
         )
     if "" in ([strings] if isinstance(strings, str) else strings):
         raise ConfigError(f"stop_strings={strings!r}: an empty text would end every completion; leave it out.")

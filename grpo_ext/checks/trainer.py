@@ -87,15 +87,13 @@ def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
         raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {remedy}")
     if config.reward_workers and view.environment_factories is not None:
         raise ConfigError(
-            f"reward_workers={config.reward_workers} with environment_factory: reward functions are called with the "
-            "environments, which cannot leave the training process; use reward_workers=0."
+            f"reward_workers={config.reward_workers} with environment_factory: environments stay in this process; use 0."
         )
     accelerator = view.accelerator
     settings.refuse_parallelism(accelerator, view.get_tp_size())
     if not shards_parameters(accelerator) and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         raise ConfigError(
-            "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
-            "once, after the last. Leave it out of gradient_accumulation_kwargs."
+            "sync_each_batch=True sums gradients in every backward pass; leave it out of gradient_accumulation_kwargs."
         )
     if config.dynamic_sampling:
         _refuse_dynamic_sampling(view, config)
