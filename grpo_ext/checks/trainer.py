@@ -87,7 +87,7 @@ def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
         raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {remedy}")
     if config.reward_workers and view.environment_factories is not None:
         raise ConfigError(
-            f"reward_workers={config.reward_workers} with environment_factory: environments stay in this process; use 0."
+            f"reward_workers={config.reward_workers} with environment_factory: environments cannot move; use 0."
         )
     accelerator = view.accelerator
     settings.refuse_parallelism(accelerator, view.get_tp_size())
@@ -281,7 +281,6 @@ def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
     }
     if prepare is not None:
         values["tools (of a model that takes images)"] = bool(view.tools or view.environment_factories)
-        values[f"an override of {' or '.join(CHANGE_ROWS)}"] = any(map(view.override_of, CHANGE_ROWS))
         prompts = view.processing_class, template_of(view)
         values["processing_class or chat_template"] = prompts != (prepare.processor, prepare.template)
     if lag:  # the thread has a copy of the one, and reads the others while it samples

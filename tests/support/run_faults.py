@@ -6,15 +6,15 @@ from tests.support.faults import Fault
 
 RUN_FAULTS = [
     Fault(
-        "rollouts/source.py",
+        "rollouts/dynamic_sampling.py",
         "starts[number] + place * group + i for",
         "place * group + i for",
         "tests/trainer/test_dynamic_sampling.py",
     ),
     Fault(
-        "rollouts/source.py",
-        "prompts_used += len(constant) if len(rounds) > 1 else 0",
-        "prompts_used += 0",
+        "rollouts/dynamic_sampling.py",
+        "further_rows(sum(map(len, has_variance[1:])), open_places)",
+        "further_rows(0, open_places)",
         "tests/trainer/test_dynamic_sampling.py",
     ),
     Fault(
@@ -72,9 +72,9 @@ RUN_FAULTS = [
         "tests/trainer/test_interrupts.py -k both_processes",
     ),
     Fault(
-        "run/state.py",
-        "        if self.reference:\n",
-        "        if False:\n",
+        "forward/reference.py",
+        "if state and self.view.ref_model is not None:",
+        "if False:",
         "tests/trainer/test_reference.py -k callback_has_moved",
     ),
     Fault(
@@ -91,13 +91,13 @@ RUN_FAULTS = [
     ),
     Fault(
         "runtime/out_of_memory.py",
-        "min(self.rows, rows), failures",
-        "self.rows, failures",
+        'min(self.rows, state["rows"])',
+        "self.rows",
         "tests/trainer/test_out_of_memory.py -k resume_keeps",
     ),
     Fault(
         "step/loss.py",
-        'cfg.beta != 0.0 and "ref_per_token_logps" not in inputs',
+        'cfg.beta != 0.0 and "ref_per_token_logps" not in columns',
         "False",
         "tests/trainer/test_hooks.py -k kl_term",
     ),

@@ -340,7 +340,6 @@ REFUSED = [
     refused("processing_class", processor, says="{} .a processor. was changed to"),
     refused("chat_template_kwargs", setting("chat_template_kwargs", {"style": "curt"}), seeing, IN_INIT),
     refused("tools", setting("tools", [count]), seeing, "{} .of a model that takes images. was"),
-    refused("_generate", setting("_generate", print), seeing, "an override of .*{} was changed to"),
     refused("_tool_call_loop", setting("_tool_call_loop", print), says="{} would not be called"),
     refused("ref_model", other_reference, own_model, **AHEAD, beta=0.1),
     refused("_generate_single_turn", setting("_generate_single_turn", print), own_model, AHEAD_SAYS, **AHEAD),
@@ -382,7 +381,7 @@ LEFT_ALONE = {
     "model_wrapped": "trained",
     "state": "of transformers' loop",
 }
-ELSEWHERE = {"num_generations_eval", "log_multimodal", "vllm_generation", "_generate_and_score_completions"}
+ELSEWHERE = {"num_generations_eval", "log_multimodal", "vllm_generation"}
 ELSEWHERE |= {f"vllm_importance_sampling_{name}" for name in (*BOUNDS, "correction")}
 
 

@@ -11,12 +11,12 @@ import torch
 import trl
 from datasets import Dataset
 from PIL import Image
-from safetensors.torch import load_file
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.checks import trainer as checks
 from grpo_ext.errors import ConfigError, DataError, ModelError
 from grpo_ext.forward.images import packed_images, unpacked_images
+from grpo_ext.run.state import load_state
 from tests.support import trainers
 from tests.support.images import (
     FAMILIES,
@@ -201,8 +201,10 @@ def test_a_checkpoint_holds_the_images_of_a_prompt_once_and_a_resumed_run_has_th
     sizes = {"global_batch_size": 8, "rollout_batch_size": 16}  # the first checkpoint is within a rollout batch
     exact = {"bitwise_invariant": True, **SAVE, **sizes}
     whole = change(make(tmp_path / "whole", **exact))
-    saved = load_file(tmp_path / "whole" / "checkpoint-1" / "grpo_ext_rollout.safetensors")
-    assert len(saved["row_images/lengths"]) < len(saved["row_images/rows"]) == sizes["rollout_batch_size"]
+    state = load_state(tmp_path / "whole" / "checkpoint-1")
+    assert state is not None
+    images = state["rollouts"]["batch"]["columns"]["row_images"]
+    assert len(images["lengths"]) < len(images["rows"]) == sizes["rollout_batch_size"]
     assert torch.equal(whole, resumed(make(tmp_path / "whole", per_device_train_batch_size=3, **exact)))
 
 

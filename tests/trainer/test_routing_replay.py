@@ -163,7 +163,7 @@ def test_a_model_without_experts_is_refused(tmp_path):
 
 
 def test_tokens_whose_experts_are_not_known_end_the_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"routing_replay=True: .* not known"):
+    with pytest.raises(ConfigError, match=r"routing_replay=True: .* no record of these"):
         make(tmp_path, moe(), cls=OtherMask, **REPLAY).train()
 
 

@@ -124,7 +124,7 @@ class OwnCat(GRPOTrainer):
 @pytest.mark.parametrize("cls", [OtherMask, OwnCat])
 def test_tokens_whose_masks_are_not_known_end_the_run(tmp_path, cls):
     trainer = make(tmp_path / "replay", cls=cls, top_p=0.6, **REPLAY)
-    with pytest.raises(ConfigError, match=r"sampling_mask='replay': .* not known"):
+    with pytest.raises(ConfigError, match=r"sampling_mask='replay': .* no record of these"):
         trainer.train()
     make(tmp_path / "plain", cls=cls, top_p=0.6, max_steps=1).train()
 
