@@ -87,7 +87,8 @@ def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
         raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {remedy}")
     if config.reward_workers and view.environment_factories is not None:
         raise ConfigError(
-            f"reward_workers={config.reward_workers} with environment_factory: environments cannot move; use 0."
+            f"reward_workers={config.reward_workers} with environment_factory, whose environments cannot leave the "
+            "training process; use reward_workers=0."
         )
     accelerator = view.accelerator
     settings.refuse_parallelism(accelerator, view.get_tp_size())
