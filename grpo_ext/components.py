@@ -35,7 +35,7 @@ class Components:
         self.forwards, self.rollouts, images = forwards, rollouts, rollouts.images
         collation = Collation(images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
         self.step_planner = StepPlanner(forwards=forwards, clock=self.clock, collation=collation, cost=token_cost(base))
-        self.trl_methods = TrlMethods(view, rollouts, rollouts.worker)
+        self.trl_methods = TrlMethods(rollouts)
         self.loss_overrides = LossOverrides(view, forwards, images)
         self.pass_at_k = PassAtK(args)
         self.keeper = RunKeeper(view, user_args, rollouts, forwards, self.step_planner.limits, self.pass_at_k)

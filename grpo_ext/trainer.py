@@ -36,6 +36,7 @@ from .forward.reference import reference_loader, use_reference
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import divide_threads
 from .rollouts.decoding import without_router_logits
+from .rollouts.settings import reward_functions
 from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
 from .run.completions import completions_logged
@@ -48,8 +49,8 @@ from .runtime.messages import show_messages
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss
-from .step.metrics import log_values
 from .step.settings import loss_config_of, step_settings_of
+from .step.statistics import log_values
 from .view import TrainerView
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
@@ -145,7 +146,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._step_planner, self._loss_overrides = parts.step_planner, parts.loss_overrides
         self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
         self._uncovered = check_trainer(self._view, self._rollouts, config)
-        self._rollouts.worker.rewards.pack_functions(self._rollouts.reader.reward_functions())
+        self._rollouts.worker.rewards.pack_functions(reward_functions(self._view))
         if config.bitwise_invariant:
             align_memory(*self._view.models)
 

@@ -35,7 +35,7 @@ _PRIVATE = {
     "environment_pools": "_environment_pool",
 }
 # attributes that a trainer without vLLM, asynchronous functions or environments lacks
-_ABSENT: dict[str, Any] = {"vllm_generation": None, "async_loop": None, "_env_tools": {}, "_environment_pool": None}
+_ABSENT: dict[str, Any] = {"vllm_generation": None, "async_loop": None, "_env_tools": {}, "_environment_pool": {}}
 
 
 class TrainerView:
@@ -88,7 +88,7 @@ class TrainerView:
     standalone_tools: list[Callable[..., Any]]
     environment_factories: dict[str | None, Any] | None
     environment_tools: dict[str | None, Any]  # of each environment, by its name
-    environment_pools: dict[str | None, list[Any]] | None  # environments to use again
+    environment_pools: dict[str | None, list[Any]]  # environments to use again
     async_loop: Any  # of asynchronous tools and reward functions
     max_tool_calling_iterations: int
     # Rewards and advantages
@@ -221,10 +221,11 @@ class TrainerView:
 
     # ---- What is written to a trainer -----------------------------------------------------------------------------
 
-    def show_environments(self, environments: Sequence[Any], names: Sequence[str | None]) -> None:
+    def show_environments(self, transcripts: Sequence[Any]) -> None:
         if self.environment_factories is not None:
             trainer: Any = self._trainer
-            trainer.environments, trainer._batch_environments = list(environments), list(names)
+            trainer.environments = [transcript.environment for transcript in transcripts]
+            trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
 
     def use_generation(self, generation: Any) -> None:
         self._trainer.vllm_generation = generation

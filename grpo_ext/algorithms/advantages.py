@@ -18,7 +18,7 @@ EPSILON = 1e-4  # TRL's guard against a zero standard deviation
 
 
 def nan_std(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-    """Standard deviation (Bessel's correction) of the entries that are not NaN; NaN for fewer than two entries."""
+    """The deviation (Bessel's correction) of entries that are not NaN; NaN for fewer than two."""
     dims = tuple(range(x.dim())) if dim is None else (dim,)
     count = (~torch.isnan(x)).sum(dim=dims, keepdim=True)
     centred = x - torch.nanmean(x, dim=dims, keepdim=True)
@@ -87,11 +87,7 @@ def check_estimator(name: str) -> None:
 
 @dataclass(frozen=True)
 class AdvantageRule:
-    """How the rewards of a rollout batch become advantages.
-
-    The methods take the rewards of the whole rollout batch in global order, (B, F), NaN where a function returned
-    `None`; the weight of each reward function, (F,); and the completions per group.
-    """
+    """How rewards (B, F) of a whole rollout batch become advantages; NaN: a function returned None. Weights: (F,)."""
 
     estimator: str | None = None  # `advantage_estimator`; None: the two settings below
     scale_rewards: str = "group"  # or "batch" or "none": the standard deviation that divides the centred reward
@@ -99,7 +95,7 @@ class AdvantageRule:
     aggregation: str = "sum_then_normalize"
 
     def advantages(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """Advantages, (B,), zero for completions that no function scored; a ConfigError for a faulty estimator."""
+        """(B,); zero for completions that no function scored."""
         rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
         if self.estimator is not None:
             return _estimated(self.estimator, rewards_PG)
@@ -115,7 +111,7 @@ class AdvantageRule:
         return torch.isclose(std, torch.zeros_like(std)).float().mean().item()
 
     def _combined(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """One reward per completion, (P, G); "normalize_then_sum" standardises each function's in its group first."""
+        """(P, G); "normalize_then_sum" standardises each function's rewards in the group first."""
         rewards_B = weighted_sum(rewards_BF, weights_F)
         if self.aggregation == "normalize_then_sum":
             grouped = rewards_BF.view(-1, num_generations, rewards_BF.size(1))
@@ -126,10 +122,7 @@ class AdvantageRule:
         return rewards_B.view(-1, num_generations)
 
     def constant_groups(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """The groups that teach nothing because their rewards are equal, (P,), bool (DAPO, arXiv 2503.14476, 3.2).
-
-        With "normalize_then_sum" the rewards of every single function have to be equal.
-        """
+        """The groups with equal rewards, in GDPO of each function: they teach nothing, (P,) (DAPO, 2503.14476)."""
         values = rewards_BF[:, weights_F.to(rewards_BF) != 0]
         if self.aggregation == "sum_then_normalize":
             values = weighted_sum(rewards_BF, weights_F)[:, None]
@@ -140,7 +133,7 @@ class AdvantageRule:
 
     @property
     def depends_on_the_batch(self) -> bool:
-        """Whether the advantages of a group may depend on the other groups of the rollout batch."""
+        """Whether the advantages of a group may depend on other groups."""
         if self.estimator is not None:
             return self.estimator not in ("group_standardized", "group_centered", "leave_one_out")
         return self.scale_rewards == "batch" or self.aggregation == "normalize_then_sum"
@@ -180,23 +173,16 @@ _SCALED: dict[str, Estimator] = {"group": group_standardized, "none": group_cent
 
 
 def weighted_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor) -> torch.Tensor:
-    """The weighted sum over the functions that scored a completion, (B,); NaN where none did."""
+    """The sum over the functions that scored a completion, (B,); NaN where none did."""
     total = (rewards_BF * weights_F.to(rewards_BF)).nansum(dim=1)
     return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, total)
 
 
 def fill_places(teaches: Sequence[Sequence[bool]]) -> tuple[list[tuple[int, int]], int]:
-    """Assign groups to the places of the rollout batch: groups with variance replace groups without.
+    """Round and group of each place of the rollout batch, and the number of places that keep a group without variance.
 
     Differs from DAPO's reference code: the batch keeps its size, a round samples as many prompts as there are open
-    places, so no group with variance is thrown away, and the logs count everything that was sampled.
-
-    Args:
-        teaches: whether each group of each round has variance. The first round has a group for every place, a later
-            round at most one for every open place.
-
-    Returns:
-        Round and group of each place, and the number of open places, which keep the group of the first round.
+    places, so no group with variance is thrown away. `teaches`: whether each group of each round has variance.
     """
     places = [(0, group) for group in range(len(teaches[0]))]
     free = [place for place, useful in enumerate(teaches[0]) if not useful]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """The sum, rounded once; terms may be infinite or NaN."""
+    """Rounded once; terms may be infinite or NaN."""
     try:
         return math.fsum(values)
     except ValueError:  # infinity and its opposite
@@ -15,5 +15,4 @@ def exact_sum(values: Sequence[float]) -> float:
 
 
 def exact_mean(values: Sequence[float]) -> float:
-    """The mean of at least one value, from their exact sum."""
     return exact_sum(values) / len(values)

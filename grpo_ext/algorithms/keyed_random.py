@@ -25,7 +25,7 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def mix(key: torch.Tensor, value: torch.Tensor | int) -> torch.Tensor:
-    """Fold `value` into a tensor of 64-bit keys (int64, any shape); wraps around, never overflows."""
+    """Fold `value` into 64-bit keys (int64, any shape); wraps around, never overflows."""
     x = (key ^ value) + _signed(_GOLDEN)
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX1)
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX2)
@@ -33,7 +33,7 @@ def mix(key: torch.Tensor, value: torch.Tensor | int) -> torch.Tensor:
 
 
 def derive_key(*parts: int) -> int:
-    """One unsigned 64-bit key of a sequence of integers; their order matters."""
+    """Unsigned, 64 bits; the order of the parts matters."""
     key = torch.zeros((), dtype=torch.int64)
     for part in parts:
         key = mix(key, _signed(part & _MASK64))
@@ -43,19 +43,13 @@ def derive_key(*parts: int) -> int:
 def completion_keys(
     seed: int, stream: int, epoch: int, rollout: int, prompts_B: torch.Tensor, generations_B: torch.Tensor
 ) -> torch.Tensor:
-    """Keys of completions, shape (B,), int64.
-
-    Args:
-        stream: `TRAIN_STREAM` or `EVAL_STREAM`; keeps training and evaluation apart.
-        epoch, rollout: index of the pass over the data, and of the rollout batch in it.
-        prompts_B, generations_B: int64, place of the prompt in the rollout batch, of the completion in its group.
-    """
+    """Keys of completions, (B,), int64; `stream` keeps training and evaluation apart."""
     start = torch.full_like(prompts_B, _signed(derive_key(seed, stream, epoch, rollout)))
     return mix(mix(start, prompts_B), generations_B)
 
 
 def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor | int) -> torch.Tensor:
-    """Uniform numbers in [0, 1) with 53 random bits, float64, (B,), one per key and token position."""
+    """Numbers in [0, 1) with 53 random bits, float64, (B,), one per key and token position."""
     if keys_B.device.type == "mps":
         keys_B, positions_B = keys_B.cpu(), torch.as_tensor(positions_B).cpu()
     bits = _shift_right(mix(keys_B, positions_B), 11)
@@ -63,14 +57,10 @@ def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor | int) -> torch.Tens
 
 
 def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token per row from softmax(scores), by inverse transform.
+    """Sample one token per row from softmax(scores), by inverse transform, in float64; never one of score -inf.
 
-    A token of probability zero (score -inf) is never chosen. Computed in float64, so that neither the sum over a large
-    vocabulary nor the boundary between two tokens has float32 rounding.
-
-    `scores_BV` are logits after every filter, of any float type; `uniforms_B` are float64 in [0, 1). Returns int64
-    token ids, (B,), and the probabilities of all tokens, (B, V or more), float32 or float64. The id is V, which is not
-    a token, where the scores are not a distribution (not finite).
+    Returns int64 ids, (B,), and the probabilities of all tokens, (B, V or more), float32 or float64. The id is V, which
+    is not a token, where the scores are not a distribution (not finite).
     """
     if scores_BV.device.type == "mps":  # which has no float64
         tokens_B, probabilities_BV = choose(scores_BV.cpu(), uniforms_B.cpu())

@@ -31,15 +31,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_nor
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The settings of the loss. Other fields are TRL's `GRPOConfig` fields of the same names.
-
-    Attributes:
-        correct_sampling: multiply by the ratio of the policy to the engine that sampled.
-        aggregation: one of `AGGREGATIONS`, or None for the loss type's default.
-        entropy_coefficient: factor of the entropy bonus in this step; None without a bonus.
-        router_coefficient: factor of the MoE load-balancing loss; None without one.
-        log_ratios: log the ratios of the policy to the weights that sampled.
-    """
+    """The settings of the loss; fields without a comment are TRL's `GRPOConfig` fields of the same names."""
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -56,15 +48,14 @@ class LossConfig:
     vespo_lambda_neg: float = 2.0
     off_policy_mask_threshold: float | None = None
     max_completion_length: int = 1
-    correct_sampling: bool = False
-    aggregation: str | None = None
-    entropy_coefficient: float | None = None
-    router_coefficient: float | None = None
-    log_ratios: bool = False
+    correct_sampling: bool = False  # multiply by the ratio of the policy to the engine that sampled
+    aggregation: str | None = None  # one of `AGGREGATIONS`; None: the loss type's default
+    entropy_coefficient: float | None = None  # of the entropy bonus in this step; None without a bonus
+    router_coefficient: float | None = None  # of the MoE load-balancing loss; None without one
+    log_ratios: bool = False  # log the ratios of the policy to the weights that sampled
 
     @property
     def weighting(self) -> str:
-        """The aggregation in effect, one of `AGGREGATIONS`."""
         usual = _USUAL_AGGREGATION.get(self.loss_type, "token_mean")
         return usual if self.aggregation is None else self.aggregation
 
@@ -93,21 +84,14 @@ class StepCounts:
 
 @dataclass
 class TokenBatch:
-    """The inputs of the loss of one micro-batch.
-
-    `logps_BT` carries the gradient. `old_logps_BT` is None on-policy: the ratio is then one, with the policy's
-    gradient. `sampling_logps_BT` and `sampling_ratio` come from an inference engine; `entropy_keep_BT` marks the tokens
-    above the entropy quantile.
-    """
-
-    logps_BT: torch.Tensor
+    logps_BT: torch.Tensor  # with the gradient
     mask_BT: torch.Tensor
     advantages_B: torch.Tensor
-    old_logps_BT: torch.Tensor | None = None
+    old_logps_BT: torch.Tensor | None = None  # None on-policy: the ratio is one, with the policy's gradient
     ref_logps_BT: torch.Tensor | None = None
-    sampling_logps_BT: torch.Tensor | None = None
+    sampling_logps_BT: torch.Tensor | None = None  # of an inference engine
     sampling_ratio: torch.Tensor | None = None
-    entropy_keep_BT: torch.Tensor | None = None
+    entropy_keep_BT: torch.Tensor | None = None  # 1 on tokens above the entropy quantile
 
     @property
     def advantages(self) -> torch.Tensor:
@@ -117,8 +101,6 @@ class TokenBatch:
 
 @dataclass
 class TokenLoss:
-    """The per-token loss of a micro-batch, and detached values to log."""
-
     loss_BT: torch.Tensor
     ratio: torch.Tensor
     kl_BT: torch.Tensor | None = None
@@ -127,16 +109,9 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class RatioRule:
-    """TRL's correction for vLLM's samples: ratios of the policy to the engine, which multiply the loss.
+    """TRL's correction for vLLM's samples: ratios of the policy to the engine, which multiply the loss."""
 
-    As in TRL's `_generate_and_score_completions`. Shapes: T tokens of one completion.
-
-    Attributes:
-        mode: one of `RATIO_MODES`: a ratio per token or per completion; clipped, or zero, outside the bounds.
-        lowest, highest: the bounds; None: no bound.
-    """
-
-    mode: str
+    mode: str  # one of `RATIO_MODES`: per token or per completion; clipped, or zero, outside the bounds
     lowest: float | None
     highest: float | None
 
@@ -146,17 +121,10 @@ class RatioRule:
 
     @property
     def of_sequences(self) -> bool:
-        """Whether a completion has one ratio."""
         return self.mode.startswith("sequence")
 
     def ratios(self, old_T: torch.Tensor, sampling_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-        """The ratios of a completion's tokens, (T,), or of the completion, (1,).
-
-        Args:
-            old_T: log-probabilities of the policy.
-            sampling_T: log-probabilities of the engine; where one is NaN the ratio is 1.
-            mask_T: 1 on tokens with a loss.
-        """
+        """Ratios of the tokens, (T,), or of the completion, (1,); 1 where a log-probability of the engine is NaN."""
         difference = torch.nan_to_num((old_T - sampling_T) * mask_T, nan=0.0)
         if self.of_sequences:
             difference = difference.sum(dim=-1, keepdim=True)
@@ -167,7 +135,7 @@ class RatioRule:
 
 
 def importance_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:
-    """Log importance weights: per token (B, T), or their mean per sequence (B, 1) (GSPO, arXiv 2507.18071)."""
+    """Log weights per token (B, T), or their mean per sequence (B, 1) (GSPO, arXiv 2507.18071)."""
     if level == "token":
         return log_ratio_BT
     return ((log_ratio_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0)).unsqueeze(-1)
@@ -202,13 +170,10 @@ def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor)
 
 
 def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
-    """The per-token policy loss with its KL term, before any weighting.
+    """The per-token policy loss with its KL term, before any weighting; (B, 1) where every factor is per sequence.
 
     Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, SAPO 2511.20347, LUSPO and
     VESPO as in TRL 1.16 `_compute_loss`.
-
-    Returns:
-        `TokenLoss`; `loss_BT` is (B, 1) where every factor is per sequence.
     """
     logps, mask, advantages = batch.logps_BT, batch.mask_BT, batch.advantages
     old = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT
@@ -253,12 +218,6 @@ def token_weights(
     "token_mean" (DAPO), "sequence_mean" (GRPO), "sequence_sum" and "sequence_sum_norm" (Dr. GRPO: over
     `max_completion_length`) weight completions equally or by their tokens. "prompt_mean" is the mean over a group's
     tokens in the step, then over groups, so that a prompt with long answers counts like others.
-
-    Args:
-        groups_B: the group of each completion, for "prompt_mean".
-
-    Raises:
-        ConfigError: "prompt_mean" for a batch with unknown groups.
     """
     mask, kind = mask_BT.float(), cfg.weighting
     completions, tokens = max(counts.completions, 1), max(counts.tokens, 1)
@@ -280,7 +239,7 @@ def token_weights(
 
 
 def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Indicators of a clipped ratio, 0/1 tensors shaped like `ratio`, under TRL's metric names."""
+    """0/1, shaped like `ratio`, under TRL's metric names."""
     if cfg.loss_type == "cispo":
         return {"cispo_clip_ratio": ((ratio > cfg.epsilon_high) & (advantages > 0)).float()}
     if cfg.loss_type not in PPO_CLIPPED:
@@ -293,9 +252,8 @@ def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages: torch.Tens
 def entropy_threshold(entropies_N: torch.Tensor, top_quantile: float, tolerance: float = 1e-5) -> float:
     """The entropy above which a token is in the top `top_quantile` of the step's loss tokens (arXiv 2506.01939).
 
-    Linear interpolation between order statistics, as in `torch.quantile`, without its limit of 16 million entries. The
-    first tokens of a group have the same entropy in exact arithmetic; `tolerance` (nats) keeps rounding from choosing
-    between them.
+    As `torch.quantile`, without its limit of 16 million entries. The first tokens of a group have the same entropy in
+    exact arithmetic; `tolerance` (nats) keeps rounding from choosing between them.
     """
     if entropies_N.numel() == 0:
         return math.inf
@@ -322,12 +280,8 @@ def load_balancing_loss(
 ) -> torch.Tensor:
     """A micro-batch's part of the load-balancing loss of the step (Switch Transformers, arXiv 2101.03961, eq. 4-6).
 
-    With the share of each expert fixed step-wide, the loss is linear in the router probabilities, hence a sum.
-
-    Args:
-        router_probs_E: router probabilities summed over the micro-batch's tokens and layers.
-        expert_share_E: how often each expert was chosen in the step, per row (one token in one layer).
-        rows: rows of the step, over all processes.
+    With the share of each expert fixed step-wide, the loss is linear in the router probabilities, hence a sum. A row is
+    a token in a layer: probabilities are summed over the micro-batch's rows, shares are per row of the step.
     """
     return num_experts * (expert_share_E * router_probs_E).sum() / max(rows, 1)
 
@@ -337,14 +291,8 @@ def router_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Sums over the real tokens of a micro-batch and all layers (transformers: `load_balancing_loss_func`).
 
-    Args:
-        router_logits: one (tokens, E) tensor per layer, tokens in the order of the flattened counts.
-        counts_BT: the count of each token: the attention mask of a padded batch; more than 1 in a pack, for a prompt
-            of several completions.
-
-    Returns:
-        How often each expert was chosen (E,), float64 without gradient; summed probabilities (E,) with gradient; number
-        of rows.
+    Returns how often each expert was chosen (E,), float64 without gradient; summed probabilities (E,) with gradient;
+    and the number of rows. Logits are (tokens, E) per layer. A count is above 1 for a prompt of several completions.
     """
     flat = counts_BT.reshape(-1)
     real = flat > 0
@@ -358,8 +306,6 @@ def router_statistics(
         layer_chosen.index_add_(0, picked, weights.double().repeat_interleave(top_k))  # deterministic, on CUDA too
         chosen.append(layer_chosen)
         probs.append((layer_probs * weights[:, None]).sum(0))
-    if not chosen:
-        raise ValueError("the model returned no router logits")
     return _total(chosen), _total(probs), int(flat.sum()) * len(router_logits)
 
 

@@ -17,40 +17,27 @@ _ALL_UP_TO = 8
 
 
 def pass_at_k(scored: int, passed: int, k: int) -> float:
-    """The probability that at least one of k of a prompt's completions passes, drawn without replacement.
-
-    1 - C(n - c, k) / C(n, k) with n = `scored` and c = `passed` (Chen et al. 2021, eq. 1).
-
-    Raises:
-        ValueError: not 1 <= k <= scored, or not 0 <= passed <= scored.
-    """
-    if not (1 <= k <= scored and 0 <= passed <= scored):
-        raise ValueError(f"pass@{k} of {passed} among {scored}: use 1 <= k <= scored and 0 <= passed <= scored.")
+    """1 - C(n - c, k) / C(n, k) with n = `scored` and c = `passed` (Chen et al. 2021, eq. 1)."""
     draws = math.comb(scored, k)
     return (draws - math.comb(scored - passed, k)) / draws
 
 
 def logged_k(num_generations: int) -> list[int]:
-    """The values of k in the log: all up to 8, then powers of two, and `num_generations`."""
+    """All up to 8, then powers of two, and `num_generations`."""
     powers = (2**i for i in range(num_generations.bit_length()))
     return sorted({*range(1, min(num_generations, _ALL_UP_TO) + 1), *powers, num_generations})
 
 
 def are_pass_or_fail(rewards: Iterable[float]) -> bool:
-    """Whether every reward is 0 or 1, up to float32's rounding, or NaN (the completion was not scored)."""
+    """Whether all are 0 or 1, up to float32's rounding; NaN (the completion was not scored) counts as either."""
     return all(math.isnan(r) or r == 0.0 or math.isclose(r, 1.0, rel_tol=1e-6) for r in rewards)
 
 
 def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None) -> dict[str, float]:
     """`pass@k` for every k of `logged_k`, and `mean@G`, the mean reward; each a mean over prompts.
 
-    Args:
-        rewards_PG: NaN where no function scored the completion, which then does not count; a prompt with fewer than k
-            scored completions is left out of pass@k.
-        threshold: the least reward that passes, up to float32's rounding; None: no pass@k.
-
-    Returns:
-        The metrics by name, without those that no prompt has.
+    A completion whose reward is NaN does not count; a prompt with fewer than k others is left out of pass@k. Without a
+    `threshold`, the least reward that passes, there is no pass@k.
     """
     scored = [row for rewards in rewards_PG if (row := [reward for reward in rewards if not math.isnan(reward)])]
     if not scored:
@@ -67,6 +54,6 @@ def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None)
 
 
 def first_and_last(names: Iterable[str]) -> list[str]:
-    """The logged names of pass@1 and of pass@k with the largest k, for every evaluation set."""
+    """Names of pass@1 and of pass@k with the largest k, for every evaluation set."""
     sizes = {name: int(name.partition("@")[2]) for name in names if re.fullmatch(PASS, name)}
     return [name for name, k in sizes.items() if k in (1, max(sizes.values()))]

@@ -25,15 +25,12 @@ WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest l
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Tokens of the completions of a step."""
-
     groups_B: Sequence[int]  # number of the group of each completion
     prompts_B: Sequence[int]  # tokens of the prompt of each completion, equal within a group
     completions_B: Sequence[int]  # tokens of each completion
     multiple: int = 1  # packs and the widths of padded batches are filled up to a multiple of this many tokens
 
     def up(self, tokens: int) -> int:
-        """The number rounded up to the multiple."""
         return ceil_div(tokens, self.multiple) * self.multiple
 
     def pieces(self, rows: Iterable[int]) -> list[list[int]]:
@@ -41,13 +38,13 @@ class StepSizes:
         return [list(piece) for _, piece in itertools.groupby(sorted(rows), key=self.groups_B.__getitem__)]
 
     def load(self, rows: Iterable[int], cost: TokenCost) -> float:
-        """The cost of rows on one process: a prompt once per group, and the completions."""
+        """The cost on one process: a prompt once per group, and the completions."""
         pieces = self.pieces(rows)
         prompts = sum(cost.prompt(self.prompts_B[piece[0]]) for piece in pieces)
         return prompts + sum(cost.completion(self.completions_B[r], self.prompts_B[r]) for p in pieces for r in p)
 
     def tokens(self, rows: Iterable[int], form: Form) -> int:
-        """The tokens of one forward over some rows: unique ones in a pack, all columns in the other forms."""
+        """The tokens of one forward: unique ones in a pack, all columns in the other forms."""
         rows = list(rows)
         if not rows:
             return 0
@@ -60,17 +57,16 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """The cost of a token in training, in units of its pass through the layers without attention."""
+    """Costs in training, in units of a token's pass through the layers without attention."""
 
     attention: float = 0.0  # of one (query, key) pair
     head: float = 0.0  # of one completion token in the language-model head
 
     def prompt(self, tokens: int) -> float:
-        """The cost of a prompt."""
         return tokens + self.attention * tokens**2 / 2
 
     def completion(self, tokens: int, prompt: int) -> float:
-        """The cost of a completion after its prompt, without the cost of the prompt."""
+        """The cost without that of the prompt."""
         return tokens * (1 + self.head) + self.attention * tokens * (prompt + tokens / 2)
 
 
@@ -98,24 +94,22 @@ class MicroBatchLayout:
 
 
 def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[MicroBatch]:
-    """The micro-batches of this process. Every process plans for all of them, so no collective is needed.
-
-    Args:
-        rows: the rows of the step to run; the others add nothing to it.
-    """
+    """The micro-batches of this process, of the `rows` that add something to the step; a plan needs no collective."""
     shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
     if layout.unit_rows is not None:  # units go to processes whole; each runs them in order
         units = canonical_units(sizes, rows, layout.unit_rows)
         numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
-        most = max(map(len, numbers)) if layout.equal_counts else 1
-        return fill_up([units[number] for number in sorted(numbers[layout.rank])], max(most, 1), shortest)
-    assigned = assign_rows(sizes, rows, layout)
-    most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
-    return fill_up(_cut(sizes, assigned[layout.rank], layout), max(most, 1), shortest)
+        parts = [[units[number] for number in sorted(mine)] for mine in numbers]
+    else:
+        assigned = enumerate(assign_rows(sizes, rows, layout))
+        needed = range(layout.processes) if layout.equal_counts else [layout.rank]
+        parts = [_cut(sizes, mine, layout) if rank in needed else [] for rank, mine in assigned]
+    most = max(map(len, parts)) if layout.equal_counts else 1
+    return fill_up(parts[layout.rank], max(most, 1), shortest)
 
 
 def fill_up(parts: Sequence[Sequence[int]], at_least: int = 1, filler: int = 0) -> list[MicroBatch]:
-    """Micro-batches of `parts`, filled up to `at_least` with micro-batches of weight zero of the row `filler`.
+    """Micro-batches of `parts`, and fillers of weight zero up to `at_least`.
 
     A process without completions needs one: the collectives need a gradient of every parameter.
     """
@@ -133,13 +127,10 @@ def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> lis
 
 
 def assign_rows(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
-    """Assign rows to processes by cost, whole groups first, so that the slowest does little more than the mean.
+    """The rows of each process, in order, by cost: the slowest does little more than the mean; one may get none.
 
-    The longest group goes to the least loaded process first (Graham 1969, LPT). Where loads stay uneven (few groups,
-    many processes), completions move to the least loaded process, which runs their prompt again.
-
-    Returns:
-        The rows of each process, in order; each row once. A process may get none.
+    The longest group goes to the least loaded process first. Where loads stay uneven (few groups, many processes),
+    completions move to the least loaded process, which runs their prompt again.
     """
     cost, processes = layout.cost, layout.processes
     pieces = sizes.pieces(rows)
@@ -171,7 +162,7 @@ def _longest_first(costs: Sequence[float], processes: int) -> list[list[int]]:
 
 
 def _rows_to_move(sizes: StepSizes, cost: TokenCost, high: Sequence[int], low: Sequence[int]) -> set[int]:
-    """The completions of one group to move from the rows of `high` to those of `low` for the most even loads."""
+    """The completions of one group whose move makes the loads most even."""
     load_high, load_low = sizes.load(high, cost), sizes.load(low, cost)
     groups_low = {sizes.groups_B[row] for row in low}
     best, result = load_high * WORTH_CUTTING, set[int]()
@@ -201,7 +192,7 @@ def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> li
 
 
 def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[list[int]]:
-    """Cut rows in order into the fewest micro-batches of at most `max_rows`, between groups if possible."""
+    """Cut into the fewest micro-batches of at most `max_rows`, in order, between groups if possible."""
     rows = sorted(rows)
     group_ends = set(itertools.accumulate(map(len, sizes.pieces(rows))))
     count = ceil_div(len(rows), max_rows)
@@ -218,10 +209,9 @@ def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[l
 
 
 def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
-    """Cut rows into few micro-batches of at most `max_rows` rows and `max_tokens` tokens, each as full as possible.
+    """Cut into few micro-batches, each as full as possible; a row that exceeds the budget runs alone.
 
-    Rows of a group stay together where they share the prompt, and rows of similar length where they are padded. A row
-    that exceeds the budget runs alone. With `whole_groups` a group that fits is not cut.
+    Rows of a group stay together where they share the prompt, and rows of similar length where they are padded.
     """
 
     def longest_first(row: int) -> tuple[int, int]:
@@ -234,16 +224,15 @@ def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayou
     return [sorted(part) for part in _filled(sizes, pieces, layout.max_rows, layout.max_tokens, layout.form)]
 
 
-def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: Form) -> list[slice]:
-    """Cut rows, in their order, into slices within the limits, for passes without gradients."""
-    parts = _filled(sizes, [[row] for row in range(len(sizes.prompts_B))], max_rows, max_tokens, form)
-    return [slice(part[0], part[-1] + 1) for part in parts]
+def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: Form) -> list[list[int]]:
+    """Consecutive rows within the limits, for passes without gradients."""
+    return _filled(sizes, [[row] for row in range(len(sizes.prompts_B))], max_rows, max_tokens, form)
 
 
 def _filled(
     sizes: StepSizes, pieces: Iterable[list[int]], max_rows: int, max_tokens: int | None, form: Form
 ) -> list[list[int]]:
-    """Parts of consecutive pieces within the limits; a piece that exceeds a limit is cut into rows."""
+    """Consecutive pieces within the limits; a piece that exceeds a limit is cut into rows."""
 
     def fits(part: list[int]) -> bool:
         return len(part) <= max_rows and (max_tokens is None or sizes.tokens(part, form) <= max_tokens)

@@ -27,15 +27,12 @@ class PackedGroup:
 
     @property
     def answers(self) -> tuple[int, int]:
-        """The range of all completions, which follow each other without a gap."""
+        """All completions, which follow each other without a gap."""
         return (self.completions[0][0], self.completions[-1][1]) if self.completions else (0, 0)
 
 
 class PackLayout:
-    """The groups of a pack, in token order.
-
-    Not a dataclass: FSDP copies dataclass arguments, and the layers of one forward share this object.
-    """
+    """The groups of a pack, in token order; not a dataclass: FSDP copies dataclass arguments."""
 
     def __init__(self, groups: tuple[PackedGroup, ...], tokens: int) -> None:
         self.groups, self.tokens = groups, tokens  # one for each prompt; length N of the pack
@@ -44,12 +41,12 @@ class PackLayout:
             g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in groups
         )
         self.readers: set[object] = set()  # attention layers that read this layout; a model without any ignores it
-        self.shared: dict[Hashable, Any] = {}  # values that all attention layers use: masks, arguments of kernels
+        self.shared: dict[Hashable, Any] = {}  # made by the first attention layer for all: masks, arguments of kernels
 
 
 @dataclass(frozen=True)
 class Pack:
-    """A batch of B completions laid out for the packed forward; tensors are int64, on the CPU."""
+    """B completions laid out for the packed forward; tensors are int64, on the CPU."""
 
     layout: PackLayout
     source_N: torch.Tensor  # place of each token among the tokens of all rows (prompt and completion each)
@@ -72,13 +69,10 @@ def build_pack(
     multiple: int = 1,
     group_lengths: Sequence[tuple[int, ...]] | None = None,
 ) -> Pack:
-    """Lay rows out as a pack.
+    """Lay out rows, which lie one after the other without padding; `group_lengths` as in `TokenRows`.
 
-    Args:
-        prompt_lengths, completion_lengths: tokens of each row, which lie one after the other without padding.
-        groups: ranges of rows with one prompt (`group_runs`); group_lengths: see `TokenRows`.
-        keep_last: run the last token of a completion too; it predicts nothing, but a router's statistics count it.
-        multiple: fill the pack up to a multiple of this many tokens, with a prompt that no other token sees.
+    `keep_last` runs the last token of a completion too: it predicts nothing, but a router's statistics count it. The
+    pack is filled up to a `multiple` of tokens with a prompt that no other token sees.
     """
     starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths)))]
     segments: list[_Segment] = []
@@ -117,7 +111,7 @@ def build_pack(
 
 
 def _ranges(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place of each element in its range, and the number of its range, for consecutive ranges of some lengths."""
+    """The place of each element in its range, and the number of its range."""
     number_N = torch.repeat_interleave(lengths)
     starts = lengths.cumsum(0) - lengths
     return torch.arange(len(number_N)) - starts[number_N], number_N

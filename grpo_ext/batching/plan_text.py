@@ -19,17 +19,10 @@ def describe_plan(
     half: bool = False,
     most_kept: int | None = None,
 ) -> str:
-    """Describe the resolved plan for people, one fact per line.
+    """One fact per line; lines are left out for what is None.
 
-    Args:
-        num_prompts: prompts in the training set; None if unknown.
-        drop_last: drop the incomplete last step of an epoch.
-        epochs: passes over the training set; None if the run is limited by steps.
-        micro_batch_tokens: tokens per forward on one device, or None.
-        form, precision, ahead: the form of the forward, its precision, and what sampling ahead takes; None: no line.
-        longest: tokens of the longest completion; None if this package's own engine does not sample.
-        half: rounding depends on the split: half precision, outside bitwise mode.
-        most_kept: the most token ids in a replayed sampling mask; None: no masks are replayed.
+    `num_prompts` is None if unknown, `epochs` if steps limit the run, `longest` (tokens of a completion) if our engine
+    does not sample. `half`: rounding depends on the split. `most_kept`: ids in a replayed sampling mask, at most.
     """
     g, group = geometry, geometry.num_generations
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
@@ -84,7 +77,7 @@ def _notes(g: BatchGeometry, longest: int | None, half: bool) -> list[tuple[str,
 
 
 def _smaller_chunk(geometry: BatchGeometry) -> str:
-    """The chunk size with which every process samples, as the end of a sentence; empty if there is none."""
+    """The chunk size with which every process samples, as the end of a sentence."""
     g = geometry
     prompts = ceil_div(g.prompts_per_rollout, g.num_processes)
     if ceil_div(g.prompts_per_rollout, prompts) < g.num_processes:

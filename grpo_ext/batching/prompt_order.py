@@ -24,8 +24,6 @@ from .sizes import BatchGeometry, EpochLayout, StepLayout, ceil_div, process_pro
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """The prompts of a rollout batch that this process samples."""
-
     epoch: int
     layout: StepLayout
     prompts: range  # positions in the rollout batch
@@ -42,7 +40,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class StepRows(Sequence[dict[str, Any]]):
-    """The rows of one process for one rollout batch, in the place of TRL's list of rows."""
+    """This process's rows of a rollout batch, in the place of TRL's list of rows."""
 
     rows: list[dict[str, Any]]  # one per completion; empty if a map-style set's step continues a rollout batch
     request: RolloutRequest
@@ -56,7 +54,6 @@ class StepRows(Sequence[dict[str, Any]]):
 
     @staticmethod
     def checked(item: Any) -> StepRows:
-        """The item of a loader; a ConfigError if it is not a `StepRows`."""
         if isinstance(item, StepRows):
             return item
         raise ConfigError(
@@ -67,7 +64,6 @@ class StepRows(Sequence[dict[str, Any]]):
 
 @functools.lru_cache(maxsize=4)
 def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> Sequence[int]:
-    """The order of the prompts in an epoch, a function of (seed, epoch) alone."""
     return _shuffled(num_prompts, seed, ORDER_STREAM, epoch) if shuffle else range(num_prompts)
 
 
@@ -78,8 +74,6 @@ def _shuffled(count: int, *key: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ProcessSlices:
-    """The assignment of a rollout batch to processes for sampling."""
-
     num_generations: int
     chunk_size: int
     num_processes: int
@@ -88,11 +82,7 @@ class ProcessSlices:
     def request(
         self, epoch: int, layout: StepLayout, num_prompts: int | None = None, first_prompt: int = 0
     ) -> RolloutRequest:
-        """The request of this process for the rollout batch of `layout`; without prompts it borrows the first one.
-
-        Args:
-            num_prompts, first_prompt: the number of prompts of a further round, and the number of its first prompt.
-        """
+        """This process's part of a rollout batch, or of a further round of `num_prompts`; never empty, see `empty`."""
         num_prompts = len(layout.rollout_prompts) if num_prompts is None else num_prompts
         prompts = process_prompts(num_prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
         empty = len(prompts) == 0
@@ -100,13 +90,10 @@ class ProcessSlices:
         return RolloutRequest(epoch, layout, prompts, empty, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, prompts: Any, numbers: Sequence[int] | None = None) -> StepRows:
-        """The rows of a request, a copy for each completion, because rewards and tools may write to it.
+        """Rows of a request, a copy for each completion, because rewards and tools may write to it.
 
         If rows may have different keys, the rows of all processes are read, because the columns are the keys of all.
-
-        Args:
-            prompts: the data set, or without `numbers` the prompts of the rollout batch.
-            numbers: the row of the data set for each position in the rollout batch.
+        `numbers` are the data set's rows of the rollout batch; without them, `prompts` are those of the rollout batch.
         """
         places = range(len(request.layout.rollout_prompts)) if numbers is None else numbers
         chosen = [places[position] for position in request.prompts for _ in range(self.num_generations)]
@@ -125,7 +112,6 @@ class EpochSteps(Sampler[list[int]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; the Trainer calls this at its start."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -147,8 +133,6 @@ class _OverPrompts:
 
 @dataclass(eq=False)
 class StepDataset(_OverPrompts, Dataset):
-    """A map-style data set of optimizer steps over a map-style data set of prompts."""
-
     prompts: Any
     layout: EpochLayout | list[StepLayout]  # the steps of an epoch
     rule: ProcessSlices
@@ -169,15 +153,14 @@ class StepDataset(_OverPrompts, Dataset):
         return self.rule.request(epoch, self.layout[inside])
 
     def rows(self, request: RolloutRequest) -> StepRows:
-        """The rows of this process for the rollout batch of a request."""
         order, start = self._order(request), request.layout.rollout_prompts.start
         return self.rule.rows(request, self.prompts, order[start : start + len(request.layout.rollout_prompts)])
 
     def further_rows(self, request: RolloutRequest, taken: int, count: int) -> StepRows | None:
-        """This process's rows of up to `count` further prompts, after the first `taken`; None if none are left.
+        """Rows of up to `count` further prompts, after the first `taken`; None if none are left.
 
-        They come from the rest of the data set, in an order that depends on (seed, epoch, rollout) alone: not on the
-        number of processes, nor on prompts that other rollouts took. A resumed run takes the same.
+        The order of the rest of the data set depends on (seed, epoch, rollout) alone: not on the number of processes,
+        nor on prompts that other rollouts took.
         """
         layout, order = request.layout, self._order(request)
         used = {order[position] for position in layout.rollout_prompts}
@@ -193,7 +176,7 @@ class StepDataset(_OverPrompts, Dataset):
 
 
 class StepStream(_OverPrompts, IterableDataset):
-    """Optimizer steps over a stream: every process reads the whole stream and keeps its part of each rollout batch.
+    """Every process reads the whole stream and keeps its part of each rollout batch.
 
     The stream repeats, because the Trainer treats a loader without a length as one long epoch. So skipping the trained
     steps resumes at the same place.
@@ -206,28 +189,21 @@ class StepStream(_OverPrompts, IterableDataset):
         for epoch in itertools.count():
             if hasattr(self.stream, "set_epoch"):
                 self.stream.set_epoch(epoch)  # reshuffles a shuffled stream
-            empty = True
-            for rows in self._pass(epoch):
-                empty = False
-                yield rows
-            if empty:
+            rows = iter(self.stream)
+            for rollout in itertools.count():
+                batch = list(itertools.islice(rows, self.geometry.prompts_per_rollout))
+                layout = EpochLayout(self.geometry, len(batch), self.drop_last)
+                for inside in range(len(layout)):
+                    step = step_layout(self.geometry, rollout, inside, layout.trained_completions)
+                    yield self.rule.rows(self.rule.request(epoch, step), batch)
+                if not len(layout):
+                    break
+            if not rollout:  # nothing to train on
                 return
-
-    def _pass(self, epoch: int) -> Iterator[StepRows]:
-        g, rows = self.geometry, iter(self.stream)
-        for rollout in itertools.count():
-            batch = list(itertools.islice(rows, g.prompts_per_rollout))
-            layout = EpochLayout(g, len(batch), self.drop_last)
-            if not len(layout):
-                return
-            for inside in range(len(layout)):
-                step = step_layout(g, rollout, inside, layout.trained_completions)
-                request = self.rule.request(epoch, step)
-                yield self.rule.rows(request, batch)
 
 
 class StepLoader(DataLoader):
-    """A `DataLoader` of `StepRows` that passes on the epoch; never sharded: its items are this process's rows."""
+    """Passes on the epoch; never sharded: its items are this process's rows."""
 
     micro_batches: int | None = None  # the length of an evaluation for progress bars; None: the number of items
 
@@ -235,7 +211,6 @@ class StepLoader(DataLoader):
         return super().__len__() if self.micro_batches is None else self.micro_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; the Trainer calls this at its start."""
         if isinstance(self.batch_sampler, EpochSteps):  # a stream counts its own passes
             self.batch_sampler.set_epoch(epoch)
 
@@ -244,12 +219,7 @@ _WORKERS = ("num_workers", "persistent_workers", "prefetch_factor")  # arguments
 
 
 def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> StepLoader:
-    """The training loader over a map-style data set or a stream of prompts.
-
-    Args:
-        prompts: `datasets.Dataset`, `datasets.IterableDataset` or anything indexable with a length.
-        args: a `GRPOConfig` with its geometry; a stream is always read in this process.
-    """
+    """A loader of a map-style data set, or of a stream, which is always read in this process."""
     geometry, seed, drop_last = args.geometry, args.seed, args.dataloader_drop_last
     if not hasattr(prompts, "__len__"):
         stream = prompts.shuffle(seed=seed) if shuffle and hasattr(prompts, "shuffle") else prompts
@@ -262,10 +232,7 @@ def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> 
 
 
 def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> StepLoader:
-    """The evaluation loader: one item with the whole set, so that metrics are means over it, not means of means.
-
-    Its length is the number of micro-batches of `micro_batch` completions on one process.
-    """
+    """One item with the whole set, so that metrics are means over it; its length counts micro-batches."""
     rows = prompts if hasattr(prompts, "__len__") else list(prompts)
     layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows) * rule.num_generations))
     dataset = StepDataset(rows, [layout], rule)

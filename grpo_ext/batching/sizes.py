@@ -20,19 +20,17 @@ CHUNKS = 8  # the fewest chunks of a rollout batch, if it has as many groups
 
 
 def ceil_div(a: int, b: int) -> int:
-    """`a / b` rounded up, for non-negative integers."""
     return -(-a // b)
 
 
 def even_slice(total: int, parts: int, index: int) -> range:
-    """The items of part `index` if `total` items in order are cut into `parts` as evenly as possible."""
+    """Part `index` of `total` items that are cut into `parts` as evenly as possible, in order."""
     base, extra = divmod(total, parts)
     start = index * base + min(index, extra)
     return range(start, start + base + (1 if index < extra else 0))
 
 
 def group_numbers(rows: int, num_generations: int) -> list[int]:
-    """The group number of each of `rows` completions in prompt order; the first one begins a group."""
     return [row // num_generations for row in range(rows)]
 
 
@@ -42,7 +40,6 @@ def _multiples_around(value: int, unit: int) -> str:
 
 
 def require_whole(name: str, value: Any, least: int = 1) -> None:
-    """Raise a ConfigError for anything but a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more.")
 
@@ -62,12 +59,10 @@ class BatchGeometry:
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Prompts (groups) per generation phase."""
         return self.rollout_batch_size // self.num_generations
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps in one pass over a rollout batch."""
         return self.rollout_batch_size // self.global_batch_size
 
     @property
@@ -88,12 +83,12 @@ class BatchGeometry:
 
     @property
     def generate_calls(self) -> int:
-        """`generate` calls of the busiest process for a rollout batch."""
+        """Calls of the busiest process for a rollout batch."""
         return ceil_div(self.sampled_share, self.generate_size)
 
     @property
     def idle_share(self) -> float:
-        """Share of the processes' time that is idle while the busiest one samples, if completions take equally long."""
+        """The share of the processes' time while the busiest one samples, if completions take equally long."""
         return 1 - self.rollout_batch_size / (self.num_processes * self.sampled_share)
 
 
@@ -112,13 +107,10 @@ SETTINGS: dict[str, int | None] = {
 
 
 def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometry:
-    """The batch sizes that follow from settings of GRPOConfig, with TRL's defaults for missing ones.
+    """The sizes that follow from settings of GRPOConfig, with TRL's defaults for missing ones.
 
     As in TRL, `gradient_accumulation_steps` and `steps_per_generation` count micro-batches, `generation_batch_size`
     completions. Without `global_batch_size`, TRL's product of micro-batch, accumulation and processes is used.
-
-    Raises:
-        ConfigError: a size that is not a positive integer or not the required multiple, or settings that contradict.
     """
     sizes = {name: settings.get(name, default) for name, default in SETTINGS.items()}
     generations = sizes["num_generations"]
@@ -161,7 +153,6 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
 
 
 def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
-    """Completions per generation phase; one optimizer step (`step` completions) unless set."""
     requested, phases = sizes["rollout_batch_size"], sizes["steps_per_generation"]
     named = {name: sizes[name] for name in ("rollout_batch_size", "generation_batch_size") if sizes[name] is not None}
     if len(set(named.values())) > 1 or (named and phases is not None):
@@ -186,7 +177,7 @@ def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
 
 
 def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any]) -> None:
-    """Refuse a rollout batch that cuts a group or a step; a step would then train on samples of two policies."""
+    """A step would otherwise train on samples of two policies."""
     group = sizes["num_generations"]
     unit = math.lcm(step, group)
     if rollout % step or (rollout % group and rollout > step):
@@ -206,7 +197,7 @@ def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any
 
 
 def _chunk_size(requested: int | None, num_generations: int, rollout: int, bitwise: bool) -> int:
-    """Completions of a chunk; the default depends on the meaning of the run, never on its layout."""
+    """The default depends on the meaning of the run, never on its layout."""
     if requested is None:
         # in bitwise mode each chunk is one `generate` call, so it is as large as possible
         most = CHUNK if bitwise else min(CHUNK, rollout // CHUNKS)
@@ -231,16 +222,12 @@ class StepLayout:
 
     @property
     def starts_rollout(self) -> bool:
-        """Whether the rollout batch has to be sampled before this step."""
         return self.iteration == 0 and self.step == 0
 
 
 @dataclass(frozen=True)
 class EpochLayout:
-    """The optimizer steps of one epoch over `num_prompts` prompts: every prompt once, the last step may be smaller.
-
-    With `drop_last` a smaller last step is left out, and prompts that only this step would train on are not sampled.
-    """
+    """The optimizer steps of an epoch: every prompt once; the last step may be smaller, or left out (`drop_last`)."""
 
     geometry: BatchGeometry
     num_prompts: int
@@ -248,7 +235,6 @@ class EpochLayout:
 
     @property
     def trained_completions(self) -> int:
-        """Completions that the epoch trains on."""
         unit, total = self.geometry.global_batch_size, self.num_prompts * self.geometry.num_generations
         return total // unit * unit if self.drop_last else total
 
@@ -265,7 +251,7 @@ class EpochLayout:
 
 
 def step_layout(geometry: BatchGeometry, rollout: int, inside: int, rows: int) -> StepLayout:
-    """Step number `inside` of a rollout batch of `rows` completions; iterations repeat the same steps."""
+    """Step `inside` of a rollout batch of `rows` completions; iterations repeat the same steps."""
     start, size = rollout * geometry.prompts_per_rollout, geometry.global_batch_size
     prompts = range(start, start + ceil_div(rows, geometry.num_generations))
     iteration, step = divmod(inside, ceil_div(rows, size))
@@ -273,10 +259,7 @@ def step_layout(geometry: BatchGeometry, rollout: int, inside: int, rows: int) -
 
 
 def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num_processes: int, rank: int) -> range:
-    """The prompts of a rollout batch that process `rank` samples: whole chunks, cut in global order.
-
-    A chunk holds the same rows wherever it runs, so its matrix shapes and its bits are the same.
-    """
+    """The prompts that process `rank` samples: whole chunks, cut in global order, of the same shapes everywhere."""
     groups = max(1, chunk_size // num_generations)
     chunks = even_slice(ceil_div(num_prompts, groups), num_processes, rank)
     return range(min(chunks.start * groups, num_prompts), min(chunks.stop * groups, num_prompts))

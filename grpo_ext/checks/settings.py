@@ -10,8 +10,7 @@ from transformers import GenerationConfig, StopStringCriteria
 from .. import compat
 from ..errors import ConfigError, did_you_mean, refuse_combination
 from ..forward.architecture import base_model_of
-from ..rollouts.decoding import own_generate
-from ..rollouts.keyed import setting_of
+from ..rollouts.keyed import own_generate, setting_of
 from ..rollouts.settings import LOGPS, SCORE, outside_masks, template_of, why_not_by_key
 from ..view import TrainerView
 

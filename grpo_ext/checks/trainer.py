@@ -26,12 +26,11 @@ from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
 from ..forward.reference import weight_sums
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
-from ..rollouts.environments import check_names
 from ..rollouts.equal_shares import check_equal_shares, why_equal
 from ..rollouts.images import ImageSource
 from ..rollouts.settings import CHANGE_ROWS, own_sampling, suppressed_in, template_of, why_not_by_key
 from ..rollouts.source import Rollouts
-from ..rollouts.tools import check_tools
+from ..rollouts.tools import check_names, check_tools
 from ..rollouts.vllm import SENT
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels

@@ -25,16 +25,8 @@ def base_model_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _layer_configs(config: Any) -> list[Any]:
-    """The text configuration of every layer; empty if their number is unknown."""
-    text = config.get_text_config()
-    if getattr(text, "is_heterogeneous", False):
-        return list(text.per_layer_config)
-    return [text] * (_number(text, "num_hidden_layers") or 0)
-
-
 def layer_kinds(config: Any) -> list[str]:
-    """The kind of every layer, in transformers' words; empty if the configuration names none."""
+    """Kinds in transformers' words; empty if the configuration names none."""
     return [str(kind) for kind in getattr(config.get_text_config(), "layer_types", None) or ()]
 
 
@@ -61,40 +53,32 @@ _LIBRARIES = ("accelerate", "deepspeed", "grpo_ext", "peft", "torch", "transform
 
 
 def has_own_hooks(model: nn.Module) -> bool:
-    """Whether a user has registered hooks on modules, of forwards or backwards."""
+    """Whether a user has registered hooks on modules."""
     hooks = (hook for module in model.modules() for kind in _HOOKS for hook in getattr(module, kind).values())
     return any(str(getattr(hook, "__module__", None)).split(".")[0] not in _LIBRARIES for hook in hooks)
 
 
 def experts_per_token(model: Any) -> int:
-    """The routed experts that run for a token; 1 if the configuration does not say."""
+    """1 if the configuration does not say."""
     return experts_of(model.config)[1] or 1
 
 
 def attention_sizes(config: Any) -> tuple[int, int]:
-    """The sizes of attention, summed over layers without recurrent ones; zero if the configuration does not say.
-
-    Returns:
-        Heads times head dimension, and the numbers cached for a token (keys and values).
-    """
+    """Heads times head dimension and numbers cached for a token, summed over attention layers; 0 if unknown."""
     layers = list(_attention_layers(config))
     return sum(width for width, _, _ in layers), sum(cached for _, cached, _ in layers)
 
 
 def cached_numbers(config: Any, tokens: int) -> int:
-    """The numbers in the cache of a sequence of `tokens` tokens; a layer with a window holds at most the window."""
+    """The numbers in the cache of a sequence; a layer with a window holds at most the window."""
     return sum(cached * min(tokens, window or tokens) for _, cached, window in _attention_layers(config))
-
-
-def layer_windows(config: Any) -> set[int | None]:
-    """The sliding windows of the attention layers, in tokens; None for a layer without one."""
-    return {window for *_, window in _attention_layers(config)}
 
 
 def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
     """Yields heads times head dimension, numbers cached for a token and window in tokens, for each attention layer."""
-    kinds = layer_kinds(config)
-    for number, layer in enumerate(_layer_configs(config)):
+    kinds, text = layer_kinds(config), config.get_text_config()
+    alike = [text] * (_number(text, "num_hidden_layers") or 0)
+    for number, layer in enumerate(text.per_layer_config if getattr(text, "is_heterogeneous", False) else alike):
         kind = kinds[number] if number < len(kinds) else ""
         heads, hidden = _number(layer, "num_attention_heads"), _number(layer, "hidden_size")
         if heads is None or hidden is None or kind in _WITHOUT_ATTENTION:
@@ -136,7 +120,6 @@ def _active_share(path: str, parameter: Any, experts: int | None, active: int | 
 
 
 def token_cost(policy: Any) -> TokenCost:
-    """The cost of a token in a model, from its configuration and its weights."""
     (width, _), (body, head) = attention_sizes(policy.config), weight_sizes(policy)
     body = max(body, 1)
     return TokenCost(attention=2 * width / body, head=4 / 3 * head / body)  # the head runs its forward twice

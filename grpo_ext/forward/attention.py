@@ -8,7 +8,7 @@ Torch's flash kernels are called in forward.shared_prefix. Shapes: H heads, N to
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -21,8 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
 from ..runtime.transfer import to_device
-from .architecture import layer_windows
-from .shared_prefix import Part, SharedPrefixAttention, joint_parts, parts_of, takes_varlen
+from .shared_prefix import SharedPrefixAttention, joint_parts, parts_of, takes_varlen
 
 PACKED = "grpo_ext_packed"
 LAYOUT = "grpo_ext_pack"  # keyword that carries the layout through the model to its attention layers
@@ -40,10 +39,9 @@ class PackRefused(ModelError):
 
 
 def split_is_cheaper(group: PackedGroup, device: torch.device, half: bool = False) -> bool:
-    """Whether attention by segments costs less than one dense masked call over a prompt and its completions.
+    """Whether attention by segments costs less than one dense masked call; both counted in (query, key) pairs.
 
-    Both are counted in (query, key) pairs: a dense call computes all of them, segments only the visible ones, with one
-    more call each. In `half` precision the two round differently, so a part of a group is decided like the whole group.
+    In `half` precision the two round differently, so a part of a group is decided like the whole group.
     """
     call_cost = _CALL_COST if device.type == "cpu" else _ACCELERATOR_CALL_COST
     prompt = group.prompt[1] - group.prompt[0]
@@ -54,11 +52,7 @@ def split_is_cheaper(group: PackedGroup, device: torch.device, half: bool = Fals
 
 
 def visible_mask(group: PackedGroup, window: int | None, device: torch.device) -> torch.Tensor:
-    """The mask (n, n) of the n tokens of a prompt and its completions, True where a query (row) sees a key.
-
-    A completion's tokens see the whole prompt and the tokens before them in the same completion; under a `window` only
-    keys less than this many positions back.
-    """
+    """The mask (n, n) of a prompt and its completions, True where a query (row) sees a key."""
     start, stop = group.prompt[0], max(group.answers[1], group.prompt[1])
     segment = torch.zeros(stop - start, dtype=torch.long, device=device)  # 0: the prompt
     position = torch.arange(stop - start, device=device)
@@ -75,40 +69,21 @@ def _reference(module: nn.Module, name: str) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
-def _once_per_pack(layout: PackLayout, key: Hashable, make: Callable[[], Any]) -> Any:
-    """A value that the layers of a pack share: made by the first layer, and freed with the layout."""
-    if key not in layout.shared:
-        layout.shared[key] = make()
-    return layout.shared[key]
-
-
-def _effective_window(layout: PackLayout, window: int | None) -> int | None:
-    """The sliding window; None where it is as long as every sequence, and so hides nothing."""
-    return None if window is None or window >= layout.longest else window
-
-
-def joint_parts_by_window(layout: PackLayout, config: Any) -> dict[int | None, list[Part]]:
-    """The kernel calls for a whole pack, by the sliding windows of a model's layers; tensors on the CPU."""
-    windows = {_effective_window(layout, window) for window in layer_windows(config)}
-    return {window: joint_parts(layout, window) for window in windows}
-
-
 def _mask_of(
     layout: PackLayout, window: int | None, device: torch.device, dtype: torch.dtype, group: PackedGroup
 ) -> torch.Tensor:
-    """`visible_mask` of a group as terms of the scores: (1, 1, n, n), 0 or -inf."""
-
-    def make() -> torch.Tensor:
+    """Terms of the scores, (1, 1, n, n): 0 or -inf."""
+    key = (group, window, device, dtype)
+    if key not in layout.shared:
         mask = visible_mask(group, window, device)
         # kernels of CUDA copy a mask in every call unless its rows begin at multiples of 8 elements
         terms = torch.zeros(len(mask), len(mask) + -len(mask) % 8, dtype=dtype, device=device)[:, : len(mask)]
-        return terms.masked_fill_(~mask, -torch.inf)[None, None]
-
-    return _once_per_pack(layout, (group, window, device, dtype), make)
+        layout.shared[key] = terms.masked_fill_(~mask, -torch.inf)[None, None]
+    return layout.shared[key]
 
 
 def _share_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _States:
-    """The states as (heads of keys, queries of each, n, D), in views: no key and no value is repeated in memory."""
+    """Views (heads of keys, queries of each, n, D): no key and no value is repeated in memory."""
     shared = query[0].unflatten(0, (key.size(1), -1))
     key, value = (x[0, :, None].expand(-1, shared.size(1), -1, -1) for x in (key, value))
     return shared, key, value
@@ -141,7 +116,7 @@ def packed_attention_forward(
     # as in the model's own attention, the mask of transformers decides, or without one the layer's setting
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers.add(module)
-    window = _effective_window(layout, window)
+    window = None if window is None or window >= layout.longest else window  # it hides nothing
     plain = (
         name == "sdpa"
         and not options.get("dropout")
@@ -156,11 +131,11 @@ def packed_attention_forward(
 
 
 def _plain(layout: PackLayout, window: int | None, states: _States, scale: float | None) -> torch.Tensor:
-    """Attention (1, N, H, D) without extra terms, by the best of torch's kernels."""
     device, cast_states = states[0].device, _as_sdpa_takes_them(*states)
     if takes_varlen(*cast_states):
-        parts = _once_per_pack(layout, (window, device), lambda: to_device(joint_parts(layout, window), device))
-        return SharedPrefixAttention.apply(*cast_states, parts, scale).transpose(1, 2)
+        if (window, device) not in layout.shared:
+            layout.shared[window, device] = to_device(joint_parts(layout, window), device)
+        return SharedPrefixAttention.apply(*cast_states, layout.shared[window, device], scale).transpose(1, 2)
 
     # transformers' function repeats keys and values under a mask
     def attend(*states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -180,13 +155,9 @@ def _by_group(
     states: _States,
     attend: Callable[..., torch.Tensor],
     mask_of: Callable[[PackedGroup], torch.Tensor],
-    by_flash: Callable[[PackedGroup, Sequence[torch.Tensor]], torch.Tensor] | None = None,
+    by_flash: Callable[[PackedGroup, Sequence[torch.Tensor]], torch.Tensor] | None = None,  # on CPUs
 ) -> torch.Tensor:
-    """Attention (1, N, H, D), group by group, so that a group does not depend on others in the pack.
-
-    `attend` returns the output (1, n, H, D) for query, key, value and a mask; `by_flash` returns a group's output by
-    torch's flash kernel for CPUs.
-    """
+    """Attention (1, N, H, D), group by group, so that a group does not depend on others in the pack."""
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
     outputs, device = [], states[0].device
     half = torch.is_autocast_enabled(device.type) or states[0].element_size() == 2
@@ -204,10 +175,7 @@ def _by_group(
 def _segments(
     group: PackedGroup, states: Sequence[torch.Tensor], mask: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields query, key, value and mask of the prompt, and of each completion with the prompt's keys before its own.
-
-    `mask` is the mask of one sequence, at least as long as the prompt with any of its completions.
-    """
+    """Yields query, key, value and mask of the prompt, and of each completion with the prompt's keys before its own."""
     query, key, value = states
     base = group.prompt[0]
     for start, stop in (group.prompt, *group.completions):
@@ -219,7 +187,7 @@ def _segments(
 
 
 def _as_sdpa_takes_them(*states: torch.Tensor) -> _States:
-    """The states in autocast's type; autocast casts for `scaled_dot_product_attention`, but not for its kernels."""
+    """Autocast casts for `scaled_dot_product_attention`, but not for its kernels."""
     device = states[0].device.type
     if torch.is_autocast_enabled(device):
         states = tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in states)
@@ -228,7 +196,7 @@ def _as_sdpa_takes_them(*states: torch.Tensor) -> _States:
 
 
 def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> int:
-    """The sliding window, 0 without one, in the place of a mask; the rest of the mask follows from the layout."""
+    """The window, or 0, in the place of a mask; the rest follows from the layout."""
     return local_size or 0
 
 
@@ -237,7 +205,6 @@ AttentionMaskInterface.register(PACKED, _window)
 
 
 def _configs(model: nn.Module, packed: bool) -> list[Any]:
-    """The configurations in a model whose attention is (`packed`) or is not that of packs."""
     configs: Any = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     named = [config for config in configs if getattr(config, "_attn_implementation", None) is not None]
     return [config for config in named if (config._attn_implementation == PACKED) == packed]

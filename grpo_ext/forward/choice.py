@@ -1,6 +1,6 @@
 """Which form a model's completions run in (packed, prefix or padded), decided once for each model before a run begins.
 
-Differs from TRL, which always pads. `form_check` compares a form with padding on rows made for that (forward.probe).
+Differs from TRL, which always pads. `form_check` compares a form with padding on rows made for that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MEANINGS: dict[Form, str] = {
 
 
 def needs_whole_rows(model: Any) -> str | None:
-    """The reason why a model's adapter needs a whole row for every completion, as a clause; None if it does not."""
+    """The reason why an adapter needs a whole row for every completion, as a clause."""
     configs = getattr(model, "peft_config", {}).values()
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
         return "its adapter looks for tokens in every row of a batch"
@@ -43,47 +43,33 @@ def needs_whole_rows(model: Any) -> str | None:
 
 @dataclass
 class _ModelForms:
-    """The forms that may be run, the best first, and the reasons against some of them in one model."""
-
     forms: tuple[Form, ...]
     refused: dict[Form, str]
     compared: bool = False
 
     @property
     def best(self) -> Form:
-        """The first form that is not refused."""
         return next((form for form in self.forms if form not in self.refused), "padded")
 
     @property
     def reasons(self) -> str:
-        """The reasons as clauses; empty where the first form runs."""
         return "; ".join(f"no {_NAMES[form]}: {reason}" for form, reason in self.refused.items())
 
 
 class ForwardChoice:
-    """Chooses the form of each model.
+    """Chooses the form of each model, given with its adapters, with or without the wrapper of an engine.
 
-    The cost rule: a pack computes `prompt + sum of completions` tokens, the prefix form `prompt + rows * longest
-    completion`, a padded batch `rows * (longest prompt + longest completion)`, each at least as many as the one before.
-    So a model runs packs if it can, or else the prefix form if it can. Inside a pack,
-    `forward.attention.split_is_cheaper` decides how the attention of each group is computed.
-
-    Every method takes a model with its adapters, with or without the wrapper of an engine.
-
-    Args:
-        forms: the forms that may be run, the best first; a model that can run none of them pads.
-        sharded: whether a forward is a collective.
-        checkpointing_kwargs: arguments of gradient checkpointing; None without it.
-        refused: forms that no model of this run may run, with the reason.
+    A pack computes `prompt + sum of completions` tokens, the prefix form `prompt + rows * longest completion`, a padded
+    batch `rows * (longest prompt + longest completion)`: a model runs the first of these that it can.
     """
 
     def __init__(
         self,
-        forms: Sequence[Form],
+        forms: Sequence[Form],  # that may be run, the best first
         device: torch.device,
-        sharded: bool = False,
-        checkpointing_kwargs: dict[str, Any] | None = None,
-        refused: Mapping[Form, str] | None = None,
+        sharded: bool = False,  # a forward is a collective
+        checkpointing_kwargs: dict[str, Any] | None = None,  # of gradient checkpointing; None without it
+        refused: Mapping[Form, str] | None = None,  # forms that no model of the run takes, with the reason
     ) -> None:
         self.forms, self.device, self.sharded = tuple(forms), device, sharded
         self.checkpointing_kwargs, self.refused = checkpointing_kwargs, refused or {}
@@ -91,33 +77,25 @@ class ForwardChoice:
         self._warned: set[str] = set()
 
     def form(self, model: Any) -> Form:
-        """The form that a model runs; padded before `compare`."""
+        """Padded before `compare`."""
         forms = self._models.get(base_model_of(model))
         return forms.best if forms is not None and forms.compared else "padded"
 
     def planned(self, model: Any) -> Form:
-        """The form that a model runs if it compares equal to padding; warns once of a model that pads."""
+        """The form that runs if it compares equal to padding; warns once of a model that pads."""
         return self._of(model).best
 
     def described(self, model: Any) -> str:
-        """The form of a model, and why it does not run in a better one, as text."""
         forms = self._of(model)
         return _MEANINGS[forms.best] + (f" ({forms.reasons})" if forms.reasons else "")
 
     def is_compared(self, model: Any) -> bool:
-        """Whether `compare` has chosen the form of a model."""
         return self._of(model).compared
 
     def compare(self, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> None:
         """Choose the best form whose results agree with padding; all processes together.
 
         A form that one process refuses is refused on all, and the next one is compared.
-
-        Args:
-            make_rows: the batches to compare, for a causal language model (forward.probe).
-
-        Raises:
-            MemoryShortageError: on every process, where the comparison does not fit on one of them.
         """
         forms = self._of(model)
         while forms.best != "padded":
@@ -132,7 +110,6 @@ class ForwardChoice:
         forms.compared = True
 
     def share(self, model: Any, twin: Any) -> None:
-        """Let a copy of a model run in the model's form."""
         self._models[base_model_of(twin)] = self._of(model)
 
     def _of(self, model: Any) -> _ModelForms:

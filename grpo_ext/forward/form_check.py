@@ -1,17 +1,18 @@
 """Compares a form of the forward with padding: a few completions run both ways, and modules have to agree.
 
-Runs before training begins (forward.choice), on rows made for that (forward.probe). The parts of every layer are
-compared, and modules outside of layers. Log-probabilities alone do not suffice: in half precision a deep model
-amplifies rounding until it hides ignored positions. The rounding is measured: the padded batch runs again with every
-module's output off by a unit in the last place.
+Runs before training begins (forward.choice), on rows made for that. Log-probabilities alone do not suffice: in
+half precision a deep model amplifies rounding until it hides ignored positions. The rounding is measured: the padded
+batch runs again with every module's output off by a unit in the last place.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -22,8 +23,10 @@ from ..runtime.out_of_memory import is_out_of_memory
 from .architecture import base_model_of
 from .attention import PackRefused
 from .forms import FormBatch, lay_out, run_batch
+from .images import PromptProcessor, RowImages, images_in, messages_of
 from .lm_head import PREFIX
 from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
+from .rope import covered_length
 from .rows import TokenRows
 
 LIMIT = 4.0  # times the rounding; healthy models reach 1.6 (600 starts), a planted fault 8 and more
@@ -31,27 +34,29 @@ _CHANNELS = 64  # of a module's output that are compared, at most
 _BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt"}
 _DRAWS = 2  # perturbed forwards that the rounding is estimated from
 
+# made rows: a further batch is longer than a window of attention up to this width. A model that makes the mask of a
+# longer window itself is refused by forward.attention
+_LONGEST_WINDOW = 1024
+_WINDOW_NAMES = re.compile("(window|attention_chunk|local)(?!.*layers)")  # settings that hold a width of attention
+_PROMPTS, _COMPLETIONS = (9, 7), ((18, 2, 12), (9, 14))  # tokens
+_AFTER_LONG = (24, 9)  # tokens of the completions of a long prompt
+_TEXT = "how many birds sit on the wall and which of them can be seen from here "
+_Prompt = tuple[torch.Tensor, list[Any]]  # token ids, and the images
+
 Outputs = dict[str, torch.Tensor]  # (tokens, channels), by module
 
 
 def why_form_fails(
     form: Form,
-    model: Callable[..., Any],
+    model: Callable[..., Any],  # as the loop calls it, without gradient checkpointing
     rows: TokenRows,
     device: torch.device | str = "cpu",
-    checkpointing_kwargs: dict[str, Any] | None = None,
+    checkpointing_kwargs: dict[str, Any] | None = None,  # of the run's gradient checkpointing; None without it
 ) -> str | None:
-    """Run some completions in a form and padded, and compare the outputs of modules.
+    """The reason why a model does not run a form, as a clause; None where its modules' outputs agree with padding.
 
-    Every process runs the same number of forwards, unless the model refuses or memory runs out.
-
-    Args:
-        model: as the loop calls it, without gradient checkpointing.
-        rows: groups of completions. The first token of a completion shows no fault: its prompt alone predicts it.
-        checkpointing_kwargs: arguments of gradient checkpointing, under which layers may drop a cache; None without it.
-
-    Returns:
-        The reason why the model does not run the form, as a clause; None where both agree.
+    Every process runs the same number of forwards, unless the model refuses or memory runs out. The first token of a
+    completion shows no fault: its prompt alone predicts it.
     """
     policy = base_model_of(model)
     name, padded_batch = type(policy).__name__, lay_out("padded", policy, rows, device)
@@ -104,13 +109,12 @@ def _first_line(error: Exception) -> str:
 def _keeps_cache(
     model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: dict[str, Any] | None
 ) -> bool:
-    """Whether a forward has the same log-probabilities under gradient checkpointing; True in a run without it."""
     if checkpointing_kwargs is None:
         return True
     policy.gradient_checkpointing_enable(checkpointing_kwargs)
     try:
         with torch.enable_grad():
-            again_S = run_batch(model, batch).logps_S.detach()
+            again_S = _log_probs(model, batch).detach()
     finally:
         policy.gradient_checkpointing_disable()
     return torch.allclose(again_S, logps_S, rtol=1e-2, atol=1e-2, equal_nan=True)
@@ -133,13 +137,19 @@ def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -
     with ExitStack() as hooks:
         for name, module in _compared_modules(policy):
             hooks.callback(module.register_forward_hook(functools.partial(record, name=name)).remove)
-        logps = run_batch(model, batch).logps_S
+        logps = _log_probs(model, batch)
     outputs["the head"] = logps[later_S.to(logps.device), None].float()
     return outputs, logps
 
 
+def _log_probs(model: Any, batch: FormBatch) -> torch.Tensor:
+    """Log-probabilities (S,); 1, as none is, for a token that the head bans, so that two forms agree on it."""
+    logps_S = run_batch(model, batch).logps_S
+    return logps_S.masked_fill(logps_S.isneginf(), 1.0)
+
+
 def _compared_modules(policy: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yields the modules outside of layers, and the parts of every layer, such as its attention."""
+    """Yields modules outside of layers, and the parts of every layer, such as its attention."""
     for path, module in policy.named_modules():
         parts = path.split(".")
         if path and [place for place, part in enumerate(parts) if part.isdigit()] in ([], [len(parts) - 2]):
@@ -150,11 +160,8 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-# ---- The rounding ---------------------------------------------------------------------------------------------------
-
-
 def _unit(kind: torch.dtype) -> float:
-    """The relative rounding of one operation; a few units for float32 and float64, whose sums round every term."""
+    """The rounding of one operation; a few units for float32 and float64, whose sums round every term."""
     eps = torch.finfo(kind).eps
     return eps / 2 if kind.itemsize <= 2 else eps * 8
 
@@ -197,7 +204,7 @@ def _perturbed(policy: Any, unit: float, seed: int) -> Iterator[None]:
 
 
 def _in_roundings(values: torch.Tensor, padded: torch.Tensor, perturbed: list[torch.Tensor], unit: float) -> float:
-    """The difference between a form and padding at one place, in units of the rounding there (at least `unit`)."""
+    """The difference at one place, in units of the rounding there (at least `unit`)."""
 
     def size(values: torch.Tensor) -> float:
         return float(values.square().mean().sqrt())
@@ -208,3 +215,71 @@ def _in_roundings(values: torch.Tensor, padded: torch.Tensor, perturbed: list[to
     rounding = max(unit * size(padded), *(size((other - padded).nan_to_num(0, 0, 0)) for other in perturbed))
     error = size(values - padded)
     return error / rounding if rounding else math.inf if error else 0.0
+
+
+def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = None) -> list[TokenRows]:
+    """Batches of rows for a model without wrappers; `processor`: of a model that takes images.
+
+    A generator of their own draws the tokens: no random state of the run moves, and every process has the same rows.
+    """
+    generator, limit = torch.Generator().manual_seed(0), _longest_row(policy.config)
+    ids, window = torch.tensor(_text_ids(policy.config, tokenizer)), _longest_window(policy.config)
+    long = min(window + max(window // 8, 8), limit - max(_AFTER_LONG)) if window > min(_PROMPTS) else 0
+
+    def drawn(length: int) -> torch.Tensor:
+        return ids[torch.randint(len(ids), (min(length, limit // 2),), generator=generator)]
+
+    def rows(prompts: list[_Prompt], lengths: Sequence[Sequence[int]]) -> TokenRows:
+        groups = [number for number, group in enumerate(lengths) for _ in group]
+        completions = [drawn(length) for group in lengths for length in group]
+        parts = [part for n, ids in zip(groups, completions, strict=True) for part in (prompts[n][0], ids)]
+        same = [before == after for before, after in pairwise(groups)]
+        images = None if processor is None else RowImages(groups, lambda number: prompts[number][1], processor)
+        return TokenRows(
+            torch.cat(parts), [len(prompts[n][0]) for n in groups], list(map(len, completions)), same, images
+        )
+
+    if processor is None:
+        prompts: list[_Prompt] = [(drawn(length), []) for length in _PROMPTS]
+        long_prompt: _Prompt = ids[torch.randint(len(ids), (max(long, 0),), generator=generator)], []
+    else:
+        image = torch.randint(256, (32, 64, 3), generator=generator, dtype=torch.uint8)
+        prompts = [_prepared(processor, _TEXT, image), _prepared(processor, _TEXT)]
+        long_prompt = _prepared(processor, _TEXT * (1 + long // 15))
+    batches = [rows(prompts, _COMPLETIONS)]
+    return [*batches, rows([long_prompt], [_AFTER_LONG])] if long > max(_PROMPTS) else batches
+
+
+def _text_ids(config: Any, tokenizer: Any) -> list[int]:
+    """Ids of text: no special tokens, added tokens or images."""
+    text = config.get_text_config()
+    settings = (vars(config) | vars(text)).items()
+    special = {value for name, value in settings if re.search("_token_(id|index)$", name) and isinstance(value, int)}
+    special |= {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    vocabulary = range(min(text.vocab_size, len(tokenizer)))
+    return [token for token in vocabulary if token not in special] or list(vocabulary)
+
+
+def _longest_row(config: Any) -> int:
+    """The longest row whose rotary frequencies are those of shorter ones, in tokens."""
+    original = getattr(config.get_text_config(), "original_max_position_embeddings", None)
+    return min(limit for limit in (covered_length(config), original, 2 * _LONGEST_WINDOW) if isinstance(limit, int))
+
+
+def _longest_window(config: Any) -> int:
+    """The longest window of attention up to `_LONGEST_WINDOW` tokens; 0 without one."""
+    settings = vars(config.get_text_config()).items()
+    widths = [value for name, value in settings if _WINDOW_NAMES.search(name) and type(value) is int]
+    return max((width for width in widths if width <= _LONGEST_WINDOW), default=0)
+
+
+def _prepared(processor: PromptProcessor, text: str, image: torch.Tensor | None = None) -> _Prompt:
+    row: dict[str, Any] = {"prompt": [{"role": "user", "content": text}]}
+    if image is not None:
+        from PIL import Image  # not installed where only text is trained on
+
+        row["image"] = Image.fromarray(image.numpy())
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    conversation = [messages_of(row)]
+    encoded = processor.processor.apply_chat_template(conversation=conversation, **options, **processor.template)
+    return encoded["input_ids"][0], images_in(conversation[0])

@@ -21,25 +21,21 @@ from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, layer_kinds
-from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, joint_parts_by_window, packed_attention, plain_attention
+from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, packed_attention, plain_attention
 from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
 from .routing import LIVE, Routing
 from .rows import TokenRows
 from .sampling_masks import SamplingMasks
-from .shared_prefix import Part
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # arguments of a model, `Targets.predictor_S`, `FormBatch.counts_BL` and `FormBatch.source_N`, on the CPU
 _Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-# ---- Which models run them ------------------------------------------------------------------------------------------
-
-
 def why_not_packed(policy: Any) -> str | None:
-    """The reason why a model cannot run packs, as a clause; None if its class and configuration allow it."""
+    """The reason why a model's class or configuration cannot run packs, as a clause."""
     config = policy.config.get_text_config()
     name = getattr(config, "_attn_implementation", None)
     if name == PACKED:
@@ -61,7 +57,7 @@ def why_not_packed(policy: Any) -> str | None:
 
 
 def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
-    """The reason why a model cannot run the prefix form, as a clause; None if its class and configuration allow it."""
+    """The reason why a model's class or configuration cannot run the prefix form, as a clause."""
     if reentrant and policy.supports_gradient_checkpointing:
         return "gradient checkpointing with use_reentrant=True passes no gradient through a cache"
     if (reason := why_own_cache(policy)) is not None:
@@ -71,13 +67,8 @@ def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
     return None
 
 
-# ---- A forward ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class FormBatch:
-    """A batch of rows, laid out in a form."""
-
     form: Form
     inputs: dict[str, Any]
     targets: Targets  # positions refer to the flattened batch: in the prefix form the prompts', then the completions'
@@ -101,18 +92,11 @@ def lay_out(
 ) -> FormBatch:
     """Lay completions out in a form, and move them to `device` in one copy.
 
-    Args:
-        policy: the causal language model, without wrappers.
-        with_router, with_entropy: request the router logits of a MoE model, entropies.
-        multiple: the length of a pack, or the widths of prompts and completions, are multiples of this many tokens.
-        suppressed: sets of token ids that sampling suppressed, which `rows.kept_B` refers to.
-        record_experts: record the experts of each token, where `rows` have none to replay.
+    The length of a pack, or the widths of prompts and completions, are multiples of `multiple` tokens. `rows.kept_B`
+    refers to `suppressed`. Experts are recorded where `rows` have none to replay.
     """
-    parts: dict[int | None, list[Part]] = {}
     if form == "packed":
         layout = _packed(rows, with_router, multiple)
-        if torch.device(device).type == "cuda":
-            parts = joint_parts_by_window(layout[0][LAYOUT], policy.config)
     elif form == "prefix":
         layout = _prefix(policy, rows, with_router, multiple)
     else:
@@ -122,12 +106,10 @@ def lay_out(
     experts_NC = rows.experts_NC
     if experts_NC is not None:
         experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=LIVE)[source_N]  # -1: padding
-    tensors = on_device, rows.targets(), rows.places(), parts, masks, experts_NC
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC = to_device(tensors, device)
+    tensors = on_device, rows.targets(), rows.places(), masks, experts_NC
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S, masks, experts_NC = to_device(tensors, device)
     routes = record_experts or experts_NC is not None
     routing = Routing(experts_NC, counts_BL.flatten()) if routes else None
-    for window, calls in parts.items():
-        inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
     outputs = {"entropy": with_entropy, "router": with_router}
@@ -135,17 +117,8 @@ def lay_out(
     return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N)
 
 
-def _recorded(batch: FormBatch, rows: TokenRows) -> torch.Tensor:
-    """The recorded experts of each token, as in `LogProbs.experts_NC`; `LIVE` for tokens that did not run."""
-    assert batch.targets.routing is not None
-    recorded_NC, real_N = batch.targets.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
-    experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
-    experts_NC[batch.source_N[real_N]] = recorded_NC[real_N]
-    return experts_NC
-
-
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
-    """Run a model, as the loop calls it, on a batch; raises PackRefused where it ignores the pack."""
+    """Run a model, as the loop calls it; raises PackRefused where it ignores the pack."""
     policy = base_model_of(model)
     with in_form(policy, batch.form):
         logps_S, entropies_S, routers = model(**batch.inputs, **{TARGETS: batch.targets})
@@ -158,10 +131,15 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
 def run_rows(
     form: Form, model: Callable[..., Any], rows: TokenRows, device: torch.device | str = "cpu", **options: Any
 ) -> LogProbs:
-    """Run a model on completions in a form; `options` as of `lay_out`."""
+    """`options` as of `lay_out`."""
     batch = lay_out(form, base_model_of(model), rows, device, **options)
     output = run_batch(model, batch)
-    return replace(output, experts_NC=_recorded(batch, rows)) if options.get("record_experts") else output
+    if output.routing is None or not options.get("record_experts"):
+        return output
+    recorded_NC, real_N = output.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
+    experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
+    experts_NC[batch.source_N[real_N]] = recorded_NC[real_N]
+    return replace(output, experts_NC=experts_NC)
 
 
 def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
@@ -232,21 +210,14 @@ def _sources(mask_BL: torch.Tensor) -> torch.Tensor:
     return torch.full_like(mask_BL, -1).masked_scatter(mask_BL.bool(), torch.arange(int(mask_BL.sum())))
 
 
-# ---- Positions ------------------------------------------------------------------------------------------------------
-
-
 def accepts_positions(model: Any) -> bool:
-    """Whether the model's forward takes `position_ids`."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def positions_of(
     model: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, images: dict[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """The `position_ids` of a padded batch, which count real tokens only; None for a model that does not take them.
-
-    Shape (B, L), or (3, B, L) where images have rows and columns. `images` are the image arguments, pixels optional.
-    """
+    """Count real tokens only: (B, L), or (3, B, L) where images have rows and columns; pixels are optional."""
     if not accepts_positions(model):
         return None
     counted_BL = mask_BL.long().cumsum(-1).sub(1).clamp(min=0)

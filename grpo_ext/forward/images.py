@@ -25,14 +25,11 @@ _TIFF_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F")  # 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The output of a processor for some images, without the token ids."""
-
     tensors: dict[str, torch.Tensor]  # by the names of the model's arguments; empty without images
     images: int  # their number
 
 
 def images_of(row: dict[str, Any]) -> list[Any]:
-    """The images of a row of the data set, from the columns that TRL reads."""
     if "images" in row:
         return list(row["images"] or [])
     return [] if row.get("image") is None else [row["image"]]
@@ -44,7 +41,7 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def images_in(prompt: Any) -> list[Any]:
-    """The images in the content of messages, in order; none of a text, or of what a user's own code tokenises."""
+    """Images in order; none of a text, or of what a user's own code tokenises."""
     messages = [message for message in prompt if isinstance(message, dict)] if isinstance(prompt, list) else []
     contents = [message.get("content") for message in messages]
     parts = (part for content in contents if isinstance(content, list) for part in content)
@@ -52,22 +49,11 @@ def images_in(prompt: Any) -> list[Any]:
 
 
 class PromptProcessor:
-    """Prepares the images of a model that takes some.
-
-    Args:
-        template: the chat template and its arguments, as TRL passes them.
-        image_token: id of the token that stands for an image or a part of it; None if there is none.
-    """
-
     def __init__(self, processor: Any, template: dict[str, Any], image_token: int | None) -> None:
         self.processor, self.template, self.image_token = processor, template, image_token
 
     def __call__(self, row: dict[str, Any]) -> Prepared:
-        """Prepare the images of a row of the data set.
-
-        Raises:
-            ModelError: the processor returns other arguments or token types than the forwards pass to a model.
-        """
+        """Prepare the images of a row of the data set; a ModelError where a forward could not pass them on."""
         if isinstance(row["prompt"], str):
             return Prepared({}, 0)
         messages = messages_of(row)
@@ -97,7 +83,6 @@ class PromptProcessor:
         return Prepared(tensors, count)
 
     def of(self, images: Sequence[Any]) -> Prepared:
-        """Prepare images without a prompt."""
         if not images:
             return Prepared({}, 0)
         return self({"prompt": [{"role": "user", "content": ""}], "images": list(images)})
@@ -108,26 +93,23 @@ class PromptProcessor:
         return [name for name in TOKEN_TYPES if name in prepared]
 
     def types_of(self, ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The types of all tokens of a batch, where the model takes them: 1 for an image's token, else 0."""
+        """Types where the model takes them: 1 for an image's token, else 0."""
         token = -1 if self.image_token is None else self.image_token
         return dict.fromkeys(self._type_names, (ids_BL == token).long())
 
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of some rows."""
-
     numbers_B: Sequence[int]  # rows with one number have the same images
     images_of: Callable[[int], Sequence[Any]]  # from a number to the images
     processor: PromptProcessor
 
     def of(self, rows: Sequence[int]) -> RowImages:
-        """The images of some of the rows."""
         return RowImages([self.numbers_B[row] for row in rows], self.images_of, self.processor)
 
     @property
     def same(self) -> list[bool]:
-        """For each row but the first, whether its images are those of the row before."""
+        """Whether the images of each row but the first are those of the row before."""
         return [before == after for before, after in pairwise(self.numbers_B)]
 
     @cached_property
@@ -135,12 +117,7 @@ class RowImages:
         return {number: self.processor.of(self.images_of(number)) for number in dict.fromkeys(self.numbers_B)}
 
     def inputs(self, chosen: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
-        """The model's arguments for a batch.
-
-        Args:
-            chosen: the rows of the batch, among these.
-            pixels: include the pixels, and not only the arguments that say where images are.
-        """
+        """The model's arguments for a batch of the `chosen` rows; without `pixels`, those that say where images are."""
         rows = [self._prepared[self.numbers_B[row]] for row in chosen]
         names = dict.fromkeys(name for row in rows for name in row.tensors if pixels or name != "pixel_values")
         arguments = {name: joined([row.tensors[name] for row in rows if name in row.tensors]) for name in names}
@@ -148,7 +125,7 @@ class RowImages:
         return {name: value.to(ids_BL.device) for name, value in arguments.items()}
 
     def as_trl(self, ids_BL: torch.Tensor) -> dict[str, Any]:
-        """The images in TRL's layout of a batch, for a user's `_get_per_token_logps_and_entropies`."""
+        """TRL's layout of a batch, for a user's `_get_per_token_logps_and_entropies`."""
         batch: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL)
         if "pixel_values" in batch:
             rows = [self._prepared[number] for number in self.numbers_B]
@@ -161,7 +138,7 @@ class RowImages:
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors along their first dimension; the other dimensions are padded with zeros to the largest."""
+    """Concatenate along the first dimension; the others are padded with zeros to the largest."""
     sizes = [max(part.size(d) for part in parts) for d in range(parts[0].dim())]
     filled = []
     for part in parts:
@@ -171,11 +148,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def packed_images(images: Sequence[Any]) -> bytes:
-    """Images (PIL, paths, addresses, arrays of bytes) as one TIFF file, lossless; empty without images.
-
-    Raises:
-        DataError: an image of another kind, or one that cannot be read.
-    """
+    """Images (PIL, paths, addresses, arrays of bytes) as one TIFF file, lossless; a DataError for any other."""
     if not images:
         return b""
     try:
@@ -192,7 +165,7 @@ def packed_images(images: Sequence[Any]) -> bytes:
 
 
 def _as_pil(image: Any) -> Any:
-    """The image, of a mode that a TIFF file can hold; its pixels are those that a processor makes of it."""
+    """An image of a mode that a TIFF file can hold; its pixels are those that a processor makes of it."""
     from PIL import Image  # not installed where only text is trained on
     from transformers.image_utils import load_image
 
@@ -209,7 +182,6 @@ def _as_pil(image: Any) -> Any:
 
 
 def unpacked_images(packed: bytes) -> list[Any]:
-    """The inverse of `packed_images`: PIL images."""
     if not packed:
         return []
     from PIL import Image, ImageSequence

@@ -39,7 +39,7 @@ _UNREAD = ("mpt", "gemma3", "cohere2_vision")  # models that ignore these settin
 
 
 def logit_transform(config: Any, temperature: float = 1.0) -> LogitTransform:
-    """The transform of a model's logits, read from its settings under all names in transformers."""
+    """The transform that a model's settings name, under all names in transformers."""
     if config.model_type in _UNREAD:
         return LogitTransform(temperature=temperature)
     config = config.get_text_config()
@@ -76,7 +76,7 @@ def log_probs(
     with_entropy: bool = True,
     masks: SamplingMasks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities (S,) of the targets and entropies (S,), in nats, by the fastest method for the device."""
+    """Log-probabilities and entropies, (S,) in nats, by the fastest method for the device."""
     whole = transform.vocabulary is None or transform.vocabulary >= weight_VH.size(0)
     plain = whole and masks is None and hidden_SH.dtype != torch.float64  # what TRL's kernel supports
     # in bitwise mode torch refuses kernels whose bits change from run to run, but it does not know Triton's
@@ -90,7 +90,7 @@ def log_probs(
 
 
 class RouterOutput(NamedTuple):
-    """Router logits of one forward, one (tokens, E) tensor per layer, and the count of each token, (B, L).
+    """Router logits of one forward, one (tokens, E) tensor per layer, and the count of each token.
 
     The counts of a padded batch are its attention mask; in a pack a prompt counts once for each of its completions.
     """
@@ -99,15 +99,12 @@ class RouterOutput(NamedTuple):
     counts_BL: torch.Tensor
 
     def aux_loss(self, top_k: int) -> torch.Tensor:
-        """The load-balancing loss of this forward alone."""
         chosen, probs, rows = router_statistics(self.logits, self.counts_BL, top_k)
         return load_balancing_loss(probs, (chosen / max(rows, 1)).to(probs), probs.numel(), rows)
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The result of a forward for the completions of its rows."""
-
     logps_S: torch.Tensor  # of the completion tokens, row by row, in nats
     entropies_S: torch.Tensor | None  # in nats, where requested
     router: RouterOutput | None  # of a MoE model, where requested
@@ -135,11 +132,7 @@ def _backbone(model: Any) -> Any:
 
 
 def refuse_unknown_head(model: Any) -> None:
-    """Refuse a model whose logits are not one linear layer on its backbone's hidden states.
-
-    Raises:
-        ModelError: names the other parts.
-    """
+    """Raise a ModelError where logits are not one linear layer on the backbone's hidden states."""
     backbone, head = _backbone(model), model.get_output_embeddings()
     if backbone is model or head is None:
         raise ModelError(
@@ -168,15 +161,10 @@ def refuse_unknown_head(model: Any) -> None:
 
 
 def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
-    """Install this head in the forward of `model`, before anything wraps the model.
+    """Install this head in the forward of `model` (under PEFT, the base), before anything wraps the model.
 
     Called with `grpo_ext_targets=Targets(...)`, the forward returns log-probabilities (S,), entropies (S,) and router
     logits, the latter two None unless requested; other calls are unchanged.
-
-    Args:
-        model: the causal language model; under PEFT, the base model.
-        temperature: divides the logits.
-        cast_to_fp32: compute the head in float32, outside autocast.
     """
     transform = logit_transform(model.config, temperature)
 

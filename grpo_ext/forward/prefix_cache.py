@@ -107,20 +107,20 @@ def _layers(config: Any, behaviour: type) -> list[Any]:
 
 
 def why_own_cache(policy: Any) -> str | None:
-    """The reason why a model does not run on transformers' default cache, as a clause; None if it does."""
+    """The reason why a model does not run on transformers' default cache, as a clause."""
     if CACHE not in inspect.signature(policy.forward).parameters:
         return f"{type(policy).__name__} has a forward without an argument {CACHE}"
     return None if policy._supports_default_dynamic_cache() else f"{type(policy).__name__} has a cache of its own"
 
 
 def unknown_layers(config: Any) -> list[str]:
-    """The names of a model's cache layers that the prefix form does not know; "no layers" if it names none."""
+    """The cache layers that the prefix form does not know; "no layers" if the model names none."""
     layers = DynamicCache(config=config).layers
     return sorted({type(layer).__name__ for layer in layers if type(layer) not in _KNOWN}) if layers else ["no layers"]
 
 
 def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int) -> Cache:
-    """The cache that completions continue from, with a row of the recorded states for each completion."""
+    """The cache that completions continue from, with a row of the recorded states for each."""
     layers = _layers(config, _Frozen)
     for layer, record in zip(layers, recorded.layers):
         layer.prompt_B, layer.prompt_width = prompt_B, width
@@ -148,10 +148,9 @@ def cached_under_checkpointing(model: torch.nn.Module) -> Iterator[None]:
 def run_after_prompts(
     backbone: Any, prompts: dict[str, Any], completions: Continuation, routing: Routing | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Run prompts, and completions after them, through the layers of a model.
+    """Run prompts (the backbone's arguments, padded on the left), and completions after them.
 
-    `prompts` are the backbone's arguments, (P, width), padded on the left. Returns the hidden states of both passes,
-    (tokens, H), the prompts' first, and the router logits of each layer, if requested.
+    Returns the hidden states of both passes, (tokens, H), the prompts' first, and the router logits of each layer.
     """
     config = backbone.config.get_text_config(decoder=True)
     recorded = Cache(layers=_layers(config, _Recorded))

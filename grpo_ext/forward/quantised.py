@@ -18,20 +18,20 @@ EIGHT_BIT_UNIT = 1 / 254  # LLM.int8 rounds activations to 127 steps of the larg
 
 
 def outlier_thresholds(model: nn.Module) -> dict[str, float]:
-    """The outlier threshold of each LLM.int8 layer, by name; 0: no column is an outlier."""
+    """Thresholds by LLM.int8 layer; 0: no column is an outlier."""
     states: dict[str, Any] = {path: getattr(module, "state", None) for path, module in model.named_modules()}
     return {path: float(state.threshold) for path, state in states.items() if hasattr(state, "has_fp16_weights")}
 
 
 def trained_values(model: Any) -> dict[str, torch.Tensor]:
-    """The trained parameters of a quantised model object, by name, without a copy; empty for other models."""
+    """The trained parameters of a quantised model object, without a copy; empty for other models."""
     if not getattr(model, "is_quantized", False):
         return {}
     return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def train_in_float32(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
-    """Cast trained parameters of a quantised model to float32; `before`: their values before TRL cast to bfloat16."""
+    """`before`: the values of trained parameters before TRL cast them to bfloat16."""
     if not getattr(model, "is_quantized", False):
         return
     for name, parameter in model.named_parameters():
@@ -42,8 +42,7 @@ def train_in_float32(model: nn.Module, before: Mapping[str, torch.Tensor]) -> No
 def keep_4bit_weights(model: nn.Module) -> None:
     """Keep bitsandbytes from repacking 4-bit weights, which it does on CPUs in the first forward after `eval()`.
 
-    A repacked layer computes in bfloat16 and has no gradient, in training mode too; unpacking rounds again. Raises a
-    ModelError if a layer is already repacked.
+    A repacked layer computes in bfloat16 and has no gradient, in training mode too; unpacking rounds again.
     """
     for path, module in model.named_modules():
         if not hasattr(module, "support_avx512bf16_for_cpu"):

@@ -34,9 +34,6 @@ def reference_loader(
     """What returns the reference of a model (a name or an object), given the policy that TRL makes of it afterwards.
 
     None where the run needs no further model: `beta` is zero, or an adapter holds its start.
-
-    Raises:
-        ConfigError, ModelError: the weights of its start cannot be kept.
     """
     if args.beta == 0.0:
         return None
@@ -71,7 +68,7 @@ def reference_loader(
 
 
 def _holds_its_start(model: Any, peft_config: Any) -> bool:
-    """Whether the start of an adapter is the model without it, or what TRL copies: one loaded LoRA named "default"."""
+    """Whether an adapter starts as the model without it, or as what TRL copies: one loaded LoRA named "default"."""
     config = peft_config or model.peft_config.get("default")
     kind = str(getattr(peft_type := getattr(config, "peft_type", None), "value", peft_type))
     if kind not in _NEUTRAL or getattr(config, "bias", "none") != "none":  # biases belong to the base
@@ -86,7 +83,6 @@ def _holds_its_start(model: Any, peft_config: Any) -> bool:
 
 
 def _adapter_copy(policy: Any) -> Any:
-    """The policy with trained weights of its own; the others are shared."""
     if _is_partitioned(policy) or outlier_thresholds(policy):
         raise ModelError(
             "the start of this adapter is not the model without it, and not copied under ZeRO-3 or beside weights in 8 "
@@ -101,7 +97,7 @@ def _adapter_copy(policy: Any) -> Any:
 
 
 def _loaded(name: str, load: dict[str, Any], policy: Any) -> Any:
-    """The model of a name with the policy's weights: those that the files lack are drawn anew at each load."""
+    """A model with the policy's weights: those that the files lack are drawn anew at each load."""
     model = create_model_from_path(name, **load)
     # of what ZeRO-3 has partitioned, the part of this process
     own, start = ({n: getattr(p, "ds_tensor", p.data) for n, p in m.named_parameters()} for m in (model, policy))
@@ -117,45 +113,36 @@ def _loaded(name: str, load: dict[str, Any], policy: Any) -> Any:
 
 
 class MovedReference:
-    """The weights of the reference model in a checkpoint, where callbacks have moved them.
-
-    An engine that shards weights saves none.
-    """
+    """The weights of a reference that callbacks have moved; an engine that shards weights saves none."""
 
     def __init__(self, view: TrainerView) -> None:
         self.view = view
         self._start = None if shards_parameters(view.accelerator) else weight_sums(view.ref_model)
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights; none where they are those of the start."""
         if self._start in (None, weight_sums(self.view.ref_model)):
             return {}
         return dict(self.view.accelerator.unwrap_model(self.view.ref_model).state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move the reference to where the checkpoint has it."""
         if state and self.view.ref_model is not None:
             self.view.accelerator.unwrap_model(self.view.ref_model).load_state_dict(state)
 
 
 def weight_sums(model: Any) -> list[float]:
-    """The sum of each parameter of a model, by which a change of its weights shows; empty without a model."""
+    """A sum for each parameter, by which a change shows; empty without a model."""
     parameters = [] if model is None else model.parameters()
     return [float(parameter.detach().sum(dtype=torch.float64)) for parameter in parameters]  # of several devices
 
 
 def _is_partitioned(model: Any) -> bool:
-    """Whether ZeRO-3 has given every process a part of the weights."""
+    """Whether ZeRO-3 has cut the weights."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 @torch.no_grad()
 def use_reference(load: Callable[[Any], Any] | None, view: TrainerView, config: trl.GRPOConfig) -> None:
-    """Load the reference model for a trainer, with the KL settings that were hidden from TRL's constructor.
-
-    Args:
-        load: of `reference_loader`; None changes nothing.
-    """
+    """Give the trainer its reference, and the KL settings that were hidden from TRL's constructor."""
     if load is None:
         return
     model, accelerator = load(view.model), view.accelerator

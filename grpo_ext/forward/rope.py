@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 
 
 def rope_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
-    """The rotary settings by layer type (None where all layers share one); empty without rotary positions."""
+    """Settings by layer type (None where all layers share one); empty without rotary positions."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if "rope_type" in parameters:
         return {None: parameters}
@@ -25,7 +25,7 @@ def rope_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
 
 
 def covered_length(config: Any) -> int | None:
-    """The longest sequence, in tokens, of a model with rotary positions, scaling included; None without a limit."""
+    """The longest sequence, in tokens, scaling included; None without a limit."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
@@ -41,10 +41,9 @@ def covered_length(config: Any) -> int | None:
 
 
 def _length_dependent(model: nn.Module) -> Iterator[tuple[str, Any, str | None, int]]:
-    """Yields the rotary modules whose frequencies change with the length of a forward, once for each layer type.
+    """Yields rotary modules whose frequencies change with the length of a forward, once for each layer type.
 
-    Each as text, the module, the layer type (None where all share one), and the longest sequence that does not change
-    the frequencies, in tokens.
+    Each as text, module, layer type, and the longest sequence that does not change the frequencies, in tokens.
     """
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
@@ -59,7 +58,6 @@ def _length_dependent(model: nn.Module) -> Iterator[tuple[str, Any, str | None, 
 
 
 def _pin(module: Any, kind: str | None, length: int) -> None:
-    """Set the frequencies to those of a forward over `length` tokens, for every forward from now on."""
     compute = ROPE_INIT_FUNCTIONS[rope_parameters(module.config)[kind]["rope_type"]]
     prefix, extra = ("", {}) if kind is None else (f"{kind}_", {"layer_type": kind})
     frequencies, _ = compute(module.config, None, seq_len=length, **extra)
@@ -74,10 +72,9 @@ def _is_pinned(module: Any, kind: str | None) -> bool:
 
 
 def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> str | None:
-    """Give all forwards of a run, of policy and reference, the same rotary frequencies.
+    """Give all forwards of a run the same frequencies; returns what still depends on the micro-batch, as a sentence.
 
     `longest` returns the tokens of the run's longest prompt with its completion, or None; it is called only if needed.
-    Returns what still depends on the micro-batch, as a sentence; None if nothing does.
     """
     rotaries = [rotary for model in models for rotary in _length_dependent(model)]
     if not rotaries:

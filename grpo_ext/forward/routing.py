@@ -1,11 +1,8 @@
 """Replays the experts that each token of a mixture-of-experts model was sent to.
 
-Two forwards of the same tokens may choose different experts where scores are close, above all in half precision (Ma et
-al., arXiv 2510.11370). The choice is recorded while sampling and replayed in every later forward. Weights and the
-load-balancing loss use the live router's scores, so gradients reach it.
-
-All routers of transformers choose with `torch.topk` over the scores of the experts. Inside a router's forward that call
-is recorded, or it returns the recorded experts with their live scores. Shapes: N tokens of a forward, X experts, K of
+Two forwards of the same tokens may choose different experts where scores are close (Ma et al., arXiv 2510.11370). So a
+router's `torch.topk` over the scores of the experts is recorded while sampling; in later forwards it returns the
+recorded experts with their live scores, and gradients reach the router. Shapes: N tokens of a forward, X experts, K of
 them chosen by a router, C choices of all routers.
 """
 
@@ -32,8 +29,6 @@ _CHOICES = (torch.topk, torch.Tensor.topk)
 
 @dataclass(frozen=True)
 class Router:
-    """The router of one layer."""
-
     columns: slice  # its choices among those of all routers
     choices: int  # choices of all routers for a token
     experts: int  # experts to choose from
@@ -41,16 +36,14 @@ class Router:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of recorded experts."""
         return torch.int8 if self.experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
 
     @property
     def width(self) -> int:
-        """Experts chosen for a token."""
         return self.columns.stop - self.columns.start
 
     def is_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> bool:
-        """Whether a call of `topk` chooses experts; some routers first choose groups of experts."""
+        """Some routers call `topk` for groups of experts first."""
         return scores.dim() == 2 and scores.size(1) == self.experts and chosen.size(1) == self.width
 
 
@@ -106,8 +99,6 @@ _running: ContextVar[tuple[Routing, int] | None] = ContextVar("running", default
 
 
 class _Choice(TorchFunctionMode):
-    """Inside, the `topk` that chooses experts records or replays."""
-
     def __init__(self, router: Router, routing: Routing, first: int = 0) -> None:
         super().__init__()
         self.router, self.routing, self.first = router, routing, first
@@ -130,10 +121,7 @@ def _inside(routing: Routing, first: int) -> Iterator[None]:
 
 @contextmanager
 def routed(model: Any, routing: Routing | None, first: int = 0) -> Iterator[None]:
-    """Inside, the routers of a model record or replay, also in layers that gradient checkpointing recomputes.
-
-    `first` is the number of the first token in the forward. Without `routing` nothing happens.
-    """
+    """Inside, the routers of a model record or replay, also in layers that gradient checkpointing recomputes."""
     if routing is None:
         yield
         return
@@ -148,7 +136,7 @@ def routed(model: Any, routing: Routing | None, first: int = 0) -> Iterator[None
 def _checkpoint(
     checkpoint: Callable[..., Any], routing: Routing, first: int, layer: Callable[..., Any], *args: Any
 ) -> Any:
-    """Run a layer under gradient checkpointing; its recomputation replays the same experts."""
+    """The recomputation of a layer replays the same experts."""
     return checkpoint(_inside(routing, first)(layer), *args)
 
 
@@ -179,12 +167,12 @@ def _choosing(router: Router, below: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def routers_of(model: Any) -> list[Router]:
-    """The router of each layer with experts, after `install_routers`, in the order of their columns."""
+    """Routers in the order of their columns; after `install_routers`."""
     return [modules[0].forward.of_grpo_ext for _, modules in _layers(model)]
 
 
 def _layers(model: Any) -> Iterator[tuple[int, list[Any]]]:
-    """Yields the number and the router of each layer with experts, and copies in PEFT's `modules_to_save`."""
+    """Yields each layer with experts: its number, its router and copies of that in PEFT's `modules_to_save`."""
     layer = None
     for path, block in model.named_modules():
         # PEFT's copies of a block lie inside a layer

@@ -19,7 +19,6 @@ from .sampling_masks import KeptIds
 
 
 def same_prompts(same_text: list[bool], images: RowImages | None) -> list[bool]:
-    """For each row but the first, whether its prompt is that of the row before: the same text, and the same images."""
     if images is None:
         return same_text
     return [text and pixels for text, pixels in zip(same_text, images.same, strict=True)]
@@ -27,8 +26,6 @@ def same_prompts(same_text: list[bool], images: RowImages | None) -> list[bool]:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Token ids of some completions, each after its prompt; tensors on the CPU."""
-
     ids_N: torch.Tensor  # of all rows, concatenated
     prompts_B: Sequence[int]  # tokens of each
     completions_B: Sequence[int]  # tokens of each; 0 for a completion that is masked out
@@ -45,7 +42,7 @@ class TokenRows:
     def of_padded(
         cls, input_ids: torch.Tensor, mask: torch.Tensor, completion_width: int, images: RowImages | None = None
     ) -> TokenRows:
-        """The rows of a batch (B, L) in TRL's layout: prompts padded on the left, completions on the right."""
+        """Rows of a batch (B, L) in TRL's layout: prompts padded on the left, completions on the right."""
         input_ids, attended = input_ids.cpu(), mask.cpu().bool()
         width = input_ids.size(1) - completion_width
         # from the first token of the prompt that attention sees to the last of the completion
@@ -67,14 +64,14 @@ class TokenRows:
 
     @property
     def starts_B(self) -> list[int]:
-        """Index of the first token of each row, and the number of all tokens."""
+        """Indices of the first token of each row; the last is the number of all tokens."""
         return [0, *accumulate(map(sum, zip(self.prompts_B, self.completions_B, strict=True)))]
 
-    def part(self, rows: slice) -> TokenRows:
+    def part(self, rows: Sequence[int]) -> TokenRows:
         """Consecutive rows."""
-        first, last, starts = rows.start, min(rows.stop, len(self)), self.starts_B
+        first, last, starts = rows[0], rows[-1] + 1, self.starts_B
         lengths = self.prompts_B[first:last], self.completions_B[first:last]
-        images = None if self.images is None else self.images.of(range(first, last))
+        images = None if self.images is None else self.images.of(rows)
         same, tokens = self.same_prompt[first : last - 1], slice(starts[first], starts[last])
         attended = None if self.attended_N is None else self.attended_N[tokens]
         if attended is not None and bool(attended.all()):
@@ -85,7 +82,6 @@ class TokenRows:
         return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_B, experts, whole_B)
 
     def image_inputs(self, rows: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
-        """The model's image arguments for `rows`; see `RowImages.inputs`."""
         return {} if self.images is None else self.images.inputs(rows, ids_BL, pixels)
 
     def targets(self) -> torch.Tensor:
@@ -106,7 +102,7 @@ class TokenRows:
         return torch.cat([values_N[start + prompt : stop] for (start, stop), prompt in rows])
 
     def padded(self, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Ids and mask (B, L) in TRL's layout, widths in whole multiples, and the completion columns T, at least 1."""
+        """Ids and mask (B, L) in TRL's layout, and the completion columns T, at least 1; widths in whole multiples."""
         prompt = ceil_div(max(*self.prompts_B, 1), multiple) * multiple
         width = ceil_div(max(*self.completions_B, 1), multiple) * multiple
         column_L = torch.arange(-prompt, width)

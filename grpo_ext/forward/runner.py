@@ -1,7 +1,7 @@
 """Log-probabilities of completions under the policy and the reference, for a rollout or a micro-batch.
 
 Differs from TRL, where one method serves both: a rollout runs without gradients, in chunks that fit into memory; a
-micro-batch runs in one forward, with gradients. Where a user overrides or calls TRL's method, see `forward.override`.
+micro-batch runs in one forward, with gradients. `OverridableRunner` serves users who override or call TRL's method.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from accelerate import Accelerator
 
 from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
 from ..batching.sizes import group_numbers
+from ..compat import images_among
 from ..config import GRPOConfig, forms_of
 from ..precision.weight_gradients import float32_weight_gradients
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
-from .architecture import base_model_of
+from ..runtime.transfer import to_device
+from .architecture import base_model_of, experts_per_token
 from .choice import ForwardChoice
 from .forms import in_form, run_rows
 from .lm_head import LogProbs, RouterOutput
@@ -33,7 +35,7 @@ from .rows import TokenRows, in_columns
 
 @dataclass(frozen=True)
 class ForwardLimits:
-    """The most that one forward of a rollout's log-probabilities holds; None: no limit."""
+    """The most that one forward of a rollout holds; None: no limit."""
 
     completions: int | None
     tokens: int | None
@@ -50,21 +52,13 @@ class MicroBatchScores(NamedTuple):
 
 
 class ForwardRunner:
-    """Runs models on completions, in the form of each.
-
-    Args:
-        refused: forms that no model of this run takes, with the reason.
-        suppressed: sets of token ids that sampling suppresses, which completions refer to (`sampling_mask="replay"`).
-        make_rows: from a model to the rows on which its forms are compared (forward.probe).
-    """
-
     def __init__(
         self,
         accelerator: Accelerator,
         args: GRPOConfig,
-        refused: Mapping[Form, str] | None = None,
-        suppressed: Sequence[torch.Tensor] = (),
-        make_rows: Callable[[Any], Sequence[TokenRows]] = lambda policy: (),
+        refused: Mapping[Form, str] | None = None,  # forms that no model of this run takes, with the reason
+        suppressed: Sequence[torch.Tensor] = (),  # sets of token ids that sampling suppresses
+        make_rows: Callable[[Any], Sequence[TokenRows]] = lambda policy: (),  # on which a model's forms are compared
     ) -> None:
         self.accelerator, self.args, self.suppressed, self.make_rows = accelerator, args, suppressed, make_rows
         multiple: Any = args.pad_to_multiple_of
@@ -81,11 +75,7 @@ class ForwardRunner:
         self._in_form: Any = None  # the model whose backward passes run in its form
 
     def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> Self:
-        """A runner for another thread, with that thread's accelerator.
-
-        Args:
-            twins: pairs of a model and its copy on that thread, which runs in the model's form.
-        """
+        """A runner for another thread; the second of each twin runs there, in the form of the first."""
         runner = copy.copy(self)
         runner.accelerator, runner._in_form = accelerator, None
         for model, twin in twins:
@@ -93,11 +83,7 @@ class ForwardRunner:
         return runner
 
     def choose_forms(self, models: Sequence[Any]) -> None:
-        """Choose the forms of models that have none yet, with real weights; all processes together.
-
-        Called before training, or, where an engine shards the weights, before the first rollout batch, once it has
-        prepared the models. Until then they pad.
-        """
+        """Choose the forms of models that have none yet (they pad), with real weights; all processes together."""
         for model in models:
             if not self.choice.is_compared(model):
                 with self.without_gradients(model):
@@ -105,7 +91,6 @@ class ForwardRunner:
 
     @contextmanager
     def in_form_of(self, model: Any) -> Iterator[None]:
-        """Inside, forwards and backwards of `model` run in its form."""
         policy = base_model_of(model)
         exact = float32_weight_gradients(policy) if self.float32_weight_gradients else nullcontext()
         with in_form(policy, self.choice.form(model)), assigned(self, _in_form=policy), exact:
@@ -127,10 +112,7 @@ class ForwardRunner:
     def rollout_log_probs(
         self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities (S,) of this process's part of a rollout batch, without gradients; all processes together.
-
-        Returns the recorded experts too, as in `LogProbs.experts_NC`.
-        """
+        """Scores of this process's part of a rollout batch, (S,), and recorded experts as in `LogProbs.experts_NC`."""
         parts = self._run_chunks(model, rows, limits, with_entropy=False, record_experts=record_experts)
         experts = [part.experts_NC for part in parts if part.experts_NC is not None]
         return torch.cat([part.logps_S for part in parts]), torch.cat(experts) if experts else None
@@ -138,17 +120,16 @@ class ForwardRunner:
     def micro_batch_log_probs(
         self, model: Any, columns: Mapping[str, Any], rows: TokenRows, with_router: bool
     ) -> MicroBatchScores:
-        """Log-probabilities of a micro-batch, in the layout and on the device of its padded `columns`."""
+        """Scores in the layout and on the device of the padded `columns`."""
         output, mask_BT = self._forward(model, rows, with_router=with_router), columns["completion_mask"]
         assert output.entropies_S is not None
         shape = (output.places_2S, len(rows), mask_BT.size(1))
         logps, entropies = (in_columns(v, *shape).to(mask_BT.device) for v in (output.logps_S, output.entropies_S))
         return MicroBatchScores(logps, entropies, output.router, output.routing)
 
-    # ---- Forwards -------------------------------------------------------------------------------------------------
-
-    def _cut(self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None) -> list[slice]:
-        """Rows in order, in chunks of at most so many completions and tokens."""
+    def _cut(
+        self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None
+    ) -> list[list[int]]:
         form = self.choice.form(model) if rows.attended_N is None else "padded"
         groups = list(accumulate((not same for same in rows.same_prompt), initial=0))
         sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple)
@@ -160,17 +141,13 @@ class ForwardRunner:
             chunks = self._cut(model, rows, limits.completions, limits.tokens)
         else:
             sizes = StepSizes(group_numbers(len(rows), limits.group_size), [], [])
-            chunks = [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(len(rows)), unit)]
-
-        def work(piece: Sequence[int]) -> LogProbs:
-            return self._forward(model, rows.part(slice(piece[0], piece[-1] + 1)), **options)
-
+            chunks = canonical_units(sizes, range(len(rows)), unit)
         # where a forward is a collective, every process runs as many; a process with fewer chunks repeats its last one
         forwards = max_over_processes(len(chunks)) if self.sharded else len(chunks)
         outputs: list[LogProbs] = []
         for number in range(forwards):
             chunk = chunks[min(number, len(chunks) - 1)]
-            parts = self.memory.run(range(chunk.start, chunk.stop), work)
+            parts = self.memory.run(chunk, lambda piece: self._forward(model, rows.part(piece), **options))
             outputs += parts if number < len(chunks) else []
         return outputs
 
@@ -184,3 +161,119 @@ class ForwardRunner:
         fixed: dict[str, Any] = {"multiple": self.multiple, "suppressed": self.suppressed}
         with self.accelerator.autocast():
             return run_rows(form, model, rows, self.accelerator.device, **fixed, **options)
+
+
+# ---- Overrides of users --------------------------------------------------------------------------------------------
+
+
+class Unchanged:
+    """Detects whether tensors were replaced or written to."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._before = [(tensor, tensor._version) for tensor in tensors]
+
+    def are(self, *tensors: torch.Tensor) -> bool:
+        pairs = zip(tensors, self._before, strict=True)
+        return all(t is before and t._version == version for t, (before, version) in pairs)
+
+
+def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask (B, L) of prompts and completions, from TRL's dictionary."""
+    ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+    return ids, mask
+
+
+@dataclass(eq=False)
+class _Call:
+    rows: TokenRows  # without padding
+    tensors: Unchanged  # the padded ids and attention mask that stand for the rows
+    limits: ForwardLimits | None  # for the rows of a rollout; None for a micro-batch
+    router: RouterOutput | None = None  # of a MoE model, once `super()` has run the micro-batch
+
+
+class OverridableRunner(ForwardRunner):
+    """Gets log-probabilities from a user's `_get_per_token_logps_and_entropies`, where there is one.
+
+    TRL's signature has no place for rows, so the calls in progress are kept here, of the main thread and of the one
+    that samples ahead. `super()` runs the rows of a call where it is given the call's tensors unchanged, and any other
+    tensors as a batch of the user's own.
+    """
+
+    def __init__(self, *args: Any, override: Callable[[], Callable[..., Any] | None] = lambda: None) -> None:
+        super().__init__(*args)
+        self.override = override  # returns the user's method, or None
+        self._calls: list[_Call] = []  # in progress; shared by the runners of all threads
+
+    def rollout_log_probs(
+        self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if (override := self.override()) is None:
+            return super().rollout_log_probs(model, rows, limits, record_experts)
+        ids, mask, width = rows.padded(self.multiple)
+        images = {} if rows.images is None else rows.images.as_trl(ids)
+        ids, mask, images = to_device((ids, mask, images), self.accelerator.device)
+        with self._calling(ids, mask, rows, limits):
+            logps_BT, _, _ = override(model, ids, mask, width, batch_size=limits.completions, **images)
+        return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B, strict=True)]), None
+
+    def micro_batch_log_probs(
+        self, model: Any, columns: Mapping[str, Any], rows: TokenRows, with_router: bool
+    ) -> MicroBatchScores:
+        if (override := self.override()) is None:
+            return super().micro_batch_log_probs(model, columns, rows, with_router)
+        (ids, mask), width = padded_ids_and_mask(columns), columns["completion_ids"].size(1)
+        images = images_among(columns)
+        if not images and rows.images is not None:
+            images = rows.images.as_trl(ids)
+        options: Any = {"compute_entropy": True, "compute_aux_loss": with_router, **images}
+        with self._calling(ids, mask, rows) as call:
+            logps, entropies, _ = override(model, ids, mask, width, **options)
+        return MicroBatchScores(logps, entropies, call.router)
+
+    @contextmanager
+    def _calling(
+        self, ids: torch.Tensor, mask: torch.Tensor, rows: TokenRows, limits: ForwardLimits | None = None
+    ) -> Iterator[_Call]:
+        call = _Call(rows, Unchanged(ids, mask), limits)
+        self._calls.append(call)
+        try:
+            yield call
+        finally:
+            self._calls.remove(call)
+
+    def call_with(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> _Call | None:
+        return next((call for call in [*self._calls] if call.tensors.are(input_ids, attention_mask)), None)
+
+    def trl_log_probs(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        width: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What TRL's `_get_per_token_logps_and_entropies` returns, in forwards of at most `batch_size` completions."""
+        if (call := self.call_with(input_ids, attention_mask)) is None:
+            name = "_get_per_token_logps_and_entropies"
+            self.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
+        rows = TokenRows.of_padded(input_ids, attention_mask, width) if call is None else call.rows
+        options = {"with_entropy": compute_entropy, "with_router": compute_aux_loss}
+        if call is not None and call.limits is not None:
+            parts = self._run_chunks(model, rows, call.limits, **options)
+        else:
+            parts = [self._forward(model, rows.part(part), **options) for part in self._cut(model, rows, batch_size)]
+        routers = [part.router for part in parts if part.router is not None]
+        if call is not None and len(parts) == 1:
+            call.router = parts[0].router
+        aux_loss = None
+        if routers:
+            experts = experts_per_token(base_model_of(model))
+            aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
+        logps_S, entropies = torch.cat([part.logps_S for part in parts]), None
+        places_2S = rows.places().to(logps_S.device)
+        if compute_entropy:
+            entropies_S = torch.cat([part.entropies_S for part in parts if part.entropies_S is not None])
+            entropies = in_columns(entropies_S, places_2S, len(rows), width)
+        return in_columns(logps_S, places_2S, len(rows), width), entropies, aux_loss

@@ -16,21 +16,16 @@ import torch
 
 
 class KeptIds(NamedTuple):
-    """The ids that each token of a completion was sampled from, on the CPU."""
-
     # number of ids of each token, int32. 0: the whole vocabulary; -m: all but the m-th suppressed set
     counts_T: torch.Tensor
     ids_K: torch.Tensor  # int32, token after token
 
     def first(self, tokens: int) -> KeptIds:
-        """The ids of the first tokens."""
         counts_T = self.counts_T[:tokens]
         return KeptIds(counts_T, self.ids_K[: int(counts_T.clamp(min=0).sum())])
 
 
 class SamplingMasks(NamedTuple):
-    """The masks of the logits of S tokens, made tile by tile."""
-
     # where each token's ids begin, and where the last end; in NumPy, so that no tile waits for the device
     bounds: np.ndarray
     ids_K: torch.Tensor  # the kept ids, token after token
@@ -40,7 +35,7 @@ class SamplingMasks(NamedTuple):
 
     @classmethod
     def of(cls, kept_B: Sequence[KeptIds], suppressed: Sequence[torch.Tensor]) -> SamplingMasks | None:
-        """The masks of the tokens of some completions; None where each was sampled from the whole vocabulary."""
+        """None where every token was sampled from the whole vocabulary."""
         counts_S, ids_K = (torch.cat(column) for column in zip(*kept_B))
         if not counts_S.any():
             return None

@@ -26,8 +26,6 @@ _Tokens = tuple[int, int]  # a half-open range
 
 
 class Part(NamedTuple):
-    """One call of a kernel: which tokens are queries, and which are keys."""
-
     queries: slice | torch.Tensor
     keys: slice | torch.Tensor
     causal: bool  # a segment attends to itself; otherwise completions attend to their prompt
@@ -47,10 +45,9 @@ def parts_of(group: PackedGroup) -> list[Part]:
 
 
 def joint_parts(layout: PackLayout, window: int | None) -> list[Part]:
-    """The calls for a whole pack, with tensors on the CPU.
+    """Without a window: all segments, then the completions of all prompts. With one: all segments.
 
-    Two without a window: all segments, then the completions of all prompts. One with a window: a completion's keys are
-    the end of its prompt that the window reaches, then its own.
+    A completion's keys are then the end of its prompt that the window reaches, and its own. Tensors on the CPU.
     """
 
     def part(sequences: list[tuple[_Tokens, list[_Tokens]]], causal: bool) -> Part:
@@ -76,7 +73,7 @@ def joint_parts(layout: PackLayout, window: int | None) -> list[Part]:
 
 
 def _place(ranges: list[_Tokens]) -> slice | torch.Tensor:
-    """The tokens of some ranges: a slice if each range begins where the previous one ends."""
+    """A slice if each range begins where the previous one ends."""
     if all(before[1] == after[0] for before, after in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
     return torch.cat([torch.arange(*tokens) for tokens in ranges])
@@ -91,14 +88,14 @@ def takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
 
 
 def _options(part: Part, scale: float | None) -> tuple[bool, dict[str, Any]]:
-    """Whether the kernel for several sequences masks causally, and its keyword arguments, as in `varlen_attn`."""
+    """Whether the kernel masks causally, and its keyword arguments, as in `varlen_attn`."""
     if part.window is None:
         return part.causal, {"scale": scale}
     return False, {"scale": scale, "window_size_left": part.window - 1, "window_size_right": 0}
 
 
 def _attend(part: Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output (B, H, n, D) and log-sum-exp (B, H, n) of one call."""
+    """Output (B, H, n, D) and log-sum-exp (B, H, n)."""
     if part.bounds is None:
         return _flash(*states, 0.0, part.causal, scale=scale)
     causal, options = _options(part, scale)
@@ -107,7 +104,7 @@ def _attend(part: Part, states: tuple[torch.Tensor, ...], scale: float | None) -
 
 
 def _attend_backward(part: Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
-    """The gradients of query, key and value; `states`: the output's gradient, these three, output, log-sum-exp."""
+    """Gradients of query, key, value from the output's gradient, these three, output, log-sum-exp."""
     if part.bounds is None:
         return _flash_backward(*states, 0.0, part.causal, scale=scale)
     causal, options = _options(part, scale)

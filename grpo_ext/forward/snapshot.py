@@ -29,20 +29,17 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights at one moment, by parameter."""
-
     progress: dict[str, Any]  # of the run, by the names of the Trainer's state
     policy: Tensors  # trained parameters and buffers
     reference: Tensors  # parameters, if they move (`sync_ref_model`), and buffers
 
     @property
     def step(self) -> int:
-        """Optimizer steps before that moment."""
         return self.progress["global_step"]
 
 
 def _saved_buffers(model: nn.Module) -> Tensors:
-    """The floating-point buffers that are saved with a model and may change, such as a router's bias."""
+    """Those that may change, such as a router's bias."""
     modules, buffers = dict(model.named_modules()), {}
     for name, buffer in model.named_buffers():
         path, _, attribute = name.rpartition(".")
@@ -52,14 +49,10 @@ def _saved_buffers(model: nn.Module) -> Tensors:
 
 
 def refuse_replaced_forward(model: nn.Module, by_user: bool = False) -> None:
-    """Refuse a model whose copy would run the weights of the original.
+    """Raise a ModelError for a model whose copy would run the weights of the original.
 
-    Args:
-        by_user: also refuse replaced forwards of the model and its base, unless an earlier trainer of this package
-            replaced them (for a call before TRL replaces them). Otherwise a copy gets the forwards of its class.
-
-    Raises:
-        ModelError: names the module whose forward was replaced.
+    `by_user`: the call comes before TRL replaces forwards, so those of the model and its base are a user's, unless an
+    earlier trainer of this package replaced them. Otherwise a copy gets the forwards of its class.
     """
     outer = (model, base_model_of(model))
     for path, module in model.named_modules():
@@ -77,7 +70,6 @@ def refuse_replaced_forward(model: nn.Module, by_user: bool = False) -> None:
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy of a model object, by `copy.deepcopy`; a ModelError where its class does not allow that."""
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
@@ -113,17 +105,7 @@ def _tensors(model: nn.Module) -> Tensors:
 
 
 class Snapshot:
-    """Copies of the policy and its reference that hold the weights of one moment at a time.
-
-    Args:
-        policy, reference: the trained model, as PEFT wraps it, and the reference model or None.
-        reference_moves: the reference follows the policy (`sync_ref_model`).
-        prepare: wraps the forward of a copy as the run needs it.
-
-    Attributes:
-        policy, reference: the copies.
-        abandoned: once set, their next forward raises `Abandoned`.
-    """
+    """Copies of policy and reference that hold the weights of one moment; once `abandoned`, a forward raises."""
 
     def __init__(
         self, policy: nn.Module, reference: nn.Module | None, reference_moves: bool, device: Any, prepare: Any
@@ -148,14 +130,12 @@ class Snapshot:
             raise Abandoned
 
     def take(self, progress: dict[str, Any]) -> Weights:
-        """Copy the weights of the models as they are now."""
         parts = [{n: p.detach().to(self.device, copy=True) for n, p in moving.items()} for moving in self._live]
         if self.device.type == "cuda":  # another stream reads them
             torch.cuda.current_stream(self.device).synchronize()
         return Weights(progress, *parts)
 
     def put_in_place(self, weights: Weights) -> None:
-        """Let the copies compute with these weights; a ModelError names parameters that one side lacks."""
         for tensors, part in zip(self._copied, (weights.policy, weights.reference)):
             if missing := tensors.keys() ^ part.keys():
                 raise ModelError(f"the weights to sample with and the model differ in parameters: {sorted(missing)}")

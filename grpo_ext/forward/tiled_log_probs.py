@@ -28,7 +28,7 @@ _REMOVED = -1e30  # the logit of a removed token: its probability is 0, and unli
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """The transform of the head's output x: `cap * tanh(scale * x / cap) / temperature`."""
+    """`cap * tanh(scale * x / cap) / temperature` of the head's output x."""
 
     scale: float = 1.0
     cap: float | None = None  # None: no soft-capping
@@ -68,7 +68,7 @@ class _Tiles:
         return self._spare[which][: like.numel()].view_as(like)
 
     def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Yields rows, columns and the head's output (R, C) for them, before soft-capping and scale."""
+        """Yields rows, columns and the head's output (R, C), before soft-capping and scale."""
         for first in range(0, self.vocabulary, self.columns):
             columns = slice(first, min(first + self.columns, self.vocabulary))
             weight_CH = self.weight_VH[columns].to(self.dtype)
@@ -101,14 +101,14 @@ class _Tiles:
 
 
 def _place(targets_S: torch.Tensor, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of a tile: whether its target is among the columns, and its column there, or 0."""
+    """Whether each row's target is among the columns, and its column there, or 0."""
     local = targets_S[rows] - columns.start
     inside = (local >= 0) & (local < columns.stop - columns.start)
     return inside, torch.where(inside, local, 0)
 
 
 class _TiledLogProbs(torch.autograd.Function):
-    """The log-probability of each target, and the entropy; the backward pass computes the tiles again."""
+    """The backward pass computes the tiles again."""
 
     @staticmethod
     def forward(
@@ -210,13 +210,9 @@ def tiled_log_probs(
     whole: Whole = lambda *parameters: nullcontext(),
     masks: SamplingMasks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities (S,) of the targets and entropies (S,), in nats.
+    """Log-probabilities and entropies, (S,) in nats, float32, or float64 for float64 hidden states.
 
-    In float32, or float64 for float64 hidden states. A gradient of second order is not supported.
-
-    Args:
-        whole: returns a context in which weight and bias are not partitioned; entered again in the backward pass.
-        masks: the tokens that each target was sampled from, which probabilities and entropies are over; None: the
-            whole vocabulary.
+    `whole` returns a context in which weight and bias are not partitioned; it is entered again in the backward pass. A
+    gradient of second order is not supported.
     """
     return _TiledLogProbs.apply(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, whole, masks)

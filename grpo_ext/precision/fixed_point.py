@@ -19,12 +19,12 @@ _SLICE = 2**22
 
 
 def largest_term(terms: int) -> float:
-    """The largest absolute value of each of `terms` terms whose sum cannot overflow."""
+    """The largest of `terms` terms whose sum cannot overflow."""
     return 2.0 ** (62 - FRACTION_BITS) / max(terms, 1)
 
 
 def check_terms(name: str, terms: int, largest: float) -> None:
-    """Raise a PrecisionError if the `largest` of all processes' `terms` is not finite or is out of range."""
+    """Refuse a gradient whose `largest` of `terms` terms, over all processes, is out of range."""
     limit = largest_term(terms)
     if not math.isfinite(largest):
         raise PrecisionError(
@@ -39,26 +39,24 @@ def check_terms(name: str, terms: int, largest: float) -> None:
 
 
 def to_fixed(values: torch.Tensor) -> torch.Tensor:
-    """Round to multiples of 2**-FRACTION_BITS and return their int64 counts; only for values within `largest_term`."""
+    """Counts of 2**-FRACTION_BITS; only for values within `largest_term`."""
     return values.to(torch.float64, copy=True).mul_(2.0**FRACTION_BITS).round_().to(torch.int64)
 
 
 class FixedPointSum:
-    """Adds up tensors of the shape of `like`, on its device."""
-
     def __init__(self, like: torch.Tensor) -> None:
         self.total = torch.zeros(like.shape, dtype=torch.int64, device=like.device)
         self.largest = torch.zeros((), dtype=torch.float32, device=like.device)
 
     def add(self, values: torch.Tensor) -> None:
-        """Add a term; `check_terms` checks later whether it fits, so nothing waits for the device here."""
+        """`check_terms` checks later whether the term fits, so nothing waits for the device here."""
         for part, sums in zip(values.detach().flatten().split(_SLICE), self.total.view(-1).split(_SLICE)):
             # a maximum with NaN is NaN; float32 covers smaller types, and float64 terms beyond its range are refused
             self.largest = torch.maximum(self.largest, part.abs().max().float())
             sums += to_fixed(part)
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum as a floating-point tensor, rounded to float64 and then to `dtype`."""
+        """The sum, rounded to float64 and then to `dtype`."""
         values = torch.empty(self.total.shape, dtype=dtype, device=self.total.device)
         for part, result in zip(self.total.flatten().split(_SLICE), values.view(-1).split(_SLICE)):
             result.copy_(part.to(torch.float64).mul_(2.0**-FRACTION_BITS))

@@ -24,9 +24,8 @@ _CAST = (nn.Linear, Conv1D)  # autocast casts all parameters of these types, but
 def half_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, and under autocast to `dtype`, the model computes what autocast computes, with weights cast beforehand.
 
-    The float32 parameters of linear layers, adapters included, are replaced by copies, and restored afterwards. Norms,
+    Copies replace the float32 parameters of linear layers, adapters included, and do not follow their updates. Norms,
     embeddings and buffers stay, because autocast leaves them in float32; so do layers whose `forward` was replaced.
-    The copies take half of the memory of these parameters, and do not follow their updates.
     """
     copies: dict[int, nn.Parameter] = {}
     with ExitStack() as restored:

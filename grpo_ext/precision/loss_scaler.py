@@ -21,13 +21,6 @@ _STATE = ("scale", "patience", "steps", "last_overflow", "skipped")
 
 
 class LossScaler(torch.amp.GradScaler):
-    """Scales the loss, unscales the gradients, and skips steps whose gradients overflow; Accelerate calls it.
-
-    Args:
-        device: where the scale lies.
-        overflow_anywhere: a collective, from whether this process found an overflow to whether any did.
-    """
-
     # the values are DeepSpeed's
     initial = 2.0**16  # what the loss is multiplied by before the backward pass
     window = 1000  # steps without an overflow before the scale doubles
@@ -45,7 +38,6 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def value(self) -> float:
-        """The scale."""
         return self.get_scale()
 
     @value.setter
@@ -53,24 +45,22 @@ class LossScaler(torch.amp.GradScaler):
         super().update(scale)
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divide the gradients by the scale, once, and find out whether one overflowed on any process."""
+        """Unscale once, and find out whether a gradient overflowed on any process."""
         if self._overflow is None:
             super().unscale_(optimizer)
             self._overflow = self.overflow_anywhere(any(map(bool, self._found_inf_per_device(optimizer).values())))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step`, unless there was an overflow."""
         self.unscale_(optimizer)
         return None if self._overflow else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: Any = None) -> None:
-        """Move the scale after a step, on every process alike."""
         overflow, self._overflow = bool(self._overflow), None
         self.move(overflow)
         super().update(self._scale)  # also forgets that the gradients were unscaled
 
     def move(self, overflow: bool) -> None:
-        """Count a step, which overflowed or did not, and move the scale; a PrecisionError where it cannot fall."""
+        """Count a step, and move the scale; a PrecisionError where it cannot fall."""
         step, self.steps = self.steps, self.steps + 1
         if not overflow:
             clean = step - self.last_overflow - 1  # steps before this one
@@ -92,13 +82,11 @@ class LossScaler(torch.amp.GradScaler):
             )
 
     def report(self) -> dict[str, float]:
-        """Values for a log line; overflows are counted since the last one."""
+        """Overflows are counted since the last report."""
         overflows, self._reported = float(self.skipped - self._reported), self.skipped
-        skipped = float(self.skipped)
-        return {"fp16/loss_scale": self.value, "fp16/overflows": overflows, "fp16/skipped_steps": skipped}
+        return {"fp16/loss_scale": self.value, "fp16/overflows": overflows, "fp16/skipped_steps": float(self.skipped)}
 
     def state_dict(self) -> dict[str, float]:
-        """State for a checkpoint, as plain numbers."""
         return dict(zip(_STATE, (self.value, self.patience, self.steps, self.last_overflow, self.skipped)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -19,13 +19,11 @@ from ..runtime.collectives import first_of_all_processes
 
 
 def is_finite(value: Any) -> bool:
-    """Whether all floating-point tensors in a value are finite."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def bad_weight(model: torch.nn.Module) -> str | None:
-    """Name the first parameter that is not finite, if there is one."""
     return next((name for name, parameter in model.named_parameters() if not is_finite(parameter.detach())), None)
 
 
@@ -46,10 +44,7 @@ def first_module(model: torch.nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def explaining(what: str, model: torch.nn.Module, fp16: bool, sharded: bool) -> Iterator[None]:
-    """Inside, forwards of a step whose loss is not finite run again without gradients, to find the cause.
-
-    At the end, on every process, a PrecisionError names the weight or the first module that is not finite.
-    """
+    """Inside, forwards of a step whose loss is not finite run again; at the end a PrecisionError names the cause."""
     weight = None if sharded else bad_weight(model)
     with torch.no_grad(), first_module(model) as first:
         yield
@@ -58,7 +53,6 @@ def explaining(what: str, model: torch.nn.Module, fp16: bool, sharded: bool) -> 
 
 
 def explanation(weight: str | None, module: str | None, fp16: bool) -> str:
-    """The cause and the remedy, for an error's message."""
     if weight is not None:
         return f"the parameter {weight} is not finite; resume from an earlier checkpoint, with a lower learning rate"
     advice = (

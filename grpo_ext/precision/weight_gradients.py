@@ -92,7 +92,7 @@ def _half(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.dtype
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A matrix product, or a batch of them, of half-precision operands, summed and returned in float32."""
+    """Half-precision operands, or batches of them, summed and returned in float32."""
     # with create_graph=True autograd needs a derivative, and `out_dtype` has none
     if left.device.type == "cuda" and torch.version.hip is None and not torch.is_grad_enabled():
         return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)

@@ -31,7 +31,7 @@ from ..errors import CheckpointError, MemoryShortageError
 from ..forward.reference import MovedReference
 from ..forward.runner import ForwardRunner
 from ..precision.loss_scaler import LossScaler
-from ..rollouts.build_ahead import described
+from ..rollouts.ahead import described
 from ..rollouts.keyed import most_kept
 from ..rollouts.settings import truncating_filters
 from ..rollouts.source import Rollouts

@@ -16,23 +16,18 @@ logger = get_logger(__name__)
 
 
 class PassAtK:
-    """Keeps the rewards of the last evaluation, and computes its metrics from them."""
-
     def __init__(self, args: GRPOConfig) -> None:
         self.args = args
         self._rewards_B = torch.empty(0)
         self.pass_or_fail = True  # every reward of the evaluations so far was 0 or 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What further evaluations depend on, for a checkpoint."""
         return {"pass_or_fail": self.pass_or_fail}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.pass_or_fail = state["pass_or_fail"]
 
     def observe(self, rewards_BF: torch.Tensor | None, weights_F: torch.Tensor, names: Sequence[str]) -> None:
-        """Take the rewards of an evaluation, by reward function; None: unknown."""
         if rewards_BF is None:
             self._rewards_B = torch.empty(0)
             return
@@ -41,7 +36,7 @@ class PassAtK:
         self.pass_or_fail = self.pass_or_fail and are_pass_or_fail(self._rewards_B.tolist())
 
     def metrics(self, num_generations: int) -> dict[str, float]:
-        """`pass_metrics` of the evaluation that was observed last; none where its rewards are unknown."""
+        """Metrics of the evaluation that was observed last; none where its rewards are unknown."""
         if not len(self._rewards_B):
             return {}
         threshold = self.args.eval_pass_threshold

@@ -36,8 +36,7 @@ _PREPARED = "_is_accelerate_prepared"  # Accelerate's mark
 def replicate(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
     """Prepare a model that every process holds whole, with the main process's weights; return any other unchanged.
 
-    Accelerate would wrap it in DDP, whose buckets need the memory of another gradient for a reduction that the step
-    does not use.
+    Accelerate would wrap it in DDP, whose buckets need the memory of another gradient.
     """
     if accelerator.num_processes == 1 or shards_parameters(accelerator) or hasattr(model, _PREPARED):
         return model
@@ -60,16 +59,14 @@ class NativeGradients:
         self.accelerator = accelerator
 
     def collecting(self) -> AbstractContextManager[None]:
-        """A context for the backward passes of a step."""
         return nullcontext()
 
     def discard(self) -> None:
-        """Discard the gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def finish(self, count: int) -> None:
-        """Sum over all processes after `count` backward passes of this one; `.grad` is then the step's on each."""
+        """Sum over all processes after `count` backward passes of this one."""
         if self.accelerator.num_processes == 1:
             return
         parameters = list(self.parameters.values())
@@ -115,11 +112,7 @@ class FixedPointGradients(NativeGradients):
         self._sums.clear()
 
     def finish(self, count: int) -> None:
-        """Sum over all processes and hand the gradient over, once.
-
-        Raises:
-            PrecisionError: on every process, where a term was not finite or out of range on any of them.
-        """
+        """A PrecisionError on every process, where a term was not finite or out of range on any of them."""
         device = self.accelerator.device
         terms = int(sum_over_processes(torch.tensor(float(count), device=device)))
         anywhere = _used_anywhere([name in self._sums for name in self.parameters], self.accelerator)
@@ -141,22 +134,11 @@ class FixedPointGradients(NativeGradients):
 def accumulating(
     accelerator: Accelerator, gradients: NativeGradients | None, count: int
 ) -> Iterator[Callable[[torch.Tensor], None]]:
-    """A context for the backward passes of a step; at its end one sum over the processes.
+    """A context for the backward passes of a step, which it yields; at its end one sum over the processes.
 
     The loss is scaled to undo two divisions: that of `accelerator.backward` by the accumulation steps (none under
-    DeepSpeed), and the mean over processes of an engine that reduces in the backward pass.
-
-    Args:
-        gradients: how gradients are added up; None where the engine does it: DeepSpeed in its last backward, FSDP in
-            every one.
-        count: micro-batches of this process.
-
-    Yields:
-        The backward pass of a micro-batch's part of the loss of the step.
-
-    Raises:
-        StepOutOfMemory: on every process, where one of them ran out of memory.
-        PrecisionError: in bitwise mode, gradients that are not finite or out of range.
+    DeepSpeed), and the mean over processes of an engine that reduces in the backward pass. `gradients` is None where
+    the engine adds them up: DeepSpeed in its last backward, FSDP in every one. `count`: micro-batches of this process.
     """
     collecting = nullcontext() if gradients is None else gradients.collecting()
     deepspeed = gradients is None and accelerator.distributed_type == DistributedType.DEEPSPEED

@@ -27,8 +27,6 @@ _OF_LOSS = (
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A micro-batch, and the counts and statistics of its step."""
-
     step: StepContext
     part: MicroBatch  # the completions, by their rows of the step
     groups: Sequence[int]  # of each completion
@@ -37,27 +35,20 @@ class LossInputs:
     in_trl_form: bool = True  # as of `StepSettings`
 
     @property
-    def weight(self) -> float:
-        """0 where a process runs the micro-batch only to keep the collectives aligned."""
-        return self.part.weight
-
-    @property
     def accumulation_steps(self) -> float:
-        """The step's completions over the micro-batch's, whose mean divided by it is a part of the mean of the step."""
+        """The step's completions over the micro-batch's: TRL's divisor of a mean over the micro-batch."""
         whole, rest = divmod(self.step.counts.completions, len(self.groups))
         return whole + rest / len(self.groups) if rest else whole
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Add the micro-batch's loss to the logged one; returns it, or zero at weight zero."""
-        loss = loss if self.weight else loss * 0.0  # a subclass's own term does not know the weight
+        """Add the loss to the logged one; returns it, or zero at weight zero."""
+        loss = loss if self.part.weight else loss * 0.0  # a subclass's own term does not know the weight
         self.step.metrics.add_total("loss", loss, 1.0)
         return loss
 
 
 @dataclass(frozen=True)
 class Collation:
-    """How completions of a rollout batch become tensors."""
-
     images: ImageSource  # from the columns of completions
     pad_token_id: int
     multiple: int  # widths are filled up to a multiple of this
@@ -67,7 +58,6 @@ class Collation:
 def collate(
     rollout: RolloutBatch, part: MicroBatch, step: StepContext, collation: Collation, settings: StepSettings
 ) -> LossInputs:
-    """A micro-batch of the completions of a step, with the columns of the loss, or with all of TRL's."""
     selected = rollout.select(part.rows)
     lengths = [rollout.group_lengths[group] for group in selected.groups]
     rows = replace(selected.token_rows(collation.images.of_batch(selected.columns)), group_lengths_B=lengths)

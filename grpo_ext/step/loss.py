@@ -31,15 +31,8 @@ def active_tokens(mask_BT: torch.Tensor, entropies_BT: torch.Tensor, threshold: 
 
 
 def assemble_loss(cfg: LossConfig, inputs: LossInputs, scores: MicroBatchScores) -> torch.Tensor:
-    """The part of the loss that a micro-batch adds to the step, times the micro-batch's weight.
-
-    Args:
-        scores: from the policy, with gradient.
-
-    Raises:
-        ConfigError, ModelError: a term needs reference log-probabilities or router logits, and there are none.
-    """
-    columns, step, weight = inputs.columns, inputs.step, inputs.weight
+    """The part of the loss that a micro-batch adds to the step, times the micro-batch's weight."""
+    columns, step, weight = inputs.columns, inputs.step, inputs.part.weight
     if cfg.beta != 0.0 and "ref_per_token_logps" not in columns:
         raise ConfigError(
             f"beta={cfg.beta:g} asks for the KL term, but these completions have no reference log-probabilities, "
@@ -78,15 +71,15 @@ def assemble_loss(cfg: LossConfig, inputs: LossInputs, scores: MicroBatchScores)
 
 
 def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, inputs: LossInputs) -> None:
-    """Log how far the sampler's log-probabilities lie from those that the trainer computes for the same policy."""
+    """How far the sampler's log-probabilities lie from those that the trainer computes for the same policy."""
     policy_BT = batch.logps_BT.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     known_BT = batch.mask_BT * ~sampler_logps_BT.isnan()
     difference_BT = (policy_BT - sampler_logps_BT.nan_to_num()).abs()
-    inputs.step.metrics.add_tokens("sampling/logp_difference", difference_BT, known_BT, inputs.weight)
+    inputs.step.metrics.add_tokens("sampling/logp_difference", difference_BT, known_BT, inputs.part.weight)
 
 
 def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, inputs: LossInputs) -> None:
-    metrics, weight = inputs.step.metrics, inputs.weight
+    metrics, weight = inputs.step.metrics, inputs.part.weight
     metrics.add_tokens("sampling/ratio_mean", ratio_BT, mask_BT, weight)
     unmasked = torch.where(mask_BT.bool(), ratio_BT, torch.nan)
     metrics.add_extreme("sampling/ratio_min", unmasked, weight, lowest=True)
@@ -97,7 +90,7 @@ def _entropy_bonus(
     coefficient: float, entropies_BT: torch.Tensor, mask_BT: torch.Tensor, inputs: LossInputs
 ) -> torch.Tensor:
     bonus = (entropies_BT * mask_BT).sum()
-    inputs.step.metrics.add("bonus_entropy", bonus, mask_BT.sum(), inputs.weight)
+    inputs.step.metrics.add("bonus_entropy", bonus, mask_BT.sum(), inputs.part.weight)
     return coefficient * bonus / max(inputs.step.counts.entropy_tokens, 1)
 
 
@@ -114,14 +107,14 @@ def _router_loss(coefficient: float, router: RouterOutput | None, inputs: LossIn
     if share is None:  # the batch is the whole step, or an override's
         share, total = chosen / max(rows, 1), rows * inputs.accumulation_steps
     aux = load_balancing_loss(probs, share.to(probs), probs.numel(), total)
-    step.metrics.add_total("aux_loss", aux, inputs.weight)
+    step.metrics.add_total("aux_loss", aux, inputs.part.weight)
     return aux
 
 
 def _add_policy_metrics(
     cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor, mask: torch.Tensor, inputs: LossInputs
 ) -> None:
-    metrics, weight = inputs.step.metrics, inputs.weight
+    metrics, weight = inputs.step.metrics, inputs.part.weight
     if tokens.kl_BT is not None:
         metrics.add_tokens("kl", tokens.kl_BT, mask, weight)
     if tokens.vespo_phi_B1 is not None:

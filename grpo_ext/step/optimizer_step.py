@@ -28,9 +28,16 @@ from ..runtime.collectives import max_over_processes, together, uneven_collectiv
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
 from .gradients import FixedPointGradients, NativeGradients
 from .inputs import Collation, LossInputs, collate
-from .metrics import StepMetrics, StepPlan
 from .settings import StepSettings
-from .statistics import MicroBatchStatistics, StepContext, count_step, loss_mask, set_statistics
+from .statistics import (
+    MicroBatchStatistics,
+    StepContext,
+    StepMetrics,
+    StepPlan,
+    count_step,
+    loss_mask,
+    set_statistics,
+)
 
 logger = get_logger(__name__)
 
@@ -68,7 +75,7 @@ class Attempt:
                 self.gradients.discard()
 
     def measure(self, model: Any) -> StepContext:
-        """Count the step, and measure the statistics that its loss needs, with `model`; before any gradient."""
+        """Count the step, and measure what its loss needs, before any gradient."""
         settings, accelerator, top_k = self.settings, self.forwards.accelerator, self.settings.experts_per_token
         step = count_step(self.rollout, StepMetrics(accelerator.device), top_k)
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
@@ -84,7 +91,6 @@ class Attempt:
         return step
 
     def micro_batches(self, step: StepContext) -> Iterator[LossInputs]:
-        """Collate the micro-batches of this process, one at a time."""
         for part in self.plan.micro_batches:
             self._current = part
             yield collate(self.rollout, part, step, self.collation, self.settings)
@@ -101,8 +107,6 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class StepPlanner:
-    """Plans optimizer steps and evaluations, within the limits of micro-batches that fit into memory."""
-
     forwards: ForwardRunner
     clock: PhaseClock
     collation: Collation
@@ -116,11 +120,7 @@ class StepPlanner:
         self.eval_limits = MicroBatchLimits(args.per_device_eval_batch_size, args.micro_batch_tokens)
 
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
-        """Yield attempts at a step or an evaluation, each with smaller micro-batches, until one fits into memory.
-
-        Raises:
-            MemoryShortageError: the smallest micro-batch does not fit.
-        """
+        """Yield attempts, each with smaller micro-batches, until one fits into memory."""
         gradients, accelerator = None, self.forwards.accelerator
         if not self.forwards.sharded:  # else the engine adds them up
             kind = FixedPointGradients if self.forwards.args.bitwise_invariant else NativeGradients
@@ -162,7 +162,6 @@ class StepPlanner:
         return StepPlan(sizes, rows, plan_step(sizes, rows, layout), form)
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
-        """Lower the limits after attempt `number` ran out of memory."""
         unit_rows, plan, reason = self.forwards.args.unit_rows, attempt.plan, attempt.shortage
         limits, what = (self.limits, "a step") if attempt.settings.training else (self.eval_limits, "an evaluation")
         if unit_rows is not None:

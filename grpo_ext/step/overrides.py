@@ -19,17 +19,15 @@ from ..algorithms.losses import StepCounts
 from ..batching.micro_batches import MicroBatch
 from ..batching.sizes import group_numbers
 from ..errors import ConfigError
-from ..forward.override import Unchanged, padded_ids_and_mask
 from ..forward.rows import TokenRows
-from ..forward.runner import ForwardRunner
+from ..forward.runner import ForwardRunner, Unchanged, padded_ids_and_mask
 from ..rollouts.batch import SAMPLER_LOGPS
 from ..rollouts.images import ImageSource
 from ..view import TrainerView
 from .inputs import LossInputs
 from .loss import active_tokens, assemble_loss
-from .metrics import StepMetrics
 from .settings import loss_config_of, step_settings_of
-from .statistics import MicroBatchStatistics, StepContext, loss_mask, set_statistics, step_counts
+from .statistics import MicroBatchStatistics, StepContext, StepMetrics, loss_mask, set_statistics, step_counts
 
 
 def _tokens(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -48,8 +46,6 @@ def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Call:
-    """A loss in progress: its micro-batch, and the tokens and masks that were handed to the override."""
-
     micro_batch: LossInputs
     tokens: Unchanged
     tool_mask: Unchanged
@@ -58,8 +54,6 @@ class _Call:
 
 @dataclass
 class LossOverrides:
-    """Hands micro-batches to a user's loss, and computes the loss of what it passes on to `super()`."""
-
     view: TrainerView
     forwards: ForwardRunner
     images: ImageSource
@@ -67,11 +61,7 @@ class LossOverrides:
 
     @contextmanager
     def calling(self, micro_batch: LossInputs) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Inside, a micro-batch is in progress.
-
-        Yields:
-            TRL's dictionary of the micro-batch, and the trainer's attributes that hold sizes, by name.
-        """
+        """Yields TRL's dictionary of the micro-batch, and the trainer's attributes that hold sizes."""
         training, inputs = self.view.model.training, self._dictionary(micro_batch)
         given = Unchanged(*_tokens(inputs)), Unchanged(_tool_mask(inputs)), _loss_tokens(inputs)
         self._call = _Call(micro_batch, *given)
@@ -94,7 +84,7 @@ class LossOverrides:
         return inputs
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """The part of the loss of the step that a dictionary adds; outside a step it is a step of its own."""
+        """The part of the step's loss that a dictionary adds; outside a step it is a step of its own."""
         call, rows = self._call, self._rows_of(inputs)
         micro_batch = self._own_step(inputs, rows) if call is None else call.micro_batch
         scores = self.forwards.micro_batch_log_probs(model, inputs, rows, self.view.aux_loss_enabled)
@@ -103,7 +93,7 @@ class LossOverrides:
         return assemble_loss(loss_config_of(self.view), micro_batch, scores)
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> TokenRows:
-        """The tokens of a dictionary: those of the micro-batch in progress, or read from tensors that a user made."""
+        """Rows of the micro-batch in progress, or read from tensors that a user made."""
         if self._call is not None and self._call.tokens.are(*_tokens(inputs)):
             return self._call.micro_batch.rows
         self.view.args.replay.refuse_other_tokens(

@@ -24,8 +24,6 @@ _IN_ARGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """The settings of a step, read when it begins."""
-
     skip_zeros: bool  # a completion with advantage 0 adds nothing to loss or gradient, and is not run
     top_entropy_quantile: float  # share of the tokens with the highest entropy that carry loss; 1: all
     router: bool  # a MoE model's load-balancing loss is added
@@ -36,7 +34,6 @@ class StepSettings:
 
 
 def step_settings_of(view: TrainerView) -> StepSettings:
-    """The settings of a step as they are now."""
     training, quantile, router = view.model.training, view.top_entropy_quantile, view.aux_loss_enabled
     custom_loss = view.overridden("compute_loss", "_compute_loss") is not None
     in_trl_form = custom_loss or view.overridden("_get_per_token_logps_and_entropies") is not None
@@ -55,7 +52,6 @@ def step_settings_of(view: TrainerView) -> StepSettings:
 
 
 def loss_config_of(view: TrainerView) -> LossConfig:
-    """The settings of the loss as they are now, from where TRL reads them; a ConfigError where one is unknown."""
     args = view.args
     # TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target
     acts = not view.use_adaptive_entropy or view.last_entropy <= args.entropy_target

@@ -1,4 +1,4 @@
-"""Step-wide statistics: the counts that losses are divided by, the entropy threshold and the experts' shares.
+"""The numbers of a step: the counts that losses are divided by, statistics of the whole step, and logged values.
 
 The entropy quantile and the MoE load-balancing loss are not sums over tokens. They become sums once the threshold and
 the expert shares of the step are known, so these are measured first, in one pass without gradients per attempt.
@@ -7,24 +7,91 @@ the expert shares of the step are known, so these are measured first, in one pas
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ..algorithms.exact import exact_sum
 from ..algorithms.losses import StepCounts, entropy_threshold
-from ..batching.micro_batches import MicroBatch
+from ..batching.micro_batches import Form, MicroBatch, StepSizes
 from ..errors import PrecisionError
 from ..rollouts.batch import RolloutBatch
-from ..runtime.collectives import ragged_gather, sum_over_processes
-from .metrics import StepMetrics
+from ..runtime.collectives import gather_lists, ragged_gather, sum_over_processes
+
+_Number = torch.Tensor | float
+
+
+@dataclass
+class StepMetrics:
+    """Collects the logged values of a step; one reduction at the end covers all processes.
+
+    Terms are summed exactly (`math.fsum`), so the digits depend neither on the order of micro-batches nor on the
+    process that ran them. A name that only some processes added is reduced over what they added.
+    """
+
+    device: torch.device
+    kinds: dict[str, str] = field(default_factory=dict)  # by name: "total", "mean", "highest" or "lowest"
+    terms: list[tuple[str, _Number, _Number]] = field(default_factory=list)  # name, sum or extreme, number of things
+
+    def add_total(self, name: str, part: _Number, weight: float) -> None:
+        self._add("total", name, part, 0.0, weight)
+
+    def add(self, name: str, total: _Number, count: _Number, weight: float = 1.0) -> None:
+        """The metric is the quotient of the sums over the step."""
+        self._add("mean", name, total, count, weight)
+
+    def _add(self, kind: str, name: str, value: _Number, count: _Number, weight: float) -> None:
+        self.kinds[name] = kind
+        if weight:
+            self.terms.append((name, value.detach() if isinstance(value, torch.Tensor) else value, count))
+
+    def add_tokens(self, name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
+        self.add(name, (values_BT * mask_BT).sum(), mask_BT.sum(), weight)
+
+    def add_sequences(self, name: str, values_B1: torch.Tensor, weight: float) -> None:
+        self.add(name, values_B1.sum(), float(values_B1.size(0)), weight)
+
+    def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
+        """NaN entries do not count."""
+        if lowest:
+            self._add("lowest", name, values.nan_to_num(nan=math.inf, posinf=math.inf).min(), 0.0, weight)
+        else:
+            self._add("highest", name, values.nan_to_num(nan=-math.inf, neginf=-math.inf).max(), 0.0, weight)
+
+    def reduce(self) -> dict[str, float]:
+        """The same on every process; NaN where nothing was counted."""
+        numbers = iter(self._on_host([number for _, *pair in self.terms for number in pair]))
+        rows = [(name, next(numbers), next(numbers)) for name, *_ in self.terms]
+        shares: list[tuple[dict[str, str], list[tuple[str, float, float]]]] = gather_lists([(self.kinds, rows)])
+        kinds = {name: kind for share, _ in shares for name, kind in share.items()}
+        columns: dict[str, list[tuple[float, float]]] = {name: [] for name in sorted(kinds)}
+        for name, value, count in itertools.chain.from_iterable(rows for _, rows in shares):
+            columns[name].append((value, count))
+        return {name: _reduced(kinds[name], pairs) for name, pairs in columns.items()}
+
+    def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
+        """Scalars, in one copy from the device."""
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64  # which has no float64
+        tensors = [value.to(self.device, dtype) for value in values if isinstance(value, torch.Tensor)]
+        sent = iter(torch.stack(tensors).tolist() if tensors else [])
+        return [next(sent) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:
+    values, counts = [value for value, _ in pairs], [count for _, count in pairs]
+    if kind in ("highest", "lowest"):  # infinite where nothing was counted
+        extreme = max(values, default=math.inf) if kind == "highest" else min(values, default=math.inf)
+        return extreme if math.isfinite(extreme) else math.nan
+    total, count = exact_sum(values), exact_sum(counts)
+    return total if kind == "total" else total / count if count else math.nan
 
 
 @dataclass
 class StepContext:
-    """Counts and statistics of a step, which its micro-batches share."""
-
     counts: StepCounts
     metrics: StepMetrics
     entropy_threshold: float | None = None  # of the tokens at the step's quantile, in nats
@@ -40,7 +107,6 @@ def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def step_counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
-    """The denominators of completions, from the tokens of each that carry loss and the group it belongs to."""
     by_group = dict.fromkeys(groups_B, 0)
     for group, tokens in zip(groups_B, tokens_B, strict=True):
         by_group[group] += tokens
@@ -49,8 +115,6 @@ def step_counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
 
 @dataclass(frozen=True)
 class MicroBatchStatistics:
-    """The statistics of a micro-batch, from a pass without gradients."""
-
     part: MicroBatch
     entropies_BT: torch.Tensor
     mask_BT: torch.Tensor  # 1 on tokens that carry loss
@@ -58,7 +122,7 @@ class MicroBatchStatistics:
 
 
 def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
-    """Count a step. Every process holds the whole step, so the counts need no collective."""
+    """Every process holds the whole step, so the counts need no collective."""
     counts = step_counts([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
     if rollout.items_per_token is not None:
         counts = replace(counts, items=counts.tokens * rollout.items_per_token)
@@ -66,7 +130,7 @@ def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> S
 
 
 def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics], top_entropy_quantile: float) -> None:
-    """Set the entropy threshold and the experts' shares of a step from its micro-batches; all processes together."""
+    """All processes together."""
     if top_entropy_quantile < 1.0:
         local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
@@ -85,3 +149,34 @@ def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics
         totals = sum_over_processes(torch.cat([chosen, chosen.new_tensor([float(rows)])]))
         context.router_rows = int(totals[-1])
         context.expert_share = totals[:-1] / max(context.router_rows, 1)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    sizes: StepSizes  # of all completions of the step
+    rows: Sequence[int]  # the completions that run, on all processes; the others add nothing to the step
+    micro_batches: Sequence[MicroBatch]  # of this process
+    form: Form
+
+    def token_counts(self) -> tuple[int, int, int]:
+        """Unique tokens of the whole step; tokens that this process's forwards hold; and how many are padding."""
+        parts = [part.rows for part in self.micro_batches if part.weight]
+        computed = real = sum(self.sizes.tokens(part, self.form) for part in parts)
+        if self.form != "packed":
+            pieces = [[row] for part in parts for row in part] if self.form == "padded" else parts
+            real = sum(self.sizes.tokens(piece, "packed") for piece in pieces)
+        return self.sizes.tokens(self.rows, "packed"), computed, computed - real
+
+
+def log_values(plan: StepPlan, metrics: StepMetrics, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Counts and sums are the same on every process; seconds (of phases) and rates are not."""
+    useful, computed, padding = plan.token_counts()
+    metrics.add_total("computed", float(computed), 1.0)
+    metrics.add_total("padding", float(padding), 1.0)
+    values = metrics.reduce()
+    computed_anywhere, padding_anywhere = values.pop("computed"), values.pop("padding")
+    duplicates = max(computed_anywhere - padding_anywhere - useful, 0.0)
+    values["layout/padding_share"] = padding_anywhere / max(computed_anywhere, 1.0)
+    values["layout/duplicate_share"] = duplicates / max(computed_anywhere, 1.0)
+    values["layout/useful_tokens_per_second"] = useful / max(seconds.get("train", 0.0), 1e-9)
+    return values | {f"time/{name}": value for name, value in seconds.items()}

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from grpo_ext.rollouts.batch import ROW_IMAGES, Column, RolloutBatch
-from grpo_ext.rollouts.ragged import Ragged
+from grpo_ext.rollouts.batch import ROW_IMAGES, Column, Ragged, RolloutBatch
 
 
 def batch_of_rows(

@@ -130,7 +130,7 @@ FAULTS = [
     ),
     Fault("rollouts/decoding.py", "count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING),
     Fault("run/checkpoint.py", 'if digest != expected["sha256"]:', "if not digest:", f"{CHECKPOINTS} -k whole"),
-    Fault("step/metrics.py", "        if weight:\n", "        if True:\n", METRICS),
+    Fault("step/statistics.py", "        if weight:\n", "        if True:\n", METRICS),
     Fault(
         "runtime/out_of_memory.py",
         "size = self.limit = ceil_div(len(piece), 2)",

@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from grpo_ext.errors import CheckpointError
 from grpo_ext.forward.snapshot import Weights
-from grpo_ext.rollouts.saved import saved_waiting
+from grpo_ext.rollouts.source import saved_waiting
 from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import checkpoints, run_to_resume, take_folder, why_broken, write_listing
 from grpo_ext.run.interrupts import TrainingInterrupted

@@ -66,10 +66,10 @@ def test_one_group_is_cut_for_two_processes_when_that_pays():
 
 def test_passes_without_gradients_are_cut_in_order():
     sizes = StepSizes([0, 0, 0, 1], [10, 10, 10, 4], [5, 5, 5, 5])
-    assert cut_in_order(sizes, 2, None, "packed") == [slice(0, 2), slice(2, 4)]
-    assert cut_in_order(sizes, 9, 25, "packed") == [slice(0, 3), slice(3, 4)]
-    assert cut_in_order(sizes, 9, 30, "padded") == [slice(0, 2), slice(2, 4)]
-    assert cut_in_order(sizes, 9, 3, "packed") == [slice(i, i + 1) for i in range(4)]
+    assert cut_in_order(sizes, 2, None, "packed") == [[0, 1], [2, 3]]
+    assert cut_in_order(sizes, 9, 25, "packed") == [[0, 1, 2], [3]]
+    assert cut_in_order(sizes, 9, 30, "padded") == [[0, 1], [2, 3]]
+    assert cut_in_order(sizes, 9, 3, "packed") == [[row] for row in range(4)]
 
 
 # ---- Steps that cut groups ------------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ from peft import LoraConfig, get_peft_model
 from grpo_ext.errors import MemoryShortageError
 from grpo_ext.forward import attention, forms
 from grpo_ext.forward.choice import ForwardChoice
-from grpo_ext.forward.form_check import why_form_fails
+from grpo_ext.forward.form_check import probe_rows, why_form_fails
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.probe import probe_rows
 from tests.support.architectures import architecture
 from tests.support.packs import rows_of
 from tests.support.tiny import tiny_tokenizer

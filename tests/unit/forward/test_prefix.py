@@ -11,10 +11,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ext.compat import CACHE
 from grpo_ext.forward import forms, prefix_cache
-from grpo_ext.forward.form_check import why_form_fails
+from grpo_ext.forward.form_check import probe_rows, why_form_fails
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.probe import probe_rows
 from tests.support.architectures import HYBRID, PREFIXED, architecture
 from tests.support.float64 import float64_throughout
 from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of

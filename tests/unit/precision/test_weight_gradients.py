@@ -46,7 +46,7 @@ def gradients(model: Any, cuts: list[tuple[int, int]], on: bool, dtype: Any = to
     with float32_weight_gradients(base) if on else nullcontext(), in_form(base, form):  # type: ignore[arg-type]
         for start, end in cuts:
             with torch.autocast("cpu", dtype):
-                output = run_rows(form, model, rows.part(slice(start, end)))  # type: ignore[arg-type]
+                output = run_rows(form, model, rows.part(range(start, end)))  # type: ignore[arg-type]
             weight, weights = weights.split([len(output.logps_S), len(weights) - len(output.logps_S)])
             (weight * (output.logps_S + 0.3 * output.entropies_S)).sum().backward()
             logps.append(output.logps_S.detach())

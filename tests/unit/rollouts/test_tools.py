@@ -11,8 +11,7 @@ import pytest
 
 from grpo_ext.errors import DataError, RolloutError
 from grpo_ext.rollouts.chat import Chat
-from grpo_ext.rollouts.environments import Environments
-from grpo_ext.rollouts.tools import Toolbox, TurnLimits
+from grpo_ext.rollouts.tools import Environments, Toolbox, TurnLimits
 from grpo_ext.rollouts.transcript import Transcript
 from tests.support.tool_runs import Shop, count, sampled
 

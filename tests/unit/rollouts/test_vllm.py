@@ -14,8 +14,7 @@ from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.errors import RolloutError
 from grpo_ext.forward.routing import LIVE, Router
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.vllm import seeds_of
-from grpo_ext.rollouts.vllm_replay import experts_of
+from grpo_ext.rollouts.vllm import experts_of, seeds_of
 from tests.support.server import stand_in
 from tests.support.tool_runs import always_calling
 from tests.support.trainers import first_line, make

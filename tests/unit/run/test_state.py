@@ -9,7 +9,7 @@ import torch
 
 from grpo_ext.forward.snapshot import Weights
 from grpo_ext.rollouts.batch import RolloutBatch
-from grpo_ext.rollouts.saved import batch_state, saved_batch, saved_waiting, waiting_state
+from grpo_ext.rollouts.source import batch_state, saved_batch, saved_waiting, waiting_state
 from grpo_ext.run.state import load_state, save_state
 from tests.support.batches import batch_of_rows
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grpo_ext.batching.micro_batches import MicroBatch, StepSizes, cut_by_count, fill_up
 from grpo_ext.errors import PrecisionError
 from grpo_ext.step.gradients import FixedPointGradients, NativeGradients, accumulating
-from grpo_ext.step.metrics import StepMetrics
+from grpo_ext.step.statistics import StepMetrics
 
 
 @pytest.fixture(scope="module")
