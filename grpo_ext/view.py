@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,7 +126,7 @@ class TrainerView:
         def __getattr__(self, name: str) -> Any:
             name = _PRIVATE.get(name, name)
             if name in _ABSENT:
-                return getattr(self._trainer, name, _ABSENT[name])
+                return getattr(self._trainer, name, copy(_ABSENT[name]))
             return getattr(self._trainer, name)
 
     @property

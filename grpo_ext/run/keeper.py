@@ -198,8 +198,8 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")
         elif self.view.is_deepspeed_enabled and listing["processes"] != processes:
             raise CheckpointError(
-                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed needs as many to read "
-                f"it, not {processes}. Start {listing['processes']}, or export the model and begin a new run."
+                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed reads it with as many; "
+                f"this run has {processes}. Start {listing['processes']}, or export the model and begin a new run."
             )
         if self.args.sync_ref_model and shards_parameters(self.accelerator):
             raise CheckpointError(
