@@ -48,7 +48,7 @@ def build_rollouts(
     if view.takes_images:
         image_token = compat.image_token(view.model)
         images.prepare = PromptProcessor(view.processing_class, template_of(view), image_token)
-        view.never_sample_image_tokens()
+        compat.sample_no_image_tokens(view)
         refused["packed"] = "the model takes images; where there are none, pass its tokenizer as processing_class"
         if view.tools or view.environment_factories:
             refused["prefix"] = "tools and environments may show images after the prompt"

@@ -19,12 +19,12 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from ..batching.sizes import BatchGeometry
 from ..compat import CACHE
+from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
 from ..forward.architecture import base_model_of, cached_numbers
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.routing import routed
 from ..precision.non_finite import bad_weight, explanation, first_module
-from ..replay import NO_REPLAY, Replay
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes

@@ -18,9 +18,9 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Log
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
+from ..config import NO_REPLAY, Replay
 from ..forward.architecture import base_model_of
 from ..forward.routing import LIVE, Routing
-from ..replay import NO_REPLAY, Replay
 from .transcript import TokenRecord, Transcript
 
 FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
 from ..batching.prompt_order import RolloutRequest
-from ..replay import Replay
+from ..config import Replay
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
 from .chat import Chat

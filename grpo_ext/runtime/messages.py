@@ -17,7 +17,7 @@ class ConsoleHandler(logging.Handler):
     """Writes plain lines above a progress bar: warnings to standard error, other messages to standard output."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a message, unless the program has configured handlers of its own, which the message reaches too."""
+        """Nothing if the program has configured handlers of its own, which the message reaches too."""
         if logging.root.handlers:
             return
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext").rglob("*.py"))
 
 # from the bottom to the top: each may import itself and those before it; "package" is grpo_ext/__init__.py
-PURE = ("errors", "loading", "replay", "algorithms", "batching")  # torch and the standard library alone
+PURE = ("errors", "loading", "algorithms", "batching")  # torch and the standard library alone
 INNER = ("compat", "runtime", "precision", "setting_rules", "config", "view", "forward", "rewards", "rollouts", "step")
 PACKAGES = (*PURE, *INNER, "run", "checks", "components", "trainer", "package", "demo", "tools")
 NAMES_COLLECTIVES = "grpo_ext/runtime/collectives.py"
