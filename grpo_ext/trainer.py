@@ -410,8 +410,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         watch = self._keeper.watch
         if watch.evaluation_due and not watch.stopping:  # of the last step of all
             self._keeper.evaluate_late(trial)
-        limit = None if watch.stopping else self.args.save_total_limit
-        with assigned(self.args, save_total_limit=limit):
+        with assigned(self.args, save_total_limit=None if watch.stopping else self.args.save_total_limit):
             return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -33,7 +33,8 @@ def check_causal_lm(model: Any) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not callable(getattr(model, "generate", None)):
         raise ModelError(
-            f"the model is a {type(model).__name__} and cannot both sample and score text; load AutoModelForCausalLM."
+            f"the model is a {type(model).__name__} and cannot both sample and score text; pass a model id, a path, or "
+            "a model that was loaded with AutoModelForCausalLM."
         )
 
 
@@ -102,7 +103,8 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
     norms = [f"{path} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
     if norms:
         reasons.append(
-            f"batch normalisation ({norms[0]}, {len(norms)} in all) depends on the micro-batch; use another model"
+            f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a "
+            "model with layer or group normalisation"
         )
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))

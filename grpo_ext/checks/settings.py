@@ -76,7 +76,8 @@ def check_ends(view: TrainerView) -> None:
         return
     if view.use_transformers_continuous_batching:
         raise ConfigError(
-            f"stop_strings={strings!r}: use_transformers_continuous_batching=True does not know them; use eos_token_id."
+            f"stop_strings={strings!r}: use_transformers_continuous_batching=True does not know them; use eos_token_id "
+            "in generation_kwargs, or turn it off."
         )
     if "" in ([strings] if isinstance(strings, str) else strings):
         raise ConfigError(f"stop_strings={strings!r}: an empty text would end every completion; leave it out.")
