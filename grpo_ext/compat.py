@@ -74,30 +74,22 @@ IMAGE_ARGUMENTS = tuple(
 
 
 def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Image inputs in one of TRL's batches, as arguments of its log-probabilities."""
     return {name: batch[name] for name in (*IMAGE_ARGUMENTS, *_COUNTS) if name in batch}
 
 
-def sample_no_image_tokens(trainer: Any) -> None:
-    """Never sample the token that stands for an image: there would be more of them than images in the prompt.
-
-    TRL does this since 1.16, unless the user suppresses other tokens.
-    """
-    if not trainer.use_vllm and (image := image_token(trainer.model)) is not None:
-        others = trainer.generation_config.suppress_tokens or []
-        trainer.generation_config.suppress_tokens = sorted({*others, image})
+def sample_no_image_tokens(view: Any) -> None:
+    """Never sample the token of an image, as TRL since 1.16, unless the user suppresses other tokens."""
+    if not view.use_vllm and (image := image_token(view.model)) is not None:
+        others = view.generation_config.suppress_tokens or []
+        view.generation_config.suppress_tokens = sorted({*others, image})
 
 
 def image_token(model: Any) -> int | None:
-    """Id of the token that stands for an image, or for part of one; None if the model has no such token."""
     return getattr(model.config, "image_token_id", None)
 
 
 def forget_absent_layers(model: Any) -> None:
-    """Remove layers that the model lacks from those that FSDP wraps, because Accelerate and PEFT refuse their names.
-
-    A model with an image tower also names layers of the tower's family, such as CLIP's text embeddings.
-    """
+    """Remove layers that a model with an image tower lacks from those that FSDP wraps: Accelerate refuses them."""
     model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
 
 
@@ -107,8 +99,7 @@ def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
     name = model if isinstance(model, str) else get_config_model_id(model.config)
     if not name:
         raise ConfigError(
-            "the model's configuration does not say where to load a tokenizer from (_name_or_path is empty); pass the "
-            "tokenizer as processing_class."
+            "the model's configuration has an empty _name_or_path; pass the tokenizer as processing_class."
         )
     options: Any = {"truncation_side": "left", "padding_side": "left"}
     options["revision"] = kwargs.get("revision") if isinstance(model, str) else None
@@ -119,7 +110,6 @@ def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
 def parse_response(
     tokenizer: Any, ids: list[int], prefix: list[int], tools: Sequence[Callable[..., Any]]
 ) -> dict[str, Any]:
-    """Parse the ids after `prefix` into a message as TRL does; since 1.16 `tools` give arguments their types."""
     known: dict[str, Any] = {"tools": tools} if _PARSES_BY_TOOLS else {}
     return _parse_response(tokenizer, ids, prefix=prefix, **known)
 
@@ -142,7 +132,6 @@ def unwrapped_for_generation(
 
 @contextmanager
 def generating(trainer: Any) -> Iterator[Any]:
-    """Enter the contexts in which TRL generates: the model unwrapped, no gradients, parameters gathered."""
     args, wrapped, kwargs = trainer.args, trainer.model_wrapped, trainer.generation_kwargs
     options = {"gather_deepspeed3_params": args.ds3_gather_for_generation, "generation_kwargs": kwargs}
     with (
@@ -218,15 +207,11 @@ def why_no_experts(mode: str) -> str | None:
 
 
 def lora_request(name: str, number: int, path: Path) -> Any:
-    """Build vLLM's request for a saved adapter; the number identifies it within an engine."""
     return importlib.import_module("vllm.lora.request").LoRARequest(name, number, str(path))
 
 
 def server_info(client: Any) -> dict[str, Any]:
-    """Get a vLLM server's `vllm_config` and `vllm_env`; empty dictionaries if it does not report them.
-
-    TRL's `get_server_info` leaves out the environment, and TRL 1.15 has no such function.
-    """
+    """`vllm_config` and `vllm_env`; TRL's `get_server_info` lacks the latter, and TRL 1.15 has none."""
     answer = client.session.get(f"{client.base_url}/server_info", params={"config_format": "json"})
     return {"vllm_config": {}, "vllm_env": {}} | (answer.json() if answer.status_code == 200 else {})
 
@@ -248,7 +233,6 @@ def served_rank(rank: int) -> int:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
-    """List the names of the parameters, without `self`, `*args` and `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind not in _VARIABLE and p.name != "self"]
 
@@ -273,8 +257,7 @@ def verify_overrides(ours: type) -> None:
     if broken := [sentence for name in OVERRIDES if (sentence := _mismatch(ours, name)) is not None]:
         raise ContractError(
             f"grpo_ext does not fit the installed trl {trl.__version__} and transformers {transformers.__version__}: "
-            f"{'; '.join(broken)}. TRL 1.15 and 1.16 with transformers 5.20 to 5.24 are tested and work; install one "
-            "of these, or a newer grpo_ext."
+            f"{'; '.join(broken)}. TRL 1.15 and 1.16 with transformers 5.20 to 5.24 work; or install a newer grpo_ext."
         )
 
 

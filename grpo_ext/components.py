@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import trl
 
 from .config import GRPOConfig
@@ -11,9 +9,7 @@ from .forward.architecture import base_model_of, token_cost
 from .forward.lm_head import install
 from .forward.quantised import keep_4bit_weights
 from .forward.routing import install_routers
-from .forward.runner import OverridableRunner
 from .rollouts.build import build_rollouts
-from .rollouts.source import Rollouts
 from .rollouts.trl_methods import TrlMethods
 from .run.keeper import RunKeeper
 from .runtime.clock import PhaseClock
@@ -24,52 +20,24 @@ from .step.overrides import LossOverrides
 from .view import TrainerView
 
 
-@dataclass(frozen=True, kw_only=True)
 class Components:
-    """What the override points of a trainer hand over to."""
+    """What the override points of a trainer hand over to; `config`: the user's, converted from `user_args`."""
 
-    clock: PhaseClock
-    forwards: OverridableRunner
-    rollouts: Rollouts
-    trl_methods: TrlMethods
-    step_planner: StepPlanner
-    loss_overrides: LossOverrides
-    pass_at_k: PassAtK
-    keeper: RunKeeper
-
-
-def build_components(view: TrainerView, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> Components:
-    """Prepare the policy's modules, and build the components of a trainer; its callbacks are added to it.
-
-    Args:
-        config: the user's, converted; user_args: as the user passed it.
-    """
-    args, base, clock = view.args, base_model_of(view.model), PhaseClock()
-    args.steps_per_generation = config.geometry.steps_per_rollout
-    view.add_callback(clock)
-    keep_4bit_weights(view.model)
-    install(base, view.temperature, args.cast_lm_head_to_fp32)
-    if args.replay.experts:
-        install_routers(base)
-    forwards, rollouts = build_rollouts(view, clock, max_tokens=lambda: step_planner.limits.tokens)
-    images, pad, device = rollouts.images, rollouts.worker.settings.pad, view.accelerator.device
-    step_planner = StepPlanner(
-        forwards=forwards,
-        clock=clock,
-        collation=Collation(images, pad, forwards.multiple, device),
-        cost=token_cost(base),
-    )
-    pass_at_k = PassAtK(args)
-    keeper = RunKeeper(view, user_args, rollouts, forwards, step_planner.limits, pass_at_k)
-    view.add_callback(keeper)
-    view.add_callback(keeper.watch)
-    return Components(
-        clock=clock,
-        forwards=forwards,
-        rollouts=rollouts,
-        trl_methods=TrlMethods(view, rollouts, rollouts.worker),
-        step_planner=step_planner,
-        loss_overrides=LossOverrides(view, forwards, images),
-        pass_at_k=pass_at_k,
-        keeper=keeper,
-    )
+    def __init__(self, view: TrainerView, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
+        args, base, self.clock = view.args, base_model_of(view.model), PhaseClock()
+        args.steps_per_generation = config.geometry.steps_per_rollout
+        view.add_callback(self.clock)
+        keep_4bit_weights(view.model)
+        install(base, view.temperature, args.cast_lm_head_to_fp32)
+        if args.replay.experts:
+            install_routers(base)
+        forwards, rollouts = build_rollouts(view, self.clock, max_tokens=lambda: self.step_planner.limits.tokens)
+        self.forwards, self.rollouts, images = forwards, rollouts, rollouts.images
+        collation = Collation(images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
+        self.step_planner = StepPlanner(forwards=forwards, clock=self.clock, collation=collation, cost=token_cost(base))
+        self.trl_methods = TrlMethods(rollouts)
+        self.loss_overrides = LossOverrides(view, forwards, images)
+        self.pass_at_k = PassAtK(args)
+        self.keeper = RunKeeper(view, user_args, rollouts, forwards, self.step_planner.limits, self.pass_at_k)
+        view.add_callback(self.keeper)
+        view.add_callback(self.keeper.watch)

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import trl
@@ -19,14 +19,36 @@ from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
-from .replay import Replay
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
 from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_metric, check_bitwise, check_values
 
 
+class Replay(NamedTuple):
+    """What is recorded while sampling and replayed in every later forward."""
+
+    masks: bool = False  # the tokens that each token was sampled from (`sampling_mask="replay"`)
+    experts: bool = False  # the experts of each token (`routing_replay`)
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    def __str__(self) -> str:
+        settings = ("sampling_mask='replay'", "routing_replay=True")
+        return " and ".join(setting for setting, replays in zip(settings, self) if replays)
+
+    def refuse_other_tokens(self, problem: str) -> None:
+        """Raise a ConfigError for a forward of tokens without a record; `problem`: a clause about these tokens."""
+        if self:
+            raise ConfigError(
+                f"{self}: {problem}, and there is no record of these; pass on the same tensors, or turn replay off."
+            )
+
+
+NO_REPLAY = Replay()
+
+
 def setting(help: str, default: Any = None, **metadata: Any) -> Any:
-    """A field of a dataclass of settings, with its help, which `--help` shows."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
@@ -65,8 +87,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
     loss_aggregation: str | None = setting(
         "How token losses are added up: 'token_mean', 'sequence_mean', 'sequence_sum', 'sequence_sum_norm' (over "
-        "max_completion_length) or 'prompt_mean' (every prompt weighs the same). Default: what loss_type says, as in "
-        "TRL."
+        "max_completion_length) or 'prompt_mean' (prompts weigh the same). Default: what loss_type says, as in TRL."
     )
     dynamic_sampling: bool = setting(
         "Replace groups whose rewards are all equal by groups of further prompts (DAPO), until the rollout batch is "
@@ -91,8 +112,7 @@ class GRPOConfig(trl.GRPOConfig):
     sampling_mask: str | None = setting(
         "'replay': compute log-probabilities, KL and entropy over the tokens that top_p, top_k, min_p and other "
         "filters kept while sampling: the distribution that was sampled from. top_k limits their number, 512 if it is "
-        "not set. With a filter, vLLM has to be colocated, 0.28 or newer. Default: over the whole vocabulary, as in "
-        "TRL.",
+        "not set. With a filter, vLLM has to be colocated, 0.28 or newer. Default: the whole vocabulary, as in TRL.",
         choices=[None, "replay"],
     )
     routing_replay: bool = setting(
@@ -135,8 +155,7 @@ class GRPOConfig(trl.GRPOConfig):
     # vLLM.
     vllm_seeds: bool = setting(
         "Give every completion that vLLM samples its own seed. False: vLLM draws the rows of a batch together, which "
-        "saves 1 to 2 ms per token at 256 rows; completions then depend on the split and on what was sampled before, "
-        "and a resumed run samples different ones.",
+        "saves 1 to 2 ms per token at 256 rows; completions then depend on the split and differ in a resumed run.",
         default=True,
     )
     vllm_lora: bool | None = setting(
@@ -146,8 +165,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
     vllm_check: bool = setting(
         "End the run if vLLM's log-probabilities differ from the trainer's by more than rounding in half precision. "
-        "Compared in every rollout batch for which the trainer computes them (by default all), and always in the first "
-        "one.",
+        "Compared in the first rollout batch, and in all for which the trainer computes them (by default all).",
         default=True,
     )
 
@@ -162,8 +180,7 @@ class GRPOConfig(trl.GRPOConfig):
         "changes what is learned. Default: num_generations."
     )
     bitwise_threads: int = setting(
-        "With bitwise_invariant: CPU threads per process; the bits of matrix products depend on it.",
-        default=1,
+        "With bitwise_invariant: CPU threads per process; the bits of matrix products depend on it.", default=1
     )
 
     # Resume.
@@ -179,23 +196,20 @@ class GRPOConfig(trl.GRPOConfig):
         default=0,
     )
     reward_timeout: float | None = setting(
-        "Seconds one call of a reward function may take; without reward_workers a longer call continues in its "
-        "thread. Default: no limit."
+        "Seconds one call of a reward function may take (without reward_workers its thread goes on). Default: no limit."
     )
     reward_retries: int = setting(
         "How often a reward function that raised or took too long is called again.", default=0
     )
     reward_on_failure: str = setting(
-        "When the last retry of a reward function has failed: 'error' ends the run, 'none' gives the completions of "
-        "that call None (does not apply).",
+        "When a reward function's last retry has failed: 'error' ends the run, 'none' gives None (does not apply).",
         default="error",
         choices=["error", "none"],
     )
 
     # Evaluation.
     eval_pass_threshold: float | None = setting(
-        "The least reward that counts as passed in the pass@k of an evaluation. Default: 1 if every reward is 0 or 1; "
-        "otherwise no pass@k is logged."
+        "The least reward that passes in the pass@k of an evaluation. Default: 1 if all are 0 or 1; else no pass@k."
     )
     eval_pass_reward: str | None = setting(
         "The reward function of pass@k and mean@k, by its name in the logs. Default: the weighted sum of all."
@@ -203,14 +217,12 @@ class GRPOConfig(trl.GRPOConfig):
 
     # Tools and environments.
     tool_timeout: float | None = setting(
-        "Seconds one call of a tool, or an environment's `reset`, may take; a longer call fails, and the model is "
-        "told so. Default: no limit."
+        "Seconds one call of a tool, or an environment's `reset`, may take before it fails. Default: no limit."
     )
 
     # Refusals.
     allow_split_dependent: bool = setting(
-        "Warn instead of refusing to train when the model or the settings make the update depend on the split "
-        "(dropout, BatchNorm, NEFTune).",
+        "Warn, not refuse, if the model or settings make the update depend on the split (dropout, BatchNorm, NEFTune).",
         default=False,
     )
 
@@ -240,8 +252,7 @@ class GRPOConfig(trl.GRPOConfig):
         options: Any = self.accelerator_config
         if "num_steps" in (options.gradient_accumulation_kwargs or {}):
             raise ConfigError(
-                "accelerator_config sets num_steps in gradient_accumulation_kwargs; leave it out, and set "
-                "global_batch_size, from which the accumulation is derived, or gradient_accumulation_steps."
+                "accelerator_config sets num_steps in gradient_accumulation_kwargs; set global_batch_size instead."
             )
         if launched > self.world_size:
             raise ConfigError(
@@ -252,7 +263,6 @@ class GRPOConfig(trl.GRPOConfig):
         check_best_metric(vars(self))
 
     def _check_settings(self) -> None:
-        """Refuse unknown choices, and what setting_rules refuses."""
         for spec in dataclasses.fields(self):
             choices, value = spec.metadata.get("choices"), getattr(self, spec.name)
             if spec.name in GRPOConfig.__annotations__ and choices and value not in choices:
@@ -270,19 +280,16 @@ class GRPOConfig(trl.GRPOConfig):
 
     @property
     def replay(self) -> Replay:
-        """What is recorded while sampling and replayed in every later forward."""
         return Replay(self.sampling_mask == "replay", self.routing_replay)
 
     @property
     def unit_rows(self) -> int | None:
-        """Completions per canonical unit, or None outside bitwise mode."""
-        if not self.bitwise_invariant:
-            return None
-        return self.canonical_unit_size or self.num_generations
+        """Completions per canonical unit in bitwise mode."""
+        return (self.canonical_unit_size or self.num_generations) if self.bitwise_invariant else None
 
     @property
     def pinned_threads(self) -> int | None:
-        """CPU threads that a run computes with in bitwise mode; None in any other mode."""
+        """CPU threads in bitwise mode."""
         return self.bitwise_threads if self.bitwise_invariant else None
 
     @classmethod
@@ -308,19 +315,17 @@ class GRPOConfig(trl.GRPOConfig):
 
     def for_loop(self) -> GRPOConfig:
         """The copy that the Trainer's loop reads: one batch per optimizer step, sizes filled in."""
-        self.geometry = geometry_of(vars(self), self.world_size)  # sizes may have been changed after construction
+        # sizes may have been changed after construction
+        sizes = self.geometry = geometry_of(vars(self), self.world_size)
         args = copy.copy(self)  # shallow: keeps what __post_init__ computed (devices, plugins)
-        args.global_batch_size = self.geometry.global_batch_size
-        args.rollout_batch_size = self.geometry.rollout_batch_size
-        args.generation_batch_size = self.geometry.rollout_batch_size
-        args.steps_per_generation = self.geometry.steps_per_rollout
+        args.global_batch_size, args.steps_per_generation = sizes.global_batch_size, sizes.steps_per_rollout
+        args.rollout_batch_size = args.generation_batch_size = sizes.rollout_batch_size
         if self.use_vllm:  # TRL sizes the engine's queue, the most rows of a process, by this number
-            rows = ceil_div(self.geometry.rollout_batch_size, self.geometry.num_processes)
+            rows = ceil_div(sizes.rollout_batch_size, sizes.num_processes)
             args.steps_per_generation = ceil_div(rows, self.per_device_train_batch_size)
         args.gradient_accumulation_steps = 1
         args.auto_find_batch_size = False
-        if args.ddp_static_graph:
-            args.ddp_static_graph = False  # concerns DDP's reduction of gradients, which the step does not use
+        args.ddp_static_graph = None  # concerns DDP's reduction of gradients, which the step does not use
         # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
         accelerator: Any = copy.copy(self.accelerator_config)
         accumulation = accelerator.gradient_accumulation_kwargs or {}

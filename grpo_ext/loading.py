@@ -32,15 +32,7 @@ def load_file(path: str) -> ModuleType:
 
 
 def load_named(name: str, setting: str, kind: Any) -> Any:
-    """Load an object by name.
-
-    Args:
-        setting: the user's setting and its value, for the start of an error message.
-        kind: the class of the object; `Callable` for functions.
-
-    Raises:
-        ConfigError: there is no such module or file, or it defines nothing of that name and kind.
-    """
+    """The object of this class and name, or a ConfigError that begins with `setting`, the setting and its value."""
     is_file = ".py:" in name
     source, _, attribute = name.rpartition(":" if is_file else ".")
     try:

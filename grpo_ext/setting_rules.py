@@ -25,7 +25,6 @@ _MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens"}
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for a value out of the range of its setting."""
     for name, least in _LEAST.items():
         if settings[name] is not None or name not in _MAY_BE_NONE:
             require_whole(name, settings[name], least)
@@ -53,8 +52,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
     optim = str(getattr(settings["optim"], "value", settings["optim"]))
     if "lomo" in optim or optim.endswith("layerwise"):
         raise ConfigError(
-            f"optim={optim} updates the model during the backward pass, before the gradient of the step is complete;"
-            " use another optimizer, for example adamw_torch."
+            f"optim={optim} updates the model before the step's gradient is complete; use another optimizer."
         )
 
 
@@ -72,7 +70,6 @@ def check_best_metric(settings: Mapping[str, Any]) -> None:
 
 
 def check_algorithm(settings: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for unknown losses, estimators and aggregations, and for settings that contradict."""
     level, aggregation = settings["importance_sampling_level"], settings["loss_aggregation"]
     loss = LossConfig(settings["loss_type"], level, aggregation=aggregation)
     longest = settings["max_completion_length"]
@@ -104,7 +101,6 @@ def asks_for(engine: str, settings: Mapping[str, Any]) -> bool:
 
 
 def check_bitwise(settings: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for settings with which bitwise mode cannot keep the bits."""
     by_timing = settings["use_transformers_continuous_batching"]
     vllm, invariant = settings["use_vllm"], os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
     varies = vllm and settings["vllm_mode"] == "colocate" and not invariant  # a server is asked later
@@ -130,7 +126,6 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
 
 
 def check_lag(lag: Any, sharded: bool) -> None:
-    """Raise a ConfigError for a `rollout_lag` that is not a whole number, or is combined with FSDP or DeepSpeed."""
     require_whole("rollout_lag", lag, least=0)
     if lag and sharded:
         raise ConfigError(
@@ -140,7 +135,6 @@ def check_lag(lag: Any, sharded: bool) -> None:
 
 
 def check_ahead(settings: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for settings that cannot be combined with sampling ahead."""
     lag, vllm = settings["rollout_lag"], settings["use_vllm"]
     check_lag(lag, asks_for("fsdp", settings) or asks_for("deepspeed", settings))
     if not lag:

@@ -1,16 +1,15 @@
 """`GRPOTrainer`: TRL's GRPO trainer, whose update does not depend on the hardware split.
 
-Each override hands over to a component of the trainer: `Rollouts` makes rollout batches (rollouts.source),
-`ForwardRunner` computes log-probabilities (forward.runner), `StepPlanner` plans the micro-batches of a step
-(step.optimizer_step), `RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a step
-through them. compat.py lists the overrides, and compares them with the installed TRL.
+Each override hands over to a component (components.py); docs/architecture.md follows a step through them. compat.py
+lists the overrides, and compares them with the installed TRL.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,12 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import compat
+from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader, make_loader
 from .batching.sizes import BatchGeometry
 from .checks.model import refuse_frozen
 from .checks.trainer import check_arguments, check_trainer, warn_before_training
-from .components import build_components
+from .components import Components
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import base_model_of
@@ -36,15 +36,15 @@ from .forward.reference import reference_loader, use_reference
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import divide_threads
 from .rollouts.decoding import without_router_logits
+from .rollouts.settings import reward_functions
 from .rollouts.vllm_weights import engine_options
 from .run.checkpoint import create_output_dir
 from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
 from .runtime.attributes import assigned
-from .runtime.collectives import UsersAccelerator
+from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
-from .runtime.leaving import leave_in_order
 from .runtime.messages import show_messages
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
@@ -78,8 +78,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     Raises:
         ConfigError, DataError, ModelError, SplitDependentError: at construction, before any training.
         RewardError: a reward function raised, or returned something else than rewards.
-        RolloutError: a `rollout_func` returned something else than completions, or an environment's `reset` hangs
-            (`tool_timeout`).
+        RolloutError: a `rollout_func` returned no completions, or an environment's `reset` hangs (`tool_timeout`).
     """
 
     args: GRPOConfig  # the Hugging Face loop's copy: see GRPOConfig.for_loop
@@ -141,15 +140,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._build(config, args, reference)
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None, reference: Any) -> None:
-        """Build the reference and the components, and check what is known once they are there."""
         use_reference(reference, self._view, config)
-        parts = build_components(self._view, config, user_args)
+        parts = Components(self._view, config, user_args)
         self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
         self._step_planner, self._loss_overrides = parts.step_planner, parts.loss_overrides
         self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
         self._uncovered = check_trainer(self._view, self._rollouts, config)
-        if config.reward_workers:
-            self._rollouts.worker.rewards.pack_functions(self._rollouts.reader.reward_functions())
+        self._rollouts.worker.rewards.pack_functions(reward_functions(self._view))
         if config.bitwise_invariant:
             align_memory(*self._view.models)
 
@@ -167,21 +164,17 @@ class GRPOTrainer(trl.GRPOTrainer):
             install_loss_scaler(self.accelerator)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """Like transformers' method; without DDP, see `step.gradients.replicate`."""
         model = super()._wrap_model(model, training, dataloader)
         return replicate(self.accelerator, model) if training else model
 
     @property
     def geometry(self) -> BatchGeometry:
-        """The batch sizes of the run."""
         return self._keeper.geometry
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Completions per optimizer step over all processes, for the Trainer's reports."""
         return self.geometry.global_batch_size
 
     def get_train_dataloader(self) -> DataLoader:
-        """One item per optimizer step; see `batching.prompt_order`."""
         dataset = self.train_dataset
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Training")
@@ -203,7 +196,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         return make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """As for evaluation; used by `predict`."""
         return self.get_eval_dataloader(test_dataset)
 
     # ---- One optimizer step ---------------------------------------------------------------------------------------
@@ -222,10 +214,10 @@ class GRPOTrainer(trl.GRPOTrainer):
                 step = attempt.measure(self.model)  # the denominators, before any forward with gradients
                 # at its end one sum over the processes
                 with accumulating(self.accelerator, attempt.gradients, len(attempt.plan.micro_batches)) as backward:
-                    for micro_batch in self._view.with_events(attempt.micro_batches(step)):
+                    for micro_batch in self._with_events(attempt.micro_batches(step)):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(self._loss_of(model, micro_batch))
-        loss = self._view.log_step(log_values(attempt.plan, step.metrics, self._clock.take()))
+        loss = self._log_step(log_values(attempt.plan, step.metrics, self._clock.take()))
         attempt.refuse_not_finite(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
         self._keeper.losses.append(loss)
         self._step += 1
@@ -243,9 +235,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self._view)):
                 with attempt.running():
                     step = attempt.measure(self.model)
-                    for micro_batch in self._view.with_events(attempt.micro_batches(step)):
+                    for micro_batch in self._with_events(attempt.micro_batches(step)):
                         self._loss_of(self.model, micro_batch)
-            loss = self._view.log_step(step.metrics.reduce())
+            loss = self._log_step(step.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def evaluation_loop(
@@ -272,11 +264,34 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
-        self._choose_forms()
+        with compat.hiding_old_names():
+            self._forwards.choose_forms(self._view.models)
         batch = self._rollouts.completions_of(StepRows.checked(generation_batch))
         if not self.model.training and (scored := self._rollouts.scored) is not None:
             self._pass_at_k.observe(scored.rewards_BF, scored.settings.weights_F, scored.settings.functions.names)
         return batch
+
+    def _with_events(self, micro_batches: Iterator[LossInputs]) -> Iterator[LossInputs]:
+        """Between two micro-batches, the event of callbacks; to transformers' loop the step is one batch."""
+        event = "on_substep_end" if self.model.training else "on_prediction_step"
+        for number, micro_batch in enumerate(micro_batches):
+            if number:
+                self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+            yield micro_batch
+
+    def _log_step(self, values: dict[str, float]) -> float:
+        """Log the values of a step, and move TRL's entropy controller; returns the loss."""
+        loss, entropy, args = values.pop("loss", math.nan), values.pop("bonus_entropy", math.nan), self.args
+        if self._entropy_bonus_enabled and self.model.training:
+            if self.use_adaptive_entropy:
+                self._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
+                bounds = (args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max)
+                self.entropy_coef = adapted_entropy_coefficient(self.entropy_coef, self._last_world_entropy, *bounds)
+            values = {"entropy_coef": self.entropy_coef} | values
+        # the loss too: transformers would log a float32 mean over processes
+        for name, value in (values | {"loss": loss}).items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
+        return loss
 
     def _loss_of(self, model: Any, micro_batch: LossInputs) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through a user's overrides where there are any."""
@@ -293,8 +308,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """TRL's: the part of the loss of the step that a dictionary adds; outside a step it is a step of its own."""
         return self._loss_overrides.loss(model, inputs)
-
-    # ---- Log-probabilities ----------------------------------------------------------------------------------------
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -318,7 +331,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     # ---- Sampling: TRL's methods, for users who override or call them ---------------------------------------------
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's padded dictionary of this process's rows, with advantages over the whole rollout batch."""
         return self._trl_methods.score(inputs)
 
     def _generate(self, prompts: list[Any]) -> Any:
@@ -327,44 +339,37 @@ class GRPOTrainer(trl.GRPOTrainer):
         return super()._generate(prompts) if generated is None else generated
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        """The rewards of this process's rows and of all others', (B, F), in global order."""
         return self._trl_methods.rewards(inputs, prompts, completions, completion_ids_list)
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """New tokens: by this trainer's engine inside a user's `_generate_single_turn`, else by TRL's method."""
+        """By this trainer's engine inside a user's `_generate_single_turn`, else by TRL's method."""
         if (sampled := self._trl_methods.turn(prompt_ids, images)) is not None:
             return sampled
         return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def trl_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's own `_generate_single_turn`."""
         with without_router_logits(self.model.config):
             return super()._generate_single_turn(*args, **kwargs)
-
-    def _choose_forms(self) -> None:
-        with compat.hiding_old_names():
-            self._forwards.choose_forms(self._view.models)
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
-        """Train; prints the plan once. Arguments and result are those of `transformers.Trainer.train`.
+        """Train; logs the plan once. Arguments and result are those of `transformers.Trainer.train`.
 
         `resume_from_checkpoint` may also be "latest", as True: the newest whole checkpoint of the run that started last
-        in `output_dir`; or "auto": the same where there is one, and else a new run, for job scripts. An
-        `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
-        beside it. `args.resume_from_checkpoint` is for scripts and not read here, as in transformers.
+        in `output_dir`; or "auto": the same where there is one, and else a new run. An `output_dir` that holds
+        checkpoints of another run is left alone: with a warning, this run writes beside it.
 
         Raises:
             CheckpointError: there is no whole checkpoint to resume from, or it belongs to another run.
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
         refuse_frozen(self.model)
-        with contextlib.ExitStack() as ending:
+        with contextlib.ExitStack() as ending, compat.hiding_old_names():
             ending.callback(self._keeper.release_folder)
             if (reward_workers := self._rollouts.worker.rewards.workers) is not None:
                 ending.callback(reward_workers.kill)
@@ -373,9 +378,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._rollouts.begin(self.geometry, threads.sampling)
             warn_before_training(self._view, self._rollouts, self._uncovered)
             if not self._forwards.sharded:  # else the loop prepares the models first
-                self._choose_forms()
+                self._forwards.choose_forms(self._view.models)
             with (
-                compat.hiding_old_names(),
                 pinned(self.args.pinned_threads),
                 computing_with(threads.training),
                 self._keeper.running(checkpoint),
@@ -406,17 +410,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         watch = self._keeper.watch
         if watch.evaluation_due and not watch.stopping:  # of the last step of all
             self._keeper.evaluate_late(trial)
-        limit = None if watch.stopping else self.args.save_total_limit
-        with assigned(self.args, save_total_limit=limit):
+        with assigned(self.args, save_total_limit=None if watch.stopping else self.args.save_total_limit):
             return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Like transformers' method, and the weights that it leaves out."""
+        """With the weights that transformers' method leaves out."""
         with dtypes_kept(self.model), assigned(self, _loads_from=resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """Like transformers' method, and the weights that it leaves out."""
         with dtypes_kept(self.model), assigned(self, _loads_from=self.state.best_model_checkpoint):
             super()._load_best_model()
 
@@ -425,26 +427,24 @@ class GRPOTrainer(trl.GRPOTrainer):
         load_renamed(self.model, self._loads_from, load_result.missing_keys)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A checkpoint that is whole or absent."""
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
         final, push = self._checkpoint_folder(trial), self.args.push_to_hub
-        with self._keeper.writer.writing(final), assigned(self.args, push_to_hub=False):
+        with self._keeper.saving(final), assigned(self.args, push_to_hub=False):
             super()._save_checkpoint(model, trial)
         if push:  # once the checkpoint has its final name
             self._push_from_checkpoint(str(final))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Like TRL's method, with the base model's name and code that runs: see `run.model_card`."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             folder = Path(str(self.args.output_dir)).resolve()
-            saved = "" if self._keeper.writer.output_dir is None else f"/{self._checkpoint_folder(None).name}"
+            saved = "" if self._keeper.writing_to is None else f"/{self._checkpoint_folder(None).name}"
             complete_card(folder, self.hub_model_id or f"{folder.name}{saved}", self.model, self.processing_class)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Like transformers' method; while a checkpoint is written, the folder in which it becomes whole."""
-        return self._keeper.writer.output_dir or super()._get_output_dir(trial)
+        """While a checkpoint is written, the folder in which it becomes whole."""
+        return self._keeper.writing_to or super()._get_output_dir(trial)
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -6,9 +6,9 @@ callbacks may change them: those of a rollout batch when it begins, those of the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from transformers import GenerationConfig, ProcessorMixin, TrainerControl, TrainerState
 
 from . import compat
-from .algorithms.losses import adapted_entropy_coefficient
 from .config import GRPOConfig
 from .runtime.attributes import assigned
 
@@ -33,21 +32,19 @@ _PRIVATE = {
     "entropy_bonus": "_entropy_bonus_enabled",
     "last_entropy": "_last_world_entropy",
     "tokenize_prompts": "_tokenize_prompts",
+    "environment_tools": "_env_tools",
+    "environment_pools": "_environment_pool",
 }
+# attributes that a trainer without vLLM, asynchronous functions or environments lacks
+_ABSENT: dict[str, Any] = {"vllm_generation": None, "async_loop": None, "_env_tools": {}, "_environment_pool": {}}
 
 
 class TrainerView:
-    """A trainer's attributes; reading one gives its value at that moment.
-
-    Args:
-        trainer: a `grpo_ext.GRPOTrainer`, or a subclass's.
-        ours: the class whose methods count as not overridden.
-    """
+    """A trainer's attributes, as they are when they are read; methods of `ours` count as not overridden."""
 
     # Models and data
     model: Any
     ref_model: Any
-    model_wrapped: Any
     accelerator: Accelerator
     processing_class: Any
     tokenizer: Any
@@ -79,6 +76,7 @@ class TrainerView:
     vllm_importance_sampling_mode: str
     vllm_importance_sampling_clip_min: float | None
     vllm_importance_sampling_clip_max: float | None
+    vllm_generation: Any  # TRL's client or engine of vLLM
     use_transformers_continuous_batching: bool
     weights_sent_at: int  # the optimizer step whose weights vLLM has; -1: others
     rollout_func: Callable[..., Any] | None
@@ -90,6 +88,9 @@ class TrainerView:
     tools: list[Callable[..., Any]] | None
     standalone_tools: list[Callable[..., Any]]
     environment_factories: dict[str | None, Any] | None
+    environment_tools: dict[str | None, Any]  # of each environment, by its name
+    environment_pools: dict[str | None, list[Any]]  # environments to use again
+    async_loop: Any  # of asynchronous tools and reward functions
     max_tool_calling_iterations: int
     # Rewards and advantages
     reward_funcs: list[Any]
@@ -123,51 +124,31 @@ class TrainerView:
     if not TYPE_CHECKING:  # a type checker knows the attributes above and no others
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self._trainer, _PRIVATE.get(name, name))
+            name = _PRIVATE.get(name, name)
+            if name in _ABSENT:
+                return getattr(self._trainer, name, copy(_ABSENT[name]))
+            return getattr(self._trainer, name)
 
     @property
     def group_size(self) -> int:
-        """Completions per prompt, of training or of an evaluation."""
         return self.num_generations if self.model.training else self.num_generations_eval
 
     @property
     def generation_settings(self) -> dict[str, Any]:
-        """The user's `generation_kwargs`, for vLLM or transformers."""
         return dict(self.args.generation_kwargs or {})  # type: ignore[arg-type]
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model takes images: the processing class is a processor, not a tokenizer."""
+        """A processor, not a tokenizer."""
         return isinstance(self.processing_class, ProcessorMixin)
 
     @property
-    def vllm_generation(self) -> Any:
-        """TRL's client or engine of vLLM; None without one."""
-        return getattr(self._trainer, "vllm_generation", None)
-
-    @property
-    def async_loop(self) -> Any:
-        """TRL's event loop of asynchronous tools and reward functions; None without them."""
-        return getattr(self._trainer, "async_loop", None)
-
-    @property
-    def environment_tools(self) -> dict[str | None, Any]:
-        """TRL's tools of each environment, by its name; empty without environments."""
-        return getattr(self._trainer, "_env_tools", {})
-
-    @property
-    def environment_pools(self) -> dict[str | None, list[Any]] | None:
-        """TRL's environments to use again, by name; None without environments."""
-        return getattr(self._trainer, "_environment_pool", None)
-
-    @property
     def models(self) -> list[Any]:
-        """The policy and, where there is one, the reference model."""
         return [model for model in (self.model, self.ref_model) if model is not None]
 
     @property
     def policy(self) -> Any:
-        """The trained model as it is inside an engine's wrapper."""
+        """The trained model inside an engine's wrapper."""
         return self.accelerator.unwrap_model(self.model)
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,31 +170,7 @@ class TrainerView:
         loop._tr_loss = loop._tr_loss + state["loss"]
         loop._total_loss_scalar, loop._globalstep_last_logged = state["total_loss"], int(state["last_logged"])
 
-    def with_events(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
-        """Micro-batches, and between two the event of callbacks; to transformers' loop the step is one batch."""
-        event = "on_substep_end" if self.model.training else "on_prediction_step"
-        for number, micro_batch in enumerate(micro_batches):
-            if number:
-                self._trainer.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
-            yield micro_batch
-
-    def log_step(self, values: dict[str, float]) -> float:
-        """Log the values of a step, and move the entropy controller; returns the loss."""
-        loss, entropy, args = values.pop("loss", math.nan), values.pop("bonus_entropy", math.nan), self.args
-        trainer: Any = self._trainer
-        if self.entropy_bonus and self.model.training:
-            if self.use_adaptive_entropy:
-                trainer._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
-                bounds = (args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max)
-                trainer.entropy_coef = adapted_entropy_coefficient(self.entropy_coef, self.last_entropy, *bounds)
-            values = {"entropy_coef": self.entropy_coef} | values
-        # the loss too: transformers would log a float32 mean over processes
-        for name, value in (values | {"loss": loss}).items():
-            self.metrics["train" if self.model.training else "eval"][name].append(value)
-        return loss
-
     def set_reference(self, model: Any, beta: float, sync: bool) -> None:
-        """Give the trainer a reference model, and the settings of it that TRL's constructor was not shown."""
         self._trainer.ref_model = model
         self._trainer.beta = self.args.beta = beta
         self.args.sync_ref_model = sync
@@ -229,15 +186,9 @@ class TrainerView:
             self.state.best_model_checkpoint = checkpoint
 
     def save_random_states(self, folder: str) -> None:
-        """Write the random states of every process, as a checkpoint has them."""
         self._trainer._save_rng_state(folder)
 
-    def in_state(self, state: TrainerState) -> AbstractContextManager[None]:
-        """Inside, this is the trainer's state."""
-        return assigned(self._trainer, state=state)
-
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
-        """Inside, TRL writes this table of completions."""
         return assigned(self._trainer, _logs=table)
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
@@ -254,43 +205,31 @@ class TrainerView:
     # ---- TRL's contexts and functions, which want the trainer itself ----------------------------------------------
 
     def profile(self, name: str) -> AbstractContextManager[Any]:
-        """TRL's profiling context."""
         return compat.profiling_context(self._trainer, name)
 
     def generating(self) -> AbstractContextManager[Any]:
-        """TRL's contexts around transformers' `generate`; returns the model."""
+        """TRL's contexts around transformers' `generate`."""
         return compat.generating(self._trainer)
 
     def tokenize(self, prompts: list[Any], environments: list[str | None]) -> list[list[int]]:
-        """Token ids of prompts by `_tokenize_prompts`, the user's if there is one.
-
-        Args:
-            environments: the name of each prompt's environment.
-        """
+        """By `_tokenize_prompts`, the user's if there is one; `environments`: the name of each prompt's environment."""
         with assigned(self._trainer, _batch_environments=environments):
             return self._trainer._tokenize_prompts(prompts)[0]
 
     def call_rollout_func(self, prompts: list[Any]) -> Any:
-        """What the user's `rollout_func` returns for these prompts."""
         assert self.rollout_func is not None
         return self.rollout_func(prompts, self._trainer)
 
     # ---- What is written to a trainer -----------------------------------------------------------------------------
 
-    def never_sample_image_tokens(self) -> None:
-        """Suppress the token that stands for an image in `generation_config`."""
-        compat.sample_no_image_tokens(self._trainer)
-
-    def show_environments(self, environments: Sequence[Any], names: Sequence[str | None]) -> None:
-        """Set TRL's attributes of the environments of a rollout batch, which users may read."""
+    def show_environments(self, transcripts: Sequence[Any]) -> None:
         if self.environment_factories is not None:
             trainer: Any = self._trainer
-            trainer.environments, trainer._batch_environments = list(environments), list(names)
+            trainer.environments = [transcript.environment for transcript in transcripts]
+            trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
 
     def use_generation(self, generation: Any) -> None:
-        """Replace TRL's `VLLMGeneration`."""
         self._trainer.vllm_generation = generation
 
     def note_weights_sent(self, step: int) -> None:
-        """Note the optimizer step whose weights vLLM has (-1: others), for TRL's methods too."""
         self._trainer._last_loaded_step = step

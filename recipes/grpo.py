@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import shlex
@@ -27,7 +26,6 @@ from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
 import torch
 import trl
 from accelerate.state import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import AutoTokenizer, GenerationConfig
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
@@ -86,18 +84,16 @@ def check_output_dir(training: GRPOConfig) -> None:
 
 
 def fresh_demo_folder() -> str:
-    """Return runs/demo-1, or the first free number: the main process makes the folder and tells the others."""
-    chosen = [""]
-    if PartialState().is_main_process:
-        DEMO_FOLDER.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            folder = DEMO_FOLDER / f"{DEMO_NAME}-{number}"
-            with contextlib.suppress(FileExistsError):  # taken, perhaps by a run that has just started
-                folder.mkdir()
-                record_start(folder, DEMO_NAME)  # so that a later demo can resume in it
-                chosen = [str(folder)]
-                break
-    return broadcast_object_list(chosen)[0]
+    """Make runs/demo-1, or the first free number."""
+    DEMO_FOLDER.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        number += 1
+        folder = DEMO_FOLDER / f"{DEMO_NAME}-{number}"
+        with contextlib.suppress(FileExistsError):  # taken, perhaps by a run that has just started
+            folder.mkdir()
+            record_start(folder, DEMO_NAME)  # so that a later demo can resume in it
+            return str(folder)
 
 
 def main_process_first(make: Callable[[], Any]) -> Any:
@@ -125,12 +121,16 @@ def stock_arguments(training: GRPOConfig) -> trl.GRPOConfig:
     return trl.GRPOConfig(**stock_config(settings, processes))
 
 
-def make_trainer(training: GRPOConfig, console: Console, stock: bool = False, **arguments: Any) -> Any:
-    """Build the trainer, or with `stock` TRL's own, for a comparison."""
-    training.disable_tqdm = True
-    if stock:
-        return console.install(trl.GRPOTrainer(args=stock_arguments(training), **arguments))
-    return console.install(GRPOTrainer(args=training, **arguments))
+def make_trainer(
+    script: ScriptArguments, training: GRPOConfig, loading: ModelConfig, console: Console, **parts: Any
+) -> Any:
+    """Build the trainer, or for a comparison in a demo TRL's own."""
+    training.disable_tqdm, training.model_init_kwargs = True, load_arguments(training, loading)
+    stock = script.demo is not None and script.demo_trainer == STOCK
+    kind: Any = trl.GRPOTrainer if stock else GRPOTrainer
+    parts |= {"quantization_config": get_quantization_config(loading), "peft_config": get_peft_config(loading)}
+    with naming(parts["model"]):
+        return console.install(kind(args=stock_arguments(training) if stock else training, **parts))
 
 
 def save(trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
@@ -162,18 +162,12 @@ def finish(trainer: GRPOTrainer) -> None:
 
 
 class HeldOut:
-    """Measures the share of held-out prompts that a demo's model answers correctly.
-
-    Attributes:
-        seconds: training time before each measurement, without the time of measuring.
-    """
+    """Measures the share of held-out prompts that a demo's model answers correctly."""
 
     def __init__(self, task: DemoTask, max_completion_length: int) -> None:
         self.task, self.length = task, max_completion_length
         self.tokenizer = AutoTokenizer.from_pretrained(task.model_path)
-        self.seconds: list[float] = []
-        self.measuring = 0.0
-        self.began = time.perf_counter()
+        self.seconds: list[float] = []  # of training before each measurement, without the time of measuring
 
     def start(self) -> None:
         """Start the clock: training begins."""
@@ -193,12 +187,8 @@ class HeldOut:
 
         Draws no random numbers and restores the model's mode, so a run can be measured midway.
         """
-        settings = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=self.length,
-            pad_token_id=self.tokenizer.pad_token_id,
-            eos_token_id=self.tokenizer.eos_token_id,
-        )
+        ends = {"pad_token_id": self.tokenizer.pad_token_id, "eos_token_id": self.tokenizer.eos_token_id}
+        settings = GenerationConfig(do_sample=False, max_new_tokens=self.length, **ends)
         was_training = model.training
         model.eval()
         samples: list[tuple[Any, str, str, bool]] = []
@@ -230,31 +220,21 @@ class HeldOut:
 
 def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv: list[str]) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
-    if script.demo == EMBEDDED and PartialState().device.type == "cpu":
-        # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
-        torch.set_num_threads(1)
     if script.demo == EMBEDDED:
+        if PartialState().device.type == "cpu":
+            # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
+            torch.set_num_threads(1)
         log("Making the model (about 20 s the first time, then cached) ...")
     else:
         log("Getting the model (a download the first time, then cached) ...")
     task = main_process_first(lambda: demo.load(model.model_name_or_path))
     log(f"Demo: {task.about}")
-    training.model_init_kwargs = load_arguments(training, model)
     with naming(task.model_path):
         held_out = HeldOut(task, training.max_completion_length or 512)
     console = Console(held_out.measure, script.demo_eval_every)
-    with naming(task.model_path):
-        trainer = make_trainer(
-            training,
-            console,
-            script.demo_trainer == STOCK,
-            model=str(task.model_path),
-            reward_funcs=rewards,
-            train_dataset=task.train_dataset,
-            eval_dataset=task.eval_dataset,
-            quantization_config=get_quantization_config(model),
-            peft_config=get_peft_config(model),
-        )
+    data = {"train_dataset": task.train_dataset, "eval_dataset": task.eval_dataset}
+    parts = {"model": str(task.model_path), "reward_funcs": rewards, **data}
+    trainer = make_trainer(script, training, model, console, **parts)
     policy = trainer.accelerator.unwrap_model(trainer.model)
     before = held_out.show("Before", policy)
     held_out.start()
@@ -263,8 +243,8 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
     after = held_out.show("After", policy)
     log(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
-    figures: dict[str, Any] = {"exact_match_by_step": by_step}
-    figures["seconds_by_step"] = dict(zip(by_step, [0.0, *held_out.seconds]))
+    seconds_by_step = dict(zip(by_step, [0.0, *held_out.seconds]))
+    figures: dict[str, Any] = {"exact_match_by_step": by_step, "seconds_by_step": seconds_by_step}
     metrics = Path(str(trainer.args.output_dir)) / "metrics.json"
     if training.resume_from_checkpoint and metrics.is_file():  # this run has ended before
         earlier = json.loads(metrics.read_text())
@@ -284,18 +264,9 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
 def run(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
     train, held_out = main_process_first(lambda: load_prompts(script, training.seed))
-    training.model_init_kwargs = load_arguments(training, model)
-    with naming(model.model_name_or_path):
-        trainer = make_trainer(
-            training,
-            Console(),
-            model=model.model_name_or_path,
-            reward_funcs=rewards,
-            train_dataset=train,
-            eval_dataset=held_out,
-            quantization_config=get_quantization_config(model),
-            peft_config=get_peft_config(model),
-        )
+    data = {"train_dataset": train, "eval_dataset": held_out}
+    parts = {"model": model.model_name_or_path, "reward_funcs": rewards, **data}
+    trainer = make_trainer(script, training, model, Console(), **parts)
     start_time = time.perf_counter()
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     save(trainer, {"seconds": time.perf_counter() - start_time, "script": dataclasses.asdict(script)})
@@ -316,8 +287,9 @@ def main(argv: list[str]) -> None:
         check_output_dir(training)
         if unnamed:
             wanted, folder = training.resume_from_checkpoint, str(training.output_dir)
-            earlier = from_main_process(PartialState(), lambda: run_to_resume(wanted, folder))
-            training.output_dir = fresh_demo_folder() if earlier is None else str(earlier)
+            training.output_dir = from_main_process(
+                PartialState(), lambda: str(run_to_resume(wanted, folder) or fresh_demo_folder())
+            )
         if demo:
             run_demo(demo, script, training, model, argv)
         else:

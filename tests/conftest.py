@@ -53,7 +53,7 @@ TOGETHER = (
     "parity/test_harness",
 )
 # and then files of long tests, which any worker takes
-LONG = ("trainer/test_images", "unit/rewards/test_workers", "unit/tools/test_check", "unit/tools/test_forks")
+LONG = ("trainer/test_images", "unit/rewards/test_workers", "unit/tools/test_check")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, settle_rope
@@ -36,7 +36,6 @@ def with_length(train: Any, evaluation: Any) -> list[Any]:
 
 
 def check_prompts(dataset: Any, split: str) -> None:
-    """Raise a DataError for an empty set, a missing prompt column and empty prompts; streams are checked when read."""
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
     if not has_readable_prompts(dataset):
@@ -55,8 +54,7 @@ def check_prompts(dataset: Any, split: str) -> None:
     for row, prompt in enumerate(iterate_prompts(dataset)):
         if not prompt:
             raise DataError(
-                f"row {row} of the {split} data set has an empty prompt ({prompt!r}); a completion needs something to "
-                "complete; filter such rows out."
+                f"row {row} of the {split} data set has an empty prompt ({prompt!r}); filter such rows out."
             )
 
 
@@ -72,16 +70,12 @@ def sample_rows(dataset: Any) -> list[int]:
 
 
 def iterate_prompts(dataset: Any) -> Iterator[Any]:
-    """The prompts of a data set that has readable ones, read in blocks."""
     for block in dataset.select_columns("prompt").iter(batch_size=1000):
         yield from block["prompt"]
 
 
 def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
-    """Raise a DataError for prompts that cannot be tokenised: checks one of every kind, and those with unknown tokens.
-
-    Streams are checked while they are read; of prompts that are made row by row, a few are checked.
-    """
+    """Check a prompt of every kind, and prompts with unknown tokens; a few of those that are made row by row."""
     some = () if not hasattr(dataset, "__len__") else ((n, dataset[n]["prompt"]) for n in sample_rows(dataset))
     beyond = [] if chat.embedded is None else list(range(chat.embedded, len(chat.tokenizer)))
     unknown = [token for token in chat.tokenizer.convert_ids_to_tokens(beyond) if token]  # ids may have gaps
@@ -103,11 +97,7 @@ def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
 def check_prompt_lengths(
     prompts: Iterable[Any], lengths_of: Callable[[list[Any]], list[int]], config: Any, max_completion_length: int
 ) -> None:
-    """Raise a DataError for prompts that the model has no positions for; rotary ones reach as far as their scaling.
-
-    Args:
-        lengths_of: from a list of prompts to their lengths in tokens.
-    """
+    """Refuse prompts that the model has no positions for; rotary ones reach as far as their scaling."""
     limit, text = covered_length(config), config.get_text_config()
     if limit is None:
         return
@@ -127,23 +117,8 @@ def check_prompt_lengths(
             )
 
 
-def check_stream(train: Any, dynamic_sampling: bool) -> None:
-    """Raise a ConfigError for a stream where rows are read out of order."""
-    if train is None or hasattr(train, "__len__"):
-        return
-    if dynamic_sampling:
-        raise ConfigError(
-            "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
-            "use a data set with a length."
-        )
-
-
 def check_images(dataset: Any, prepare: Any) -> None:
-    """Raise a DataError for images that nothing reads, beside a text, or that change; checks a few rows.
-
-    Args:
-        prepare: reads images (`forward.images.PromptProcessor`); None with a tokenizer.
-    """
+    """Check a few rows for images that nothing reads, beside a text, or that change; `prepare`: None for text."""
     for number in sample_rows(dataset):
         row = dataset[number]
         if prepare is None:
@@ -169,7 +144,6 @@ def check_images(dataset: Any, prepare: Any) -> None:
 
 
 def check_tokens(view: TrainerView) -> None:
-    """Refuse end tokens without a row in the embedding, and prompts that this trainer cannot tokenise."""
     chat, pad, ends = chat_of(view), view.tokenizer.pad_token_id, all_end_tokens(view)
     for token in {*ends, *(() if view.use_vllm else (pad,))}:  # vLLM pads nothing
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))

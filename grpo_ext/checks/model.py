@@ -30,21 +30,16 @@ _SPLIT_DEPENDENT_ADAPTERS = {
 
 
 def check_causal_lm(model: Any) -> None:
-    """Raise a ModelError for an object that cannot sample and score text: no `generate`, or no language-model head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not callable(getattr(model, "generate", None)):
         raise ModelError(
             f"the model is a {type(model).__name__} and cannot both sample and score text; pass a model id, a path, or "
-            "a model that was loaded with AutoModelForCausalLM (a bare AutoModel has no language-model head)."
+            "a model that was loaded with AutoModelForCausalLM."
         )
 
 
 def find_model(name: str, load: Mapping[str, Any]) -> None:
-    """Raise a ModelError for a model that is not found; without a network at once, where transformers would retry.
-
-    Args:
-        load: arguments of `from_pretrained`.
-    """
+    """Refuse a model that is not found; without a network at once, where transformers would retry."""
     place = {key: load[key] for key in ("revision", "token", "cache_dir") if load.get(key) is not None}
     reached = True
     try:
@@ -59,7 +54,6 @@ def find_model(name: str, load: Mapping[str, Any]) -> None:
 
 
 def refuse_frozen(model: nn.Module) -> None:
-    """Raise a ModelError where no parameter is trained, as in an adapter that was loaded for inference."""
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
             "no parameter of the model is trained (requires_grad is False for all of them); an adapter to go on with "
@@ -83,17 +77,13 @@ def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def random_parts(model: nn.Module) -> Iterator[str]:
-    """Names of the parts of a model that draw random numbers in training, with their rates."""
     for path, module in model.named_modules():
         for attribute, value in _rates(module):
             yield f"{path or 'model'} ({type(module).__name__}): {attribute}={value}"
 
 
 def disable_random_parts(model: nn.Module) -> None:
-    """Set every rate that `random_parts` finds to zero; TRL's `disable_dropout` reaches only `nn.Dropout` modules.
-
-    Some models read a rate from their configuration in every forward, so it is set to zero there too.
-    """
+    """Set every rate to zero, in configurations too: TRL's `disable_dropout` reaches only `nn.Dropout` modules."""
     for module in model.modules():
         for attribute, value in list(_rates(module)):
             setattr(module, attribute, dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0)
@@ -105,7 +95,6 @@ def disable_random_parts(model: nn.Module) -> None:
 
 
 def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> list[str]:
-    """Everything in the model or settings that makes the update depend on the split, as sentences with remedies."""
     reasons = []
     parts = list(random_parts(model))
     if parts:
@@ -114,8 +103,8 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
     norms = [f"{path} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
     if norms:
         reasons.append(
-            f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a"
-            " model with layer or group normalisation"
+            f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a "
+            "model with layer or group normalisation"
         )
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -139,7 +128,6 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
 
 
 def refuse(reasons: list[str], allow: bool) -> list[str]:
-    """Raise a SplitDependentError for what makes the update depend on the split, or return it where that is allowed."""
     if reasons and not allow:
         raise SplitDependentError(
             "the update would depend on the batch split: " + ". ".join(reasons) + ". To train anyway, set "
@@ -149,7 +137,6 @@ def refuse(reasons: list[str], allow: bool) -> list[str]:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise a ConfigError for what updates the model during the backward pass of one micro-batch."""
     hooked = [name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked or hasattr(optimizer, "fused_backward"):
         stepping = f"a hook on the gradient of {hooked[0]}" if hooked else f"the optimizer {type(optimizer).__name__}"
@@ -160,7 +147,6 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_half_weights(model: Any, fp16: bool) -> None:
-    """Raise a ModelError for trained weights in half precision with fp16; otherwise warn of their rounding."""
     trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     half = {name: str(dtype).removeprefix("torch.") for name, dtype in trained.items() if dtype.itemsize < 4}
     if not half:
@@ -173,13 +159,11 @@ def check_half_weights(model: Any, fp16: bool) -> None:
         )
     logger.warning(
         f"{len(half)} of {len(trained)} trained tensors are {dtype}, which rounds small updates away, and rounds them "
-        "differently for another split. Load the model with dtype=torch.float32; with bf16=True it still computes in "
-        "bfloat16."
+        "differently for another split. Load the model with dtype=torch.float32; bf16=True still computes in bfloat16."
     )
 
 
 def refuse_adapters(policy: nn.Module) -> None:
-    """Raise a ModelError for adapters with virtual tokens, and for weights that a resumed run would lack."""
     base, adapters = base_model_of(policy), getattr(policy, "peft_config", None) or {}
     if getattr(base, "_hf_peft_config_loaded", False):
         raise ModelError(

@@ -10,10 +10,8 @@ from transformers import GenerationConfig, StopStringCriteria
 from .. import compat
 from ..errors import ConfigError, did_you_mean, refuse_combination
 from ..forward.architecture import base_model_of
-from ..rollouts.decoding import own_generate
-from ..rollouts.keyed import setting_of
+from ..rollouts.keyed import own_generate, setting_of
 from ..rollouts.settings import LOGPS, SCORE, outside_masks, template_of, why_not_by_key
-from ..rollouts.source import Rollouts
 from ..view import TrainerView
 
 # Accelerate's names of the engines that are known to keep the promise
@@ -28,7 +26,6 @@ _FAIL = (
 
 
 def check_generation_kwargs(config: Any) -> None:
-    """Raise a ConfigError for a key of `generation_kwargs` that what samples does not know."""
     vllm = getattr(getattr(compat.vllm_generation, "SamplingParams", None), "__struct_fields__", ())
     known, owner = (vllm, "vLLM") if config.use_vllm else (vars(GenerationConfig()), "transformers")
     for name in (config.generation_kwargs or {}).keys() - known if known else ():
@@ -39,7 +36,6 @@ def check_generation_kwargs(config: Any) -> None:
 
 
 def check_generation(view: TrainerView) -> None:
-    """Raise a ConfigError for settings with which `generate` would end the first rollout."""
     if view.use_vllm or own_generate(view.model) is not None:
         return
     model, scores = base_model_of(view.model), torch.zeros(1, view.model.config.get_text_config().vocab_size)
@@ -55,22 +51,16 @@ def check_generation(view: TrainerView) -> None:
             StopStringCriteria(view.tokenizer, config.stop_strings)
     except (ValueError, TypeError, IndexError) as error:
         raise ConfigError(
-            f"transformers cannot sample with these settings: {error}; change that in generation_kwargs, or in the "
-            "model's own generation_config."
+            f"transformers cannot sample with these settings: {error}; change generation_kwargs or generation_config."
         ) from None
 
 
 def check_end_token(processing_class: Any) -> None:
-    """Raise a ConfigError for a tokenizer without an end token."""
     if getattr(processing_class, "tokenizer", processing_class).eos_token_id is None:
-        raise ConfigError(
-            "the tokenizer has no end token (eos_token_id is None), so no completion would end; set "
-            "tokenizer.eos_token to the token that ends a completion, and pass it as processing_class."
-        )
+        raise ConfigError("the tokenizer has no end token; set tokenizer.eos_token, and pass it as processing_class.")
 
 
 def check_ends(view: TrainerView) -> None:
-    """Raise a ConfigError where a call would return several rows of a prompt, or stop strings would not stop."""
     if view.rollout_func is not None:
         return
     model, name = view.policy, "n" if view.use_vllm else "num_return_sequences"
@@ -86,15 +76,14 @@ def check_ends(view: TrainerView) -> None:
         return
     if view.use_transformers_continuous_batching:
         raise ConfigError(
-            f"stop_strings={strings!r} with use_transformers_continuous_batching=True, which does not know them; use "
-            "end tokens (eos_token_id in generation_kwargs), or turn it off."
+            f"stop_strings={strings!r}: use_transformers_continuous_batching=True does not know them; use eos_token_id "
+            "in generation_kwargs, or turn it off."
         )
     if "" in ([strings] if isinstance(strings, str) else strings):
         raise ConfigError(f"stop_strings={strings!r}: an empty text would end every completion; leave it out.")
 
 
-def check_replay(view: TrainerView, rollouts: Rollouts) -> None:
-    """Raise a ConfigError for sampling and forwards that cannot be recorded, or replayed, as the settings ask."""
+def check_replay(view: TrainerView) -> None:
     vllm, scoring = view.use_vllm, view.overridden(LOGPS)
     if view.args.replay.masks:
         sampling = view.overridden(SCORE, "_generate", "_generate_single_turn")
@@ -121,7 +110,6 @@ def check_replay(view: TrainerView, rollouts: Rollouts) -> None:
 
 
 def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
-    """Raise a ConfigError for engines and dimensions of a mesh that are not known to keep the promise."""
     engine, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
     sizes = {} if mesh is None else {name: size for name, size in vars(mesh).items() if name.endswith("_size")}
     sizes["tp_size"] = max(tensor_parallel, sizes.get("tp_size", 1))
@@ -137,7 +125,6 @@ def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
 
 
 def scores_differ(view: TrainerView) -> set[str]:
-    """A warning where completions are drawn from other scores than training takes log-probabilities of."""
     args = view.args
     changed = [setting for setting, applies in outside_masks(view).items() if applies]
     if view.use_vllm:
@@ -152,7 +139,6 @@ def scores_differ(view: TrainerView) -> set[str]:
 
 
 def remarks(view: TrainerView) -> list[str]:
-    """Warnings of settings that are legal but rarely intended."""
     args, names = view.args, view.reward_func_names
     twice = {name for name in names if names.count(name) > 1}
     best = args.load_best_model_at_end and args.metric_for_best_model in ("loss", "eval_loss")

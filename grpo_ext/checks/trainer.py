@@ -5,52 +5,55 @@ Differs from TRL: the errors come at construction, with the values, the rule and
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import itertools
 import os
+from collections.abc import Mapping
 from typing import Any, cast
 
 from accelerate.logging import get_logger
 from torch import nn
+from transformers import ProcessorMixin
 
 from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..config import GRPOConfig
-from ..errors import ConfigError, did_you_mean, refuse_combination
+from ..errors import ConfigError, did_you_mean, refuse_combination, shortened
 from ..forward.architecture import base_model_of, layer_kinds
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
+from ..forward.reference import weight_sums
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
-from ..rollouts.environments import check_names
 from ..rollouts.equal_shares import check_equal_shares, why_equal
-from ..rollouts.settings import own_sampling, why_not_by_key
+from ..rollouts.images import ImageSource
+from ..rollouts.settings import CHANGE_ROWS, own_sampling, suppressed_in, template_of, why_not_by_key
 from ..rollouts.source import Rollouts
-from ..rollouts.tools import check_tools
+from ..rollouts.tools import check_names, check_tools
+from ..rollouts.vllm import SENT
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
 from ..view import TrainerView
 from . import model as models
 from . import settings
-from .changes import built_for, other_sampling, refuse_changes, refuse_overrides
-from .data import check_images, check_lengths, check_prompts, check_stream, check_tokens, named_sets, with_length
+from .data import check_images, check_lengths, check_prompts, check_tokens, named_sets, with_length
 
 logger = get_logger(__name__)
 
 _SAMPLERS, _MASKS = ("_get_train_sampler", "_get_eval_sampler"), ("get_high_entropy_mask", "get_off_policy_mask")
 _UNUSED_HOOKS = (*_SAMPLERS, *_MASKS, "get_gamma_weights")
+# methods of sampling that users override
+_SAMPLING_HOOKS = (*CHANGE_ROWS, "_generate_single_turn", "_tokenize_prompts", "_get_tool_suffix_ids")
+_PLANNED = ("num_generations", "num_iterations")  # steps are planned with these
+_COPIED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # `generation_config` holds copies
+_ENGINE = ("use_vllm", "vllm_mode", "use_transformers_continuous_batching", "pad_to_multiple_of")
 
 
 def check_arguments(
     config: GRPOConfig, model: Any, data_sets: tuple[Any, Any], processing_class: Any, tools: Any, factories: Any
 ) -> Any:
-    """Raise a GrpoExtError for arguments that cannot be trained with, before anything is loaded.
-
-    Args:
-        data_sets: for training and evaluation; factories: of environments.
-
-    Returns:
-        The tokenizer or processor, the model's where none is passed.
-    """
+    """Refuse arguments before anything is loaded; returns the tokenizer or processor."""
     settings.check_generation_kwargs(config)
     if isinstance(model, str):
         models.find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
@@ -65,11 +68,13 @@ def check_arguments(
     if processing_class is None:
         processing_class = compat.processing_class_of(model, config)
     settings.check_end_token(processing_class)
-    answers = bool(tools or factories)
-    if answers:
+    if tools or factories:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
         check_tools(tools or [], processing_class, first_rows)
-    check_stream(data_sets[0], config.dynamic_sampling)
+    if config.dynamic_sampling and data_sets[0] is not None and not hasattr(data_sets[0], "__len__"):
+        raise ConfigError(
+            "dynamic_sampling=True draws from the whole training set, and this one is a stream; use one with a length."
+        )
     return processing_class
 
 
@@ -81,29 +86,26 @@ def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
         raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {remedy}")
     if config.reward_workers and view.environment_factories is not None:
         raise ConfigError(
-            f"reward_workers={config.reward_workers} with environment_factory: reward functions are called with the "
-            "environments, which cannot leave the training process; use reward_workers=0."
+            f"reward_workers={config.reward_workers} with environment_factory, whose environments cannot leave the "
+            "training process; use reward_workers=0."
         )
     accelerator = view.accelerator
     settings.refuse_parallelism(accelerator, view.get_tp_size())
     if not shards_parameters(accelerator) and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         raise ConfigError(
-            "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
-            "once, after the last. Leave it out of gradient_accumulation_kwargs."
+            "sync_each_batch=True sums gradients in every backward pass; leave it out of gradient_accumulation_kwargs."
         )
     if config.dynamic_sampling:
         _refuse_dynamic_sampling(view, config)
     kwargs: Any = config.gradient_checkpointing_kwargs or {}
     if view.aux_loss_enabled and config.gradient_checkpointing and kwargs.get("use_reentrant"):
         raise ConfigError(
-            "router_aux_loss_coef with gradient_checkpointing_kwargs={'use_reentrant': True}: router logits carry no "
-            "gradient there, so the auxiliary loss would have none; leave use_reentrant out, or set "
-            "router_aux_loss_coef=0."
+            "router_aux_loss_coef with gradient_checkpointing_kwargs={'use_reentrant': True}: router logits have no "
+            "gradient there, nor would the auxiliary loss; leave use_reentrant out, or set router_aux_loss_coef=0."
         )
 
 
 def _refuse_dynamic_sampling(view: TrainerView, config: GRPOConfig) -> None:
-    """Refuse dynamic sampling with nothing to draw from, or where it would undo a subclass's work."""
     rows, prompts = len(view.train_dataset), config.geometry.prompts_per_rollout
     if rows <= prompts:
         raise ConfigError(
@@ -119,7 +121,6 @@ def _refuse_dynamic_sampling(view: TrainerView, config: GRPOConfig) -> None:
 
 
 def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
-    """Refuse tools and images that processes cannot run alike, images that change, and images that nothing reads."""
     processes, prepare = view.accelerator.num_processes, rollouts.images.prepare
     may_be_shown = prepare is not None and bool(view.tools or view.environment_factories)
     if may_be_shown and shards_parameters(view.accelerator):
@@ -143,11 +144,7 @@ def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
 
 
 def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> list[str]:
-    """Raise a GrpoExtError for a trainer that cannot be trained; returns what the promise does not cover.
-
-    Args:
-        config: the user's, before sizes are filled in.
-    """
+    """Refuse a trainer that cannot be trained; returns what the promise does not cover."""
     policy = view.model
     if config.disable_dropout:
         for module in filter(None, (policy, view.ref_model)):
@@ -181,15 +178,14 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     if not view.is_deepspeed_enabled:  # which trains float32 copies
         models.check_half_weights(policy, config.fp16)
     if config.rollout_lag:
-        _check_ahead(view, rollouts, config)
-    settings.check_replay(view, rollouts)
-    rollouts.recheck = functools.partial(refuse_changes, view, rollouts, built_for(view, rollouts.images), set())
+        _check_ahead(view, config)
+    settings.check_replay(view)
+    rollouts.recheck = functools.partial(refuse_changes, view, rollouts.images, built_for(view, rollouts.images), set())
     return uncovered + check_lengths(view, config.allow_split_dependent)
 
 
-def _check_ahead(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> None:
-    """Refuse models, data and ways to sample that `rollout_lag` cannot be combined with."""
-    sampling = other_sampling(view, rollouts)
+def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:
+    sampling = other_sampling(view)
     noise = list(models.random_parts(view.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
         f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
@@ -209,10 +205,9 @@ def _check_ahead(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> N
 
 
 def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
-    """Raise a ConfigError for parts that would break the same bits."""
     scorers = [type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)]
     client = getattr(rollouts.worker.engine, "client", None)
-    sampling = other_sampling(view, rollouts)
+    sampling = other_sampling(view)
     others = {
         f"reward models ({', '.join(scorers)}; the bits of a score depend on the batch it is computed in, so use a "
         "function that scores one completion at a time)": scorers,
@@ -225,15 +220,11 @@ def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
 
 
 def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[str]) -> None:
-    """Warn of what the promise leaves out; a ConfigError for parts that were replaced since the trainer was built.
-
-    Args:
-        uncovered: sentences of `check_trainer`.
-    """
+    """Warn of what the promise leaves out; refuse parts that were replaced since the trainer was built."""
     refuse_overrides(view)
     if view.args.bitwise_invariant:
         check_bitwise(view, rollouts)
-    settings.check_replay(view, rollouts)
+    settings.check_replay(view)
     # `accelerate launch` sets the address where it was asked for several processes, also where it then starts one
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
     if launched and "WORLD_SIZE" not in os.environ and view.accelerator.num_processes == 1:
@@ -242,15 +233,14 @@ def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[
             "then starts one where it finds no second accelerator. On a CPU use `torchrun --nproc_per_node 2`; for "
             "machines with one accelerator each add --multi_gpu. If you meant one process, ignore this."
         )
-    sampling = _uncovered_sampling(view, rollouts)
+    sampling = _uncovered_sampling(view)
     for sentence in settings.remarks(view):
         logger.warning(sentence)
     for sentence in uncovered if sampling is None else [*uncovered, sampling]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
 
 
-def _uncovered_sampling(view: TrainerView, rollouts: Rollouts) -> str | None:
-    """What the promise does not cover in sampling, as a sentence; None where it covers everything."""
+def _uncovered_sampling(view: TrainerView) -> str | None:
     override, reason = own_sampling(view), why_not_by_key(view)
     if override == "rollout_func":
         return (
@@ -266,9 +256,82 @@ def _uncovered_sampling(view: TrainerView, rollouts: Rollouts) -> str | None:
             "samples others; only the update is covered"
         )
     if view.use_vllm:
-        rounded = (
-            "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
-            "completion differs"
-        )
+        rounded = "vLLM's rounding depends on its batches, so now and then a completion differs"
         return None if view.args.bitwise_invariant else rounded
     return reason and f"{reason}: completions are not sampled by key; only the update is covered"
+
+
+# ---- Changes since the trainer was built; settings not named here are read when a rollout batch begins ------------
+
+
+def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
+    engine, prepare = view.vllm_generation, images.prepare
+    tokens = [ids.tolist() for ids in suppressed_in(view)] if view.use_vllm is view.args.use_vllm else None
+    no_loop, lag = view.async_loop is None, view.args.rollout_lag
+    values = {name: getattr(view, name) for name in (*_PLANNED, *_COPIED, *_ENGINE)} | {
+        "sampling_mask or routing_replay": view.args.replay,
+        "suppress_tokens or min_new_tokens (with sampling_mask)": tokens,
+        "vllm_generation": engine,
+        "pad_token_id": view.tokenizer.pad_token_id,
+        "names in environment_factories": set(view.environment_factories or ()),
+        "processing_class (a processor)": isinstance(view.processing_class, ProcessorMixin),
+        "tools (asynchronous)": no_loop and any(map(inspect.iscoroutinefunction, view.standalone_tools)),
+        "beta": not view.args.beta and view.ref_model is None and view.beta,
+        "args.steps_per_generation": view.args.steps_per_generation,
+    }
+    if prepare is not None:
+        values["tools (of a model that takes images)"] = bool(view.tools or view.environment_factories)
+        prompts = view.processing_class, template_of(view)
+        values["processing_class or chat_template"] = prompts != (prepare.processor, prepare.template)
+    if lag:  # the thread has a copy of the one, and reads the others while it samples
+        values["ref_model"] = view.ref_model
+        if not (view.args.sync_ref_model or shards_parameters(view.accelerator)):
+            values["the weights of ref_model"] = weight_sums(view.ref_model)
+        values |= {f"vllm_generation.{name}": copy.copy(getattr(engine, name, None)) for name in SENT}
+    return values
+
+
+def refuse_changes(view: TrainerView, images: ImageSource, planned: Mapping[str, Any], warned: set[str]) -> None:
+    """Refuse a change since the trainer was built (`planned`) that it cannot follow; `warned` collects warnings."""
+    for name, value in built_for(view, images).items():
+        if value != planned.get(name) and (view.model.training or name not in _PLANNED):
+            read_once = ", or change generation_config" if name in _COPIED else ""
+            raise ConfigError(
+                f"{name} was changed to {shortened(repr(value), 80)}, and the trainer was built with "
+                f"{shortened(repr(planned.get(name)), 80)}; set it in GRPOConfig, or pass it to the trainer{read_once}."
+            )
+    columns = {name: len(getattr(view, name)) for name in ("reward_funcs", "reward_func_names", "reward_weights")}
+    if len(set(columns.values())) > 1:
+        raise ConfigError(f"a change has left {columns}: change these together, to the same length.")
+    settings.check_ends(view)
+    for sentence in settings.scores_differ(view) - warned:
+        logger.warning(sentence)
+        warned.add(sentence)
+    if view.model.training:
+        refuse_overrides(view)
+        settings.check_replay(view)
+        args, sampling = view.args, other_sampling(view)
+        models = args.bitwise_invariant and any(isinstance(part, nn.Module) for part in view.reward_funcs)
+        others = {f"{sampling} (only this trainer's own sampling)": sampling, "a reward model": models}
+        for name in ("rollout_lag", "bitwise_invariant"):
+            if value := getattr(args, name):
+                refuse_combination(f"{name}={value}", others, "Turn one of the two off.")
+
+
+def refuse_overrides(view: TrainerView) -> None:
+    if method := view.overridden("_tool_call_loop"):
+        raise ConfigError(
+            f"{method} would not be called: this trainer answers tools transcript by transcript. Override "
+            "_generate_single_turn (called for every turn) or _generate (makes whole completions) instead."
+        )
+    if view.args.rollout_lag and (method := view.overridden(*_SAMPLING_HOOKS)):
+        raise ConfigError(
+            f"rollout_lag={view.args.rollout_lag} and {method}: it would sample with the weights that are trained, "
+            "on a thread beside training. Use rollout_lag=0; _calculate_rewards, compute_loss and "
+            "_get_per_token_logps_and_entropies may be overridden with a lag too."
+        )
+
+
+def other_sampling(view: TrainerView) -> str | None:
+    """What replaces vLLM and this trainer's own sampling; None where nothing does."""
+    return own_sampling(view) or (None if view.use_vllm else why_not_by_key(view))

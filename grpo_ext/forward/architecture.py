@@ -74,6 +74,11 @@ def cached_numbers(config: Any, tokens: int) -> int:
     return sum(cached * min(tokens, window or tokens) for _, cached, window in _attention_layers(config))
 
 
+def layer_windows(config: Any) -> set[int | None]:
+    """The sliding windows of the attention layers, in tokens; None for a layer without one."""
+    return {window for *_, window in _attention_layers(config)}
+
+
 def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
     """Yields heads times head dimension, numbers cached for a token and window in tokens, for each attention layer."""
     kinds, text = layer_kinds(config), config.get_text_config()

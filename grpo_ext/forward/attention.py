@@ -21,7 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
 from ..runtime.transfer import to_device
-from .shared_prefix import SharedPrefixAttention, joint_parts, parts_of, takes_varlen
+from .architecture import layer_windows
+from .shared_prefix import Part, SharedPrefixAttention, joint_parts, parts_of, takes_varlen
 
 PACKED = "grpo_ext_packed"
 LAYOUT = "grpo_ext_pack"  # keyword that carries the layout through the model to its attention layers
@@ -67,6 +68,17 @@ def visible_mask(group: PackedGroup, window: int | None, device: torch.device) -
 def _reference(module: nn.Module, name: str) -> Callable[..., Any]:
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+
+
+def _effective_window(layout: PackLayout, window: int | None) -> int | None:
+    """The sliding window; None where it is as long as every sequence, and so hides nothing."""
+    return None if window is None or window >= layout.longest else window
+
+
+def joint_parts_by_window(layout: PackLayout, config: Any) -> dict[int | None, list[Part]]:
+    """The kernel calls for a whole pack, by the windows of a model's layers; made before, to be copied with it."""
+    windows = {_effective_window(layout, window) for window in layer_windows(config)}
+    return {window: joint_parts(layout, window) for window in windows}
 
 
 def _mask_of(
@@ -116,7 +128,7 @@ def packed_attention_forward(
     # as in the model's own attention, the mask of transformers decides, or without one the layer's setting
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers.add(module)
-    window = None if window is None or window >= layout.longest else window  # it hides nothing
+    window = _effective_window(layout, window)
     plain = (
         name == "sdpa"
         and not options.get("dropout")

@@ -21,13 +21,14 @@ from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, layer_kinds
-from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, packed_attention, plain_attention
+from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, joint_parts_by_window, packed_attention, plain_attention
 from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
 from .routing import LIVE, Routing
 from .rows import TokenRows
 from .sampling_masks import SamplingMasks
+from .shared_prefix import Part
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # arguments of a model, `Targets.predictor_S`, `FormBatch.counts_BL` and `FormBatch.source_N`, on the CPU
@@ -95,8 +96,11 @@ def lay_out(
     The length of a pack, or the widths of prompts and completions, are multiples of `multiple` tokens. `rows.kept_B`
     refers to `suppressed`. Experts are recorded where `rows` have none to replay.
     """
+    parts: dict[int | None, list[Part]] = {}
     if form == "packed":
         layout = _packed(rows, with_router, multiple)
+        if torch.device(device).type == "cuda":
+            parts = joint_parts_by_window(layout[0][LAYOUT], policy.config)
     elif form == "prefix":
         layout = _prefix(policy, rows, with_router, multiple)
     else:
@@ -106,10 +110,12 @@ def lay_out(
     experts_NC = rows.experts_NC
     if experts_NC is not None:
         experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=LIVE)[source_N]  # -1: padding
-    tensors = on_device, rows.targets(), rows.places(), masks, experts_NC
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S, masks, experts_NC = to_device(tensors, device)
+    tensors = on_device, rows.targets(), rows.places(), parts, masks, experts_NC
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC = to_device(tensors, device)
     routes = record_experts or experts_NC is not None
     routing = Routing(experts_NC, counts_BL.flatten()) if routes else None
+    for window, calls in parts.items():
+        inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
     outputs = {"entropy": with_entropy, "router": with_router}

@@ -60,11 +60,9 @@ def start(function: Callable[[], Any]) -> Future[Any]:
 
 
 def result_in_time(future: Future[Any], seconds: float | None, setting: str, ended: Future[Any] | None = None) -> Any:
-    """The result of a future; without one after `seconds`, or once `ended` is done, it is cancelled.
+    """The result of a future; after `seconds` a CallTimeout, and a CallCancelled once `ended` is done.
 
-    Raises:
-        CallTimeout: there is none. A thread keeps running, because it cannot be stopped.
-        CallCancelled: `ended` is done.
+    A thread keeps running, because it cannot be stopped.
     """
     done, _ = wait([future] if ended is None else [future, ended], seconds, FIRST_COMPLETED)
     if future in done:
@@ -76,7 +74,6 @@ def result_in_time(future: Future[Any], seconds: float | None, setting: str, end
 
 
 def in_time(function: Callable[[], Any], seconds: float | None, setting: str) -> Any:
-    """The result of `function` within a time limit (None: no limit); errors as of `result_in_time`."""
     return function() if seconds is None else result_in_time(start(function), seconds, setting)
 
 
@@ -91,8 +88,6 @@ def _is_final(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Faults:
-    """How a reward function that hangs or raises is handled."""
-
     timeout: float | None = None  # seconds a call may take; None: any time
     retries: int = 0  # after a call that failed
     on_failure: str = "error"  # after the last retry; "none": every completion of the call gets `None`
@@ -100,15 +95,12 @@ class Faults:
 
 @dataclass(frozen=True)
 class GuardedCall:
-    """A call of a reward function for one chunk of completions."""
-
     function: Callable[..., Any]
     record: RewardCall  # empty: each attempt logs into a copy, so a failed attempt logs nothing
     keywords: dict[str, Any]  # without `log_metric` and `log_extra`
     faults: Faults
 
     def run_here(self) -> ChunkRewards:
-        """Call a synchronous function in this process; see `run`."""
         attempt = partial(call_function, self.function, self.keywords, self.record)
         return self.run(lambda: in_time(attempt, self.faults.timeout, "reward_timeout"))
 
@@ -128,17 +120,7 @@ class GuardedCall:
         return self.run(once, lambda seconds: wait([ended], seconds))
 
     def run(self, attempt: Callable[[], Attempt], sleep: Callable[[float], Any] = time.sleep) -> ChunkRewards:
-        """The rewards, and what the function logged.
-
-        Args:
-            attempt: calls the function once.
-            sleep: waits so many seconds between two attempts.
-
-        Raises:
-            CallCancelled: the call was ended together with all others.
-            RewardError: the last attempt failed, or it returned something that is not a reward.
-            ConfigError: the function cannot be loaded in the other process.
-        """
+        """The rewards, and what the function logged; `attempt` calls it once."""
         retrying = tenacity.Retrying(
             sleep=sleep,
             stop=tenacity.stop_after_attempt(self.faults.retries + 1),
@@ -161,7 +143,6 @@ class GuardedCall:
         logger.warning(f"reward function '{self.record.function}' failed ({failure}); {tries}.")
 
     def _failed(self, error: Exception) -> ChunkRewards:
-        """No rewards after the last attempt, or a RewardError."""
         failure, name, rows = _text(error), f"reward function '{self.record.function}'", self.record.rows
         if self.faults.on_failure == "none":
             logger.warning(f"{name} failed ({failure}); its {rows} completions get None (reward_on_failure='none').")
@@ -175,7 +156,6 @@ class GuardedCall:
         raise RewardError(f"{name} raised {failure}; {getattr(error, 'remedy', remedy)}") from error
 
     def _checked(self, rewards: Any) -> list[float | None]:
-        """The rewards as floats or `None`; a RewardError for anything else."""
         returned = f"reward function '{self.record.function}' returned"
         remedy = f"return one number or None for each of the {self.record.rows} completions."
         try:
@@ -211,7 +191,6 @@ def _as_float(value: Any) -> float:
 
 
 def metrics_of(calls: Sequence[RewardCall]) -> dict[str, list[float]]:
-    """The values of each metric, one for each time it was logged."""
     values: dict[str, list[float]] = {}
     for call in calls:
         for name, value in call.metrics:

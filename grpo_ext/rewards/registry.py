@@ -77,15 +77,9 @@ def _gold(reward: str, columns: dict[str, Any], *names: str) -> list[Any]:
 
 
 def exact_number(completions: list[Any], **columns: Any) -> list[float | None]:
-    """1.0 where the final number of the completion equals that of the gold answer, else 0.0.
+    """1.0 where the final number of the completion equals that of the gold answer (`answer` or `solution`), else 0.0.
 
-    Args:
-        completions: (B,) strings or lists of messages.
-        columns: `answer` or `solution`, strings or numbers. A gold answer without a number gives None, which TRL leaves
-            out of the mean.
-
-    Raises:
-        DataError: neither column is there.
+    A gold answer without a number gives None, which TRL leaves out of the mean.
     """
     golds = [final_number(str(gold)) for gold in _gold("exact_number", columns, "answer", "solution")]
     answers = [final_number(completion_text(completion)) for completion in completions]
@@ -115,21 +109,22 @@ def _adapted(function: RewardFunction, needs_gold: bool = False) -> RewardFuncti
     return reward
 
 
-# by short name: makes the reward function from `trl.rewards` and a function that returns the budget in tokens
-_BUILT_IN: dict[str, Callable[[Any, Callable[[], int]], RewardFunction]] = {
+# by short name: makes the reward function from `trl.rewards` and the budget in tokens
+_BUILT_IN: dict[str, Callable[[Any, Any], RewardFunction]] = {
     "exact_number": lambda trl, budget: exact_number,
-    "length_penalty": lambda trl, budget: _length_penalty(budget()),
+    "length_penalty": lambda trl, budget: _length_penalty(budget),
     "accuracy": lambda trl, budget: _adapted(trl.accuracy_reward, needs_gold=True),
     "reasoning_accuracy": lambda trl, budget: _adapted(trl.reasoning_accuracy_reward, needs_gold=True),
-    "cosine": lambda trl, budget: _adapted(trl.get_cosine_scaled_reward(max_len=budget()), needs_gold=True),
+    "cosine": lambda trl, budget: _adapted(trl.get_cosine_scaled_reward(max_len=budget), needs_gold=True),
     "think_format": lambda trl, budget: _adapted(trl.think_format_reward),
     "repetition": lambda trl, budget: _adapted(trl.get_repetition_penalty_reward()),
     # punishes the last fifth of the budget, as in DAPO (4096 of 20480 tokens)
     "soft_overlong": lambda trl, budget: _adapted(
-        trl.get_soft_overlong_punishment(max_completion_len=budget(), soft_punish_cache=max(budget() // 5, 1))
+        trl.get_soft_overlong_punishment(max_completion_len=budget, soft_punish_cache=max(budget // 5, 1))
     ),
 }
 _MATH = ("accuracy", "reasoning_accuracy", "cosine")  # need math-verify
+_BUDGETED = ("length_penalty", "cosine", "soft_overlong")
 PLUGIN_GROUP = "grpo_ext.rewards"  # entry points: name -> `(completions, **columns) -> list of rewards`
 
 
@@ -141,15 +136,7 @@ def reward_names() -> list[str]:
 def resolve_rewards(names: list[str], max_completion_length: int | None = None) -> list[RewardFunction]:
     """Reward functions by short name (`reward_names()`), `package.module.function`, or `path/to/file.py:function`.
 
-    Plugins add short names: entry points of the group `grpo_ext.rewards`.
-
-    Args:
-        names: in the order of `reward_weights`.
-        max_completion_length: tokens, the budget of `length_penalty`, `soft_overlong` and `cosine`.
-
-    Raises:
-        ConfigError: an unknown name, module, file or function; math-verify is missing; no budget where one is needed; a
-            plugin that cannot be imported, or has the name of another reward.
+    `max_completion_length` in tokens is the budget of `length_penalty`, `soft_overlong` and `cosine`.
     """
     if not names:
         raise ConfigError(f"GRPO needs at least one reward; use {_known()}.")
@@ -172,21 +159,17 @@ def _resolve(name: str, budget: int | None) -> RewardFunction:
             f"The reward '{name}' needs math-verify, which is not installed; `pip install math-verify`, or use "
             "exact_number."
         )
+    if name in _BUDGETED and (budget is None or budget < 1):
+        raise ConfigError(
+            f"The reward '{name}' depends on the completion budget, and max_completion_length={budget}; set it to 1 or "
+            "more tokens."
+        )
     if name in _BUILT_IN:
         from trl import rewards
 
-        return _BUILT_IN[name](rewards, functools.partial(_budget, name, budget))
+        return _BUILT_IN[name](rewards, budget)
     if not plugins and "." not in name:
         raise ConfigError(f"There is no reward '{name}'; use {_known()}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return load_named(plugins.pop().replace(":", ".") if plugins else name, f"The reward '{name}'", Callable)
-
-
-def _budget(name: str, budget: int | None) -> int:
-    if budget is None or budget < 1:
-        raise ConfigError(
-            f"The reward '{name}' depends on the completion budget, and max_completion_length={budget}; set it to 1 or "
-            "more tokens."
-        )
-    return budget

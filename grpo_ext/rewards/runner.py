@@ -42,8 +42,6 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """The trainer's reward functions at the start of a rollout batch."""
-
     functions: Sequence[Any]  # callables, and reward models (modules with one logit)
     names: Sequence[str]
     processing_classes: Sequence[Any]  # the tokenizers of reward models; None for callables
@@ -53,8 +51,6 @@ class RewardFunctions:
 
 @dataclass(frozen=True)
 class RewardRows:
-    """The completions of one process."""
-
     inputs: Sequence[Mapping[str, Any]]  # rows of the data set
     prompts: list[Any]  # texts, or lists of messages, as the completions
     completions: list[Any]
@@ -69,7 +65,6 @@ class RewardRows:
     ended: Future[None] = field(default_factory=Future)  # done once a call has failed for good, so that others end
 
     def columns(self) -> dict[str, Any]:
-        """The keywords with one value for each completion."""
         names = dict.fromkeys([*self.names, *(name for row in self.inputs for name in row)])
         columns: dict[str, Any] = {n: [row.get(n) for row in self.inputs] for n in names if n not in _NO_COLUMNS}
         if self.environments is not None:
@@ -88,8 +83,6 @@ class RewardRows:
 
 @dataclass(frozen=True)
 class RewardRunner:
-    """Calls reward functions and reward models."""
-
     device: torch.device  # for the inputs of reward models
     faults: Faults = field(default_factory=Faults)
     workers: RewardWorkers | None = None  # run synchronous functions; None: those run in this process, in order
@@ -107,10 +100,6 @@ class RewardRunner:
 
         Models and synchronous functions run in order, then all asynchronous ones at once. With `workers` the chunks of
         all synchronous functions are submitted before the first is awaited.
-
-        Raises:
-            RewardError: a function failed, or returned something that is not a reward.
-            ConfigError: a function cannot be sent to `workers`.
         """
         rewards_BF = torch.zeros(len(rows.completions), len(sources.functions))
         if not rows.completions:

@@ -60,10 +60,6 @@ class RewardCall:
     # values by column; there ought to be one for each completion of the call
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
-    def moved(self, places: int) -> RewardCall:
-        """The same call, with its completions moved by `places` in the rollout batch."""
-        return replace(self, first=self.first + places)
-
     def log_metric(self, name: str, value: float) -> None:
         """Log a number; the metric is the mean over all calls that logged it."""
         self.metrics.append((str(name), float(value)))
@@ -101,7 +97,6 @@ _loaded: dict[int, Callable[..., Any]] = {}  # the functions of this process, by
 
 
 def load(key: int, packed: bytes, name: str) -> None:
-    """Load a function and the modules that it names under a key; a ConfigError where that fails."""
     try:
         _loaded[key] = unpack(packed)
     except BaseException as error:
@@ -112,7 +107,6 @@ def load(key: int, packed: bytes, name: str) -> None:
 
 
 def call_loaded(key: int, seed: int, keywords: dict[str, Any], record: RewardCall) -> Attempt:
-    """`call_function` with a loaded function; its errors become a RemoteError."""
     function = _loaded[key]
     random.seed(seed)
     numpy.random.seed(seed)

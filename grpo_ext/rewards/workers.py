@@ -56,7 +56,6 @@ class RewardWorkers:
         self._threads = ThreadPoolExecutor(number, "reward worker")
 
     def add(self, function: Callable[..., Any], name: str) -> None:
-        """Pickle a function before its first call; a ConfigError where it cannot be pickled."""
         if id(function) in self._packed:
             return
         try:
@@ -69,7 +68,6 @@ class RewardWorkers:
             ) from error
 
     def submit(self, guarded: GuardedCall) -> Future[ChunkRewards]:
-        """Call a function in the next free process; errors as of `add`."""
         self.add(guarded.function, guarded.record.function)
         ended = self._ended
         return self._threads.submit(
@@ -77,7 +75,6 @@ class RewardWorkers:
         )
 
     def _attempt(self, guarded: GuardedCall, ended: threading.Event) -> Attempt:
-        """Call a function in the process of this thread; a CallCancelled once `ended` is set."""
         keywords, record, state = dict(guarded.keywords), guarded.record, guarded.keywords["trainer_state"]
         if (step := getattr(state, "global_step", None)) is not None:
             # its class would import transformers there, and its log grows during a run
@@ -120,7 +117,6 @@ class RewardWorkers:
             raise CallTimeout(seconds, "reward_timeout") from None
 
     def _kill(self, thread: int) -> None:
-        """End the process of a thread and its children; from any thread."""
         executor, _ = self._processes.pop(thread, (None, None))
         if executor is not None:
             executor.shutdown(kill_workers=True)

@@ -7,6 +7,8 @@ from asynchronous trainers that take what is ready first.
 A thread runs the local phase of a rollout batch on a `Snapshot` of the models, without a collective (see
 `local_collectives`). At the step that needs the rollout batch, the main thread joins the parts of all processes. So the
 main thread alone runs collectives, in one order.
+
+First the thread and its queue, then what builds them from a trainer's models. Called by `Rollouts`.
 """
 
 from __future__ import annotations
@@ -14,29 +16,50 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import copy
 import functools
 import itertools
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 
+from .. import compat
 from ..batching.prompt_order import StepDataset, StepRows
 from ..config import GRPOConfig
 from ..errors import ProcessError, RolloutError
+from ..forward.architecture import base_model_of
+from ..forward.images import PromptProcessor
+from ..forward.lm_head import install
 from ..forward.snapshot import Snapshot, Weights
+from ..precision.half import as_in_training
+from ..rewards.runner import RewardRunner
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import local_collectives
-from .environments import Pools
+from ..runtime.collectives import local_collectives, wait_for_all
+from ..runtime.determinism import align_memory
+from ..view import TrainerView
+from .chat import Chat
+from .engine import TransformersEngine
 from .local import LocalRollout, RolloutSettings
+from .settings import template_of
+from .tools import Environments, Pools
+from .vllm import VllmServer
 from .worker import RolloutWorker
 
+if TYPE_CHECKING:
+    from .source import Rollouts
+
+logger = get_logger(__name__)
+
+# what reward functions may read of the Trainer's state, as it was when the weights were taken
+PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
 _CLOSE_S, _EXIT_S = 5.0, 60.0  # a reward that hangs may not keep the run, or the program, for longer
 
 
@@ -63,30 +86,21 @@ def divide_threads(args: GRPOConfig, device: torch.device) -> CpuThreads:
 
 @dataclass(frozen=True)
 class Job:
-    """A rollout batch that the thread samples.
+    """A rollout batch that the thread samples."""
 
-    Attributes:
-        step: the first optimizer step that trains it, from 0.
-        rows: of this process.
-        weights: those that sample it; settings: read from the trainer at submission.
-        sampled: this process's part, and the seconds of the thread's phases.
-    """
-
-    step: int
-    rows: StepRows
-    weights: Weights
-    settings: RolloutSettings
+    step: int  # the first optimizer step that trains it, from 0
+    rows: StepRows  # of this process
+    weights: Weights  # that sample it
+    settings: RolloutSettings  # read from the trainer at submission
+    # this process's part, and the seconds of the thread's phases
     sampled: Future[tuple[LocalRollout, dict[str, float]]]
 
 
 class RolloutThread:
     """A thread that runs one piece of work after the other.
 
-    Differs from an executor of one thread: work that hangs does not keep the program from ending.
-
-    Args:
-        threads: that torch computes with on the CPU; None: as many as elsewhere.
-        device: a CUDA device gets a stream of its own.
+    Differs from an executor of one thread: work that hangs does not keep the program from ending. `threads` are those
+    that torch computes with on the CPU (None: as many as elsewhere). A CUDA device gets a stream of its own.
     """
 
     def __init__(self, threads: int | None, device: torch.device) -> None:
@@ -141,51 +155,42 @@ class RolloutThread:
 
 @dataclass
 class RolloutsAhead:
-    """Submits rollout batches to the thread before they are due, and returns them when they are.
+    """Submits rollout batches to the thread before they are due, and returns them when they are."""
 
-    Attributes:
-        worker: of the thread; it samples with the models of `snapshot`.
-        clock: of the main thread; it counts the seconds that one thread waits for the other.
-        steps: the steps of the training set; max_steps: how many of them the run takes.
-        send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
-            server holds one set of weights at a time, so they are sent once it has answered all requests.
-        jobs: submitted rollout batches, in order; the first stays until it is joined.
-        pools: the thread's environments, to use again.
-        own_tokenizer: the state of the trainer's tokenizer, and the thread's copies; None before the first.
-    """
-
-    worker: RolloutWorker
+    worker: RolloutWorker  # of the thread; it samples with the models of `snapshot`
     snapshot: Snapshot
     thread: RolloutThread
-    clock: PhaseClock
+    clock: PhaseClock  # of the main thread; it counts the seconds that one thread waits for the other
     steps: StepDataset
     max_steps: int
+    # sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The server holds
+    # one set of weights at a time, so they are sent once it has answered all requests
     send: Callable[[], None] | None = None
+    # submitted rollout batches, in order; the first stays until it is joined
     jobs: deque[Job] = field(default_factory=deque, init=False)
-    pools: Pools = field(default_factory=dict, init=False)
+    pools: Pools = field(default_factory=dict, init=False)  # the thread's environments, to use again
+    # the state of the trainer's tokenizer, and the thread's copies; None before the first
     own_tokenizer: tuple[Any, Any] | None = field(default=None, init=False)
     _sent: Weights | None = field(default=None, init=False)
     _next: int | None = field(default=None, init=False)  # the first step of the next rollout batch to submit
 
     def steps_to_submit(self, step: int, current: tuple[int, int] | None, lag: int) -> list[int]:
-        """First steps of the rollout batches that the weights before `step` sample.
+        """First steps of the rollout batches that the weights before `step` sample, at most `lag` after that of `step`.
 
-        Args:
-            current: the name of the rollout batch that is trained on.
-            lag: rollout batches after that of this step, at most.
+        `current` is the name of the rollout batch that is trained on.
         """
-        while not self._starts_rollout(step):
+
+        def starts_rollout(step: int) -> bool:
+            return self.steps.request(step).layout.starts_rollout
+
+        while not starts_rollout(step):
             step -= 1
         if self._next is None:
             self._next = step + 1 if current == self.steps.request(step).name else step
-        starts = itertools.islice(filter(self._starts_rollout, range(step, self.max_steps)), lag + 1)
+        starts = itertools.islice(filter(starts_rollout, range(step, self.max_steps)), lag + 1)
         return [start for start in starts if start >= self._next]
 
-    def _starts_rollout(self, step: int) -> bool:
-        return self.steps.request(step).layout.starts_rollout
-
     def submit(self, step: int, weights: Weights, settings: RolloutSettings) -> None:
-        """Let the thread sample the rollout batch that begins with an optimizer step."""
         rows = self.steps.rows(self.steps.request(step))
         self.jobs.append(self._job(step, rows, weights, settings))
         self._next = step + 1
@@ -202,7 +207,6 @@ class RolloutsAhead:
     def _sample(
         self, rows: StepRows, weights: Weights, settings: RolloutSettings, idle: float
     ) -> tuple[LocalRollout, dict[str, float]]:
-        """This process's part of a rollout batch, and the seconds of its phases; runs on the thread."""
         worker, snapshot = self.worker, self.snapshot
         snapshot.put_in_place(weights)
         if settings.sampling.hooks.rewards:  # the main thread reads these environments while the thread resets others
@@ -213,9 +217,8 @@ class RolloutsAhead:
     def part_of(self, rows: StepRows) -> LocalRollout:
         """This process's part of a rollout batch; an error of the thread is its `failure`.
 
-        Args:
-            rows: empty for the rollout batch of the step, which was sampled ahead; for dynamic sampling further
-                prompts, which the same weights sample now.
+        `rows` are empty for the rollout batch of the step, which was sampled ahead, and further prompts of dynamic
+        sampling, which the same weights sample now.
         """
         job, request = self.jobs[0], rows.request
         if rows:
@@ -244,7 +247,140 @@ class RolloutsAhead:
             wait([job.sampled for job in jobs])
 
     def close(self) -> None:
-        """Stop sampling, and drop what was sampled."""
         self.snapshot.abandoned.set()
         self.thread.close()
         self.jobs.clear()
+
+
+# ---- Building it ----------------------------------------------------------------------------------------------------
+
+
+def described(view: TrainerView) -> str | None:
+    """The lag of a run and the memory that the weights of earlier steps take, in words; None without a lag."""
+    lag, reference = view.args.rollout_lag, view.ref_model
+    if not lag:
+        return None
+    moved = reference.parameters() if reference is not None and view.args.sync_ref_model else ()
+    trained = [p for p in view.model.parameters() if p.requires_grad]
+    mebibytes = (lag + 1) * sum(p.nbytes for p in (*trained, *moved)) / 2**20
+    return f"{lag} rollout batch(es); {mebibytes:,.0f} MiB, the trained weights up to {lag + 1} times"
+
+
+def settings_ahead(rollouts: Rollouts, ahead: RolloutsAhead, weights: Weights) -> RolloutSettings:
+    """The settings of a rollout batch that is submitted now, with the progress of the weights; none changes later."""
+    state = copy.copy(rollouts.view.state)
+    history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
+    vars(state).update({**weights.progress, "log_history": history})
+    settings = rollouts.settings_now()
+    sampling, rewards = settings.sampling, settings.rewards
+    config, processors = copy.deepcopy((sampling.generation_config, rewards.functions.processing_classes))
+    shared = sampling.toolbox.environments  # whose instances the main thread uses
+    environments = Environments(shared.factories, ahead.pools, shared.retired)
+    return replace(
+        settings,
+        sampling=replace(
+            sampling,
+            generation_config=config,
+            toolbox=replace(sampling.toolbox, environments=environments),
+            chat=_own_chat(ahead, sampling.chat),
+        ),
+        rewards=replace(rewards, functions=replace(rewards.functions, processing_classes=processors), state=state),
+    )
+
+
+def _own_chat(ahead: RolloutsAhead, chat: Chat) -> Chat:
+    """The chat with a copy of the tokenizer, which threads may not share; copied again after a change."""
+    parts = chat.processing_class, chat.tokenizer
+    state = parts, [dict(vars(part)) for part in parts], chat.tokenizer.special_tokens_map, len(chat.tokenizer)
+    if ahead.own_tokenizer is None or ahead.own_tokenizer[0] != state:
+        ahead.own_tokenizer = state, copy.deepcopy(parts)
+    processing_class, tokenizer = ahead.own_tokenizer[1]
+    return replace(chat, processing_class=processing_class, own_tokenizer=tokenizer)
+
+
+def build_ahead(rollouts: Rollouts) -> RolloutsAhead:
+    view, accelerator = rollouts.view, copy.copy(rollouts.view.accelerator)
+    accelerator._models = []  # without the models that are trained
+    snapshot = _snapshot(view, accelerator)
+    ahead = RolloutsAhead(
+        worker=_worker(rollouts, snapshot, accelerator),
+        snapshot=snapshot,
+        thread=RolloutThread(rollouts.threads, snapshot.device),
+        clock=rollouts.worker.clock,
+        steps=rollouts.rounds.steps,
+        max_steps=view.state.max_steps,
+        send=_sender(view, snapshot) if view.use_vllm else None,
+    )
+    if number := len(rollouts.waiting):
+        logger.info(f"Sampling {number} rollout batch(es) that the checkpoint names again, with its weights.")
+    try:
+        for step, weights in rollouts.waiting:
+            ahead.submit(step, weights, settings_ahead(rollouts, ahead, weights))
+    except BaseException:
+        ahead.close()
+        raise
+    return ahead
+
+
+def _snapshot(view: TrainerView, accelerator: Any) -> Snapshot:
+    def prepare(model: Any) -> Any:
+        install(base_model_of(model), view.temperature, view.args.cast_lm_head_to_fp32)
+        return accelerator.prepare_model(model, evaluation_mode=True)
+
+    policy, reference = accelerator.unwrap_model(view.model), view.ref_model
+    reference = None if reference is None else accelerator.unwrap_model(reference)
+    device = next(policy.parameters()).device
+    snapshot = Snapshot(policy, reference, view.args.sync_ref_model, device, prepare)
+    if view.args.bitwise_invariant:
+        align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
+    return snapshot
+
+
+def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
+    generation = copy.copy(view.vllm_generation)
+    generation.model = snapshot.policy
+
+    def send() -> None:
+        wait_for_all(view.accelerator)  # the main process sends, and every process asks
+        generation.sync_weights()
+        wait_for_all(view.accelerator)
+        view.note_weights_sent(-1)  # an evaluation sends the current weights
+
+    return send
+
+
+def _worker(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> RolloutWorker:
+    view, main = rollouts.view, rollouts.worker
+    images, rewards, settings = main.images, main.rewards, replace(main.settings)
+    if images.prepare is not None:
+        processor = copy.deepcopy(view.processing_class)
+        prepare = PromptProcessor(processor, template_of(view), images.prepare.image_token)
+        images = replace(images, prepare=prepare)
+
+    @contextlib.contextmanager
+    def generating() -> Iterator[Any]:
+        kwargs: Any = view.generation_kwargs
+        checkpointing: Any = view.args.gradient_checkpointing_kwargs
+        ready = compat.unwrapped_for_generation(snapshot.policy, accelerator, checkpointing, generation_kwargs=kwargs)
+        with ready as model, as_in_training(model, accelerator):
+            yield model
+
+    engine: Any
+    if view.use_vllm:
+        server: Any = main.engine
+        engine = VllmServer(server.generation, server.client, server.seeded)
+    else:
+        engine = TransformersEngine(
+            lambda: snapshot.policy, generating, settings, images.of_transcripts, rollouts.memory
+        )
+    twins = (view.model, snapshot.policy), (view.ref_model, snapshot.reference)
+    return RolloutWorker(
+        forwards=main.forwards.copy(accelerator, [pair for pair in twins if pair[0] is not None]),
+        models=lambda: (snapshot.policy, snapshot.reference),
+        engine=engine,
+        rewards=RewardRunner(rewards.device, rewards.faults, rewards.workers, rewards.async_loop),
+        images=images,
+        clock=PhaseClock(),
+        settings=settings,
+        retired=main.retired,
+    )

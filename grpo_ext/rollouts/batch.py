@@ -6,15 +6,15 @@ micro-batch takes token rows and TRL's padded dictionary from it. Shapes: B comp
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..batching.micro_batches import StepSizes
 from ..batching.sizes import group_numbers
@@ -24,10 +24,9 @@ from ..forward.images import RowImages, joined
 from ..forward.rows import TokenRows, same_prompts
 from ..forward.sampling_masks import KeptIds
 from ..runtime.collectives import gather_lists
-from .ragged import Ragged, padded
 
 ROW_IMAGES = "row_images"  # of a model that takes images (`rollouts.images`)
-# columns of this trainer's sampler (`rollouts.token_record`)
+# columns of this trainer's sampler (`TokenRecord`)
 KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS = "kept_counts", "kept_ids", "sampler_logps"
 EXPERTS = "experts"
 _NOT_OF_TRL = (KEPT_COUNTS, KEPT_IDS, EXPERTS)
@@ -37,51 +36,84 @@ _OF_TOKENS = (
     *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"),
 )
 
+
+def padded(
+    rows: Sequence[torch.Tensor], value: float, side: str, multiple: int | None = None, width: int = 1
+) -> torch.Tensor:
+    """Rows (T, ...) of any length as one (B, T, ...), padded on one side; T is at least `width`, in whole multiples."""
+    batch_BT = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
+    columns = max(batch_BT.size(1), width)
+    more = columns + -columns % (multiple or 1) - batch_BT.size(1)
+    sides = (more, 0) if side == "left" else (0, more)
+    return torch.nn.functional.pad(batch_BT, (*(0, 0) * (batch_BT.dim() - 2), *sides), value=value)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of any length, one after the other: the values (N, ...) of all, and the length of each."""
+
+    values: torch.Tensor
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Ragged:
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        return cls(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), [len(row) for row in tensors])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.values.split(self.lengths))
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where each row begins among the values, and where the last one ends."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    def select(self, rows: Sequence[int]) -> Ragged:
+        bounds = self.bounds
+        parts = [self.values[bounds[row] : bounds[row + 1]] for row in rows]
+        return Ragged(torch.cat(parts) if parts else self.values[:0], [self.lengths[row] for row in rows])
+
+
 # values of completions: of any length each, of one shape each, or Python objects
 Column = Ragged | torch.Tensor | list[Any]
 
 
 @dataclass
 class RolloutBatch:
-    """Scored completions (of a rollout batch, a step or a micro-batch) in global order, the same on every process.
+    """Scored completions (of a rollout batch, a step or a micro-batch) in global order, the same on every process."""
 
-    Attributes:
-        columns: what has one entry for each completion, by TRL's name; those of a user's
-            `_generate_and_score_completions` by the user's. `batch[name]` is a column.
-
-            - prompt_ids, prompt_mask: the mask is 1 where attention sees the token.
-            - completion_ids, completion_mask: the mask is 1 where attention sees the token, and 0 on a truncated
-              completion that `mask_truncated_completions` leaves out.
-            - advantages: (B,), or one for each token.
-            - tool_mask: 0 on tokens of tools and environments, which carry no loss; missing where there are none.
-            - old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: of the policy that sampled, the
-              reference, and the inference engine; each only where the run needs it.
-            - importance_sampling_ratio: of the policy to the engine, (B, 1) or one for each token.
-            - row_images: of a model that takes images, the bytes of a file with all that a completion shows; rows with
-              the same images share one object.
-            - sampler_logps, kept_counts, kept_ids: see `TokenRecord`; the latter two are not in TRL's dictionary.
-            - experts: of the tokens of prompt and completion, (N, C); not in TRL's dictionary.
-        groups: which group of the rollout batch each completion belongs to.
-        constants: entries of a user's override without one value per completion.
-        widths: padded widths of prompts and completions in every micro-batch; None: as wide as its longest need.
-        items_per_token: TRL's `num_items_in_batch` over the tokens that carry loss, where an override returns another
-            number of them; TRL's token mean divides by it.
-    """
-
+    # what has one entry for each completion, by TRL's name (`batch[name]`), or the name that a user's
+    # `_generate_and_score_completions` gave it:
+    # - prompt_ids, prompt_mask: the mask is 1 where attention sees the token
+    # - completion_ids, completion_mask: the mask is 1 where attention sees the token, and 0 on a truncated completion
+    #   that `mask_truncated_completions` leaves out
+    # - advantages: (B,), or one for each token
+    # - tool_mask: 0 on tokens of tools and environments, which carry no loss; missing where there are none
+    # - old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: of the policy that sampled, the reference,
+    #   and the inference engine; each only where the run needs it
+    # - importance_sampling_ratio: of the policy to the engine, (B, 1) or one for each token
+    # - row_images: of a model that takes images, the bytes of a file with all that a completion shows; rows with the
+    #   same images share one object
+    # - sampler_logps, kept_counts, kept_ids: see `TokenRecord`; the latter two are not in TRL's dictionary
+    # - experts: of the tokens of prompt and completion, (N, C); not in TRL's dictionary
     columns: dict[str, Column]
-    groups: Sequence[int]
-    constants: dict[str, Any] = field(default_factory=dict)
+    groups: Sequence[int]  # which group of the rollout batch each completion belongs to
+    constants: dict[str, Any] = field(default_factory=dict)  # of a user's override, without one value per completion
+    # padded widths of prompts and completions in every micro-batch; None: as wide as its longest need
     widths: tuple[int, int] | None = None
+    # TRL's `num_items_in_batch` over the tokens that carry loss, where an override returns another number of them;
+    # TRL's token mean divides by it
     items_per_token: float | None = None
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Column], num_generations: int, **others: Any) -> RolloutBatch:
-        """A rollout batch of whole groups."""
         return cls(dict(columns), group_numbers(len(columns["completion_ids"]), num_generations), **others)
 
     @classmethod
     def joined(cls, batches: Sequence[RolloutBatch], num_generations: int) -> RolloutBatch:
-        """The completions of several rollout batches (rounds of dynamic sampling), one after the other."""
         first, columns = batches[0], concatenated([batch.columns for batch in batches])
         widths = [batch.widths for batch in batches if batch.widths is not None]
         widest = (max(w[0] for w in widths), max(w[1] for w in widths)) if widths else None
@@ -95,9 +127,8 @@ class RolloutBatch:
         return self.columns[name]
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
-        """The completions at `rows`."""
         columns = {name: _selected(column, rows) for name, column in self.columns.items()}
-        return dataclasses.replace(self, columns=columns, groups=[self.groups[row] for row in rows])
+        return replace(self, columns=columns, groups=[self.groups[row] for row in rows])
 
     # ---- Lengths --------------------------------------------------------------------------------------------------
 
@@ -114,7 +145,6 @@ class RolloutBatch:
 
     @functools.cached_property
     def group_lengths(self) -> dict[int, tuple[int, ...]]:
-        """Tokens of the completions of each group."""
         pairs = sorted(zip(self.groups, self.completion_lengths, strict=True), key=lambda pair: pair[0])
         return {group: tuple(n for _, n in rows) for group, rows in itertools.groupby(pairs, lambda pair: pair[0])}
 
@@ -152,7 +182,6 @@ class RolloutBatch:
     # ---- For a forward and a loss ---------------------------------------------------------------------------------
 
     def token_rows(self, images: RowImages | None = None) -> TokenRows:
-        """The tokens for a forward."""
         prompts, completions = self.prompt_lengths, self.completion_lengths
 
         def tokens(before: Ragged, after: Ragged) -> list[torch.Tensor]:
@@ -246,7 +275,6 @@ def _concatenated(name: str, parts: Sequence[Any]) -> Column:
 
 # ---- From TRL's dictionary ------------------------------------------------------------------------------------------
 
-
 _REQUIRED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
 
@@ -254,14 +282,7 @@ def gather_scored(scored: Mapping[str, Any], num_rows: int, num_generations: int
     """Gather the dictionaries that a user's `_generate_and_score_completions` returned on all processes; one exchange.
 
     Columns keep their padding, and fields that TRL does not know are kept. Images are left out, because every forward
-    prepares them.
-
-    Args:
-        num_rows: rows that the override was called with; 0 on a process without prompts.
-
-    Raises:
-        RolloutError: on every process, where an override returned no advantages (tokens, masks), a wrong number of
-            rows, or a field that others lack.
+    prepares them. The override was called with `num_rows` rows; 0 on a process without prompts.
     """
     images = images_among(scored)
     entries = {name: _on_cpu(value) for name, value in scored.items() if name not in images}

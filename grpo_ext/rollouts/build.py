@@ -6,7 +6,7 @@ Called by the trainer, once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,15 +30,13 @@ from ..view import TrainerView
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .images import ImageSource
-from .overrides import MainWorker
-from .records import RolloutLog
+from .join import RolloutLog
 from .rounds import RoundMaker
-from .settings import LOGPS, SettingsReader, own_sampling, suppressed_in, template_of
+from .settings import LOGPS, own_sampling, suppressed_in, template_of
 from .source import Rollouts
-from .transcript import Transcript
-from .vllm import VllmEngine, VllmServer
-from .vllm_replay import mask_bound, vllm_filters
+from .vllm import VllmEngine, VllmServer, mask_bound, vllm_filters
 from .vllm_weights import Generation, versions_of
+from .worker import RolloutWorker
 
 logger = get_logger(__name__)
 
@@ -46,16 +44,11 @@ logger = get_logger(__name__)
 def build_rollouts(
     view: TrainerView, clock: PhaseClock, max_tokens: Callable[[], int | None]
 ) -> tuple[OverridableRunner, Rollouts]:
-    """The runner of the forwards of a run, and the source of its rollout batches.
-
-    Args:
-        max_tokens: returns the tokens of a forward that fit into memory; None: any number.
-    """
     images, refused = ImageSource(), dict[Form, str]()
     if view.takes_images:
         image_token = compat.image_token(view.model)
         images.prepare = PromptProcessor(view.processing_class, template_of(view), image_token)
-        view.never_sample_image_tokens()
+        compat.sample_no_image_tokens(view)
         refused["packed"] = "the model takes images; where there are none, pass its tokenizer as processing_class"
         if view.tools or view.environment_factories:
             refused["prefix"] = "tools and environments may show images after the prompt"
@@ -66,23 +59,28 @@ def build_rollouts(
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
     worker = _worker(view, images, forwards, memory, clock)
-    check = _check(view, worker.engine)
-    reader = SettingsReader(view, worker, check, max_tokens)
-    return forwards, Rollouts(view, RoundMaker(view, worker, check), reader, RolloutLog(view), memory)
+    rounds = RoundMaker(view, worker, _check(view, worker.engine))
+    return forwards, Rollouts(view, rounds, RolloutLog(view), memory, max_tokens)
 
 
 def _worker(
     view: TrainerView, images: ImageSource, forwards: ForwardRunner, memory: Halving, clock: PhaseClock
-) -> MainWorker:
-    args, settings = view.args, _settings(view)
+) -> RolloutWorker:
+    args = view.args
+    settings = EngineSettings(
+        device=view.accelerator.device,
+        tokenizer=view.tokenizer,
+        filler=view.tokenizer.eos_token_id,
+        pad=view.tokenizer.pad_token_id,
+        multiple=view.pad_to_multiple_of,
+        compact=args.compact_rollouts,
+        sharded=shards_parameters(view.accelerator),
+        replay=args.replay,
+        fp16=args.fp16,
+    )
     faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None
-
-    def show_environments(transcripts: Sequence[Transcript]) -> None:
-        environments = [transcript.environment for transcript in transcripts]
-        view.show_environments(environments, [transcript.environment_name for transcript in transcripts])
-
-    return MainWorker(
+    return RolloutWorker(
         forwards=forwards,
         models=lambda: (view.model, view.ref_model),
         engine=_engine(view, settings, images, memory),
@@ -90,28 +88,11 @@ def _worker(
         images=images,
         clock=clock,
         settings=settings,
-        show_environments=show_environments,
-    )
-
-
-def _settings(view: TrainerView) -> EngineSettings:
-    return EngineSettings(
-        device=view.accelerator.device,
-        tokenizer=view.tokenizer,
-        filler=view.tokenizer.eos_token_id,
-        pad=view.tokenizer.pad_token_id,
-        multiple=view.pad_to_multiple_of,
-        compact=view.args.compact_rollouts,
-        sharded=shards_parameters(view.accelerator),
-        replay=view.args.replay,
-        fp16=view.args.fp16,
+        show_environments=view.show_environments,
     )
 
 
 def _engine(view: TrainerView, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:
-    def model() -> Any:
-        return view.policy
-
     if view.use_vllm:
         client = compat.client_of(view.vllm_generation) if view.vllm_mode == "server" else None
         bound = mask_bound(view.args, view.rollout_func)
@@ -123,14 +104,14 @@ def _engine(view: TrainerView, settings: EngineSettings, images: ImageSource, me
             return VllmServer(generation, client, view.args.vllm_seeds, view.profile)
         return VllmEngine(generation, view.args.vllm_seeds, view.profile, routers)
     if view.use_transformers_continuous_batching:
-        return ContinuousBatching(view.trl_turn, model)
+        return ContinuousBatching(view.trl_turn, lambda: view.policy)
 
     @contextmanager
     def generating() -> Iterator[Any]:
         with view.generating() as policy, as_in_training(policy, view.accelerator):
             yield policy
 
-    return TransformersEngine(model, generating, settings, images.of_transcripts, memory)
+    return TransformersEngine(lambda: view.policy, generating, settings, images.of_transcripts, memory)
 
 
 def _returned_routers(view: TrainerView) -> list[Router]:

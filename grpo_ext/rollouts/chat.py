@@ -24,7 +24,6 @@ _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
 
 
 def check_prompt(prompt: Any) -> None:
-    """Raise a DataError for a prompt that is neither a text nor a list of messages, each with a role and a content."""
     for message in () if isinstance(prompt, str) else prompt if isinstance(prompt, list) else [prompt]:
         has_content = isinstance(message, Mapping) and any(message.get(name) is not None for name in _CONTENTS)
         if not isinstance(prompt, list) or not has_content or message.get("role") is None:
@@ -37,8 +36,6 @@ def check_prompt(prompt: Any) -> None:
 
 @dataclass(frozen=True)
 class Chat:
-    """The chat template of a rollout batch."""
-
     processing_class: Any  # the tokenizer, or the processor of a model that takes images
     tools: Sequence[Callable[..., Any]] = ()  # standalone ones and those of every environment; empty: none is called
     # the tools shown in prompts of an environment, by its name; None without environments
@@ -51,16 +48,13 @@ class Chat:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer; of a processor the one inside."""
         return self.own_tokenizer or getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model takes images."""
         return isinstance(self.processing_class, ProcessorMixin)
 
     def tools_of(self, environment_name: str | None) -> Sequence[Callable[..., Any]]:
-        """The tools shown in prompts of an environment."""
         return self.tools if self.environment_tools is None else self.environment_tools[environment_name]
 
     # ---- Prompts to ids -------------------------------------------------------------------------------------------
@@ -84,7 +78,6 @@ class Chat:
         return prompt
 
     def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
-        """Token ids of prompts, each with the tools of its environment; a DataError where the template refuses one."""
         ids: list[list[int]] = []
         for prompt, name in zip(prompts, environment_names, strict=True):
             check_prompt(prompt)
@@ -98,7 +91,6 @@ class Chat:
         return prepare_multimodal_messages(messages) if self.takes_images else messages
 
     def check_ids(self, ids: Sequence[int], what: str) -> None:
-        """Raise a DataError where `what` has no tokens, or a token without a row in the model's embedding."""
         if not ids:
             raise DataError(f"{what} has no tokens; filter such rows out.")
         if self.embedded is not None and (bad := [token for token in ids if not 0 <= token < self.embedded]):
@@ -133,10 +125,9 @@ class Chat:
         return rendered["input_ids"][0]
 
     def suffix_ids(self, answers: Messages, with_end: bool = False) -> list[int]:
-        """The tokens between the model's tool calls and its next turn; a DataError where a template rewrites the calls.
+        """The tokens between the model's tool calls and its next turn.
 
-        Args:
-            with_end: include the end token of the calls; some templates add a line break after it.
+        `with_end` includes the end token of the calls; some templates add a line break after it.
         """
         if self.suffix is not None:
             return list(self.suffix(answers))

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 
@@ -54,7 +54,6 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states (B, heads, tokens, dim); returns all states so far."""
         if (length := self.get_seq_length()) == 0:  # the rows of prompts are about to be repeated
             return super().update(key_states, value_states)
         assert self.keys is not None
@@ -96,7 +95,6 @@ class RolloutCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states (B, heads, tokens, dim) to a layer; returns all its states so far."""
         layer = self.layers[layer_idx]
         in_place = isinstance(layer, GrowingLayer) and layer.get_seq_length() > 0  # casts as it writes
         if self._states_dtype is not None and not in_place and key_states.dtype == torch.float32:
@@ -105,7 +103,6 @@ class RolloutCache(DynamicCache):
 
 
 def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
-    """Whether `compact_decode` can run; else transformers' own loop does."""
     policy = base_model_of(model)
     if needs_whole_rows(model) is not None or why_own_cache(policy) is not None:
         return False
@@ -113,24 +110,6 @@ def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
         return False
     dynamic = config.cache_implementation in (None, "dynamic")
     return dynamic and config.use_cache is not False and not config.prefill_chunk_size
-
-
-def own_generate(model: Any) -> str | None:
-    """The name of the model's own `generate` (of its class, or assigned to it); None where it is transformers'.
-
-    PEFT's wrappers call the model inside, so that model decides.
-    """
-    function = getattr(model.generate, "__func__", model.generate)
-    if getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.distributed."):
-        function = function.__wrapped__  # FSDP2 wraps it to gather weights
-        function = getattr(function, "__func__", function)
-    module = getattr(function, "__module__", None) or type(function).__module__
-    name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-    if module.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
-        return own_generate(model.get_base_model())
-    # compares the name too, because a library may have replaced the method of the class
-    plain = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
-    return None if plain else name
 
 
 @contextlib.contextmanager
@@ -159,16 +138,7 @@ def end_tokens(config: GenerationConfig) -> list[int]:
 
 
 class Ends(StoppingCriteriaList):
-    """transformers' stopping criteria, with a record of where and why each row ended, which `generate` does not return.
-
-    Attributes:
-        lengths_B: new tokens of each row of the call.
-        ended_B: a criterion ended the row; False: a limit of length or time cut it off.
-        rows_B: the numbers of the rows that are left.
-        done_B: which of the rows that are left are done.
-        looks_at_each: a criterion reads more than the last token, so the host checks after every token; else it may
-            check several tokens at once, and a row ends at its first end token.
-    """
+    """transformers' stopping criteria, with a record of where and why each row ended."""
 
     def __init__(self, criteria: Sequence[Any], ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         super().__init__(criteria)
@@ -176,10 +146,14 @@ class Ends(StoppingCriteriaList):
         self._limits, self._strings = StoppingCriteriaList(limits), strings  # find strings in padding too
         self._others: list[Any] = [c for c in self if not isinstance(c, tuple(_KINDS))]
         self._tokens = torch.cat([c.eos_token_id.to(ids.device).view(-1) for c in tokens] or [ids.new_empty(0)])
+        # a criterion reads more than the last token, so the host checks after every token; else it may check several
+        # tokens at once, and a row ends at its first end token
         self.looks_at_each = bool(strings or self._others) or any(isinstance(c, MaxTimeCriteria) for c in limits)
         self.padding_B = padding_widths(mask, len(ids)) if strings else []
-        self.rows_B, self.lengths_B = torch.arange(len(ids), device=ids.device), ids.new_zeros(len(ids))
-        self.done_B, self.ended_B = self.lengths_B.bool(), self.lengths_B.bool()
+        # new tokens of each row of the call, and whether a criterion ended it; False: a limit of length or time did
+        self.lengths_B, self.ended_B = ids.new_zeros(len(ids)), ids.new_zeros(len(ids), dtype=torch.bool)
+        # the numbers of the rows that are left, and which of them are done
+        self.rows_B, self.done_B = torch.arange(len(ids), device=ids.device), self.ended_B.clone()
 
     def __call__(self, input_ids: Any, scores: Any, new: int = 1, **kwargs: Any) -> Any:
         """Which rows are done; `new` tokens were added since the last call."""
@@ -201,7 +175,6 @@ class Ends(StoppingCriteriaList):
             self.padding_B = [self.padding_B[row] for row in index.tolist()]
 
     def rows(self, ids_BT: torch.Tensor) -> EndedRows:
-        """The rows of the call, from all new tokens."""
         if not self.looks_at_each:  # the first end token of each row
             is_end_BT = torch.isin(ids_BT, self._tokens)
             self.ended_B = is_end_BT.any(1)
@@ -211,10 +184,9 @@ class Ends(StoppingCriteriaList):
 
 
 def rows_by_ids(ids_BT: torch.Tensor, model: Any, config: GenerationConfig) -> EndedRows:
-    """The rows of a loop that returns only ids (a model's own, a search).
+    """The rows of a loop that returns only ids: up to the first end token, or else up to the padding.
 
-    A row goes up to its first end token, or else up to the padding, and a row shorter than the limit has ended; neither
-    depends on the other rows.
+    A row shorter than the limit has ended; neither depends on the other rows.
     """
     rows, known, limit = [], set(end_tokens(config)), setting_of(model, config, "max_new_tokens") or NEW_TOKENS
     for ids in ids_BT.tolist():
@@ -234,7 +206,6 @@ def steps_by_token(model: Any, config: GenerationConfig) -> bool:
 def plain_decode(
     model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
 ) -> EndedRows:
-    """Run transformers' own loop, for `generate(custom_generate=...)`; see `compact_decode`."""
     mask = others.get("attention_mask")
     ends = Ends(stopping_criteria, input_ids, mask)
     processors = on_own_tokens(logits_processor, mask, generation_config)
@@ -256,7 +227,6 @@ class _Rows:
         self._look_every = 1 if ends.looks_at_each else _LOOK_EVERY.get(ids.device.type, 1)
 
     def append(self, tokens: torch.Tensor) -> None:
-        """Append a token (B,) to each row; finished rows get padding."""
         self.ids = torch.cat([self.ids, tokens.masked_fill(self.ends.done_B, self._pad)[:, None]], dim=1)
 
     def ended(self, scores: torch.Tensor) -> list[bool]:
@@ -290,18 +260,12 @@ def compact_decode(
     synced_gpus: bool = False,
     streamer: Any = None,
     *,
-    rows_B: torch.Tensor,
+    rows_B: torch.Tensor,  # for every row the number of its prompt
     choice: Any,
-    of_prompts: Sequence[str] = (),
+    of_prompts: Sequence[str] = (),  # arguments that only the forward of the prompts takes (images)
     **model_kwargs: Any,
 ) -> EndedRows:
-    """Decode by key, for `generate(custom_generate=...)`.
-
-    Args:
-        input_ids: (P, width), each prompt once.
-        rows_B: for every row the number of its prompt.
-        of_prompts: names of arguments that only the forward of the prompts takes (images).
-    """
+    """Decode by key, for `generate(custom_generate=...)`; `input_ids` (P, width) have each prompt once."""
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, rows_B, input_ids.size(0))

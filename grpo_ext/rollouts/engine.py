@@ -19,19 +19,19 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from ..batching.sizes import BatchGeometry
 from ..compat import CACHE
+from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
 from ..forward.architecture import base_model_of, cached_numbers
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.routing import routed
 from ..precision.non_finite import bad_weight, explanation, first_module
-from ..replay import NO_REPLAY, Replay
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
 from . import decoding
-from .decoding import RolloutCache, decodes_compactly, own_generate, unique, without_router_logits
-from .keyed import KeyedChoice, greedy_config, sampling_filters, why_not_by_key
-from .ragged import padded
+from .batch import padded
+from .decoding import RolloutCache, decodes_compactly, unique, without_router_logits
+from .keyed import KeyedChoice, greedy_config, own_generate, sampling_filters, why_not_by_key
 from .transcript import Sampled, Transcript
 
 _ROOM = 1.25  # the most that a growing cache allocates, relative to what it holds
@@ -39,18 +39,10 @@ _SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and
 
 
 class Engine(Protocol):
-    """Samples one turn of some transcripts of this process."""
-
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """New tokens of each transcript, in order.
-
-        Args:
-            config: transformers' settings for this rollout batch; None with vLLM.
-            num_generations: transcripts of a prompt, which stand together.
-        """
-        ...
+        """New tokens of each transcript, in order; `config` is transformers' for this rollout batch, None with vLLM."""
 
 
 @dataclass
@@ -70,20 +62,16 @@ class EngineSettings:
     fp16: bool = False  # named in the explanation of scores that are not finite
 
     def resize_chunks(self, geometry: BatchGeometry) -> None:
-        """Set the sizes of chunks and of `generate` calls."""
         self.chunk_size = geometry.rollout_chunk_size
         self.rows_per_call = geometry.generate_size if geometry.together else None
 
     def groups_of(self, num_generations: int) -> int | None:
-        """Completions of a chunk in whole groups, at least one."""
         return _whole_groups(self.chunk_size, num_generations)
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """The transcripts of each `generate` call, in order; later turns are cut like the first.
-
-        The first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
-        chunks of the whole rollout batch.
-        """
+        """The transcripts of each `generate` call, in order; later turns are cut like the first."""
+        # the first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
+        # chunks of the whole rollout batch
         size = _whole_groups(self.rows_per_call or self.chunk_size, num_generations)
         chunks: dict[int, list[Transcript]] = {}
         for transcript in transcripts:
@@ -97,29 +85,22 @@ def _whole_groups(rows: int | None, num_generations: int) -> int | None:
 
 @dataclass
 class TransformersEngine:
-    """Samples with the `generate` of a model."""
-
     model: Callable[[], Any]  # returns the policy, with PEFT's wrapper
     generating: Callable[[], contextlib.AbstractContextManager[Any]]  # prepares the model for generation and yields it
     settings: EngineSettings
     images_of: Callable[[Sequence[Transcript]], RowImages | None]  # None for a model that takes no images
     memory: Halving  # the number of completions that fit into one `generate`
 
-    def why_not_by_key(self, config: GenerationConfig) -> str | None:
-        """Why tokens depend on more than keys and prompts; None where they do not."""
-        return own_generate(self.model()) or why_not_by_key(self.model(), config)
-
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`; where a forward is a collective, every process calls this for every turn."""
         assert config is not None
         chunks = self.settings.chunks(transcripts, num_generations)
         calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
         stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
         sampled: list[Sampled] = []
         policy = self.model()
-        # `config` has the stop strings (`build.sampling_config`)
+        # `config` has the stop strings (`settings.sampling_config`)
         without_strings = {} if own_generate(policy) else {"stop_strings": None}
         with (
             without_router_logits(policy.config),
@@ -137,7 +118,7 @@ class TransformersEngine:
 
     def _is_compact(self, model: Any, config: GenerationConfig) -> bool:
         whole = self.settings.sharded or not self.settings.compact
-        return not whole and self.why_not_by_key(config) is None and decodes_compactly(model, config)
+        return not whole and why_not_by_key(self.model(), config) is None and decodes_compactly(model, config)
 
     def _expected_rows(self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig) -> int | None:
         """How many completions of a chunk fit into the free memory at full length; None where that is unknown."""
@@ -154,7 +135,7 @@ class TransformersEngine:
     def _sample(
         self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, part: Sequence[int]
     ) -> list[Sampled]:
-        rows, settings, keyed = [chunk[i] for i in part], self.settings, self.why_not_by_key(config) is None
+        rows, settings, keyed = [chunk[i] for i in part], self.settings, why_not_by_key(self.model(), config) is None
         arguments = (rows, config, settings, self.images_of(rows), keyed, self._is_compact(model, config))
         try:
             return sample_chunk(model, *arguments)
@@ -178,15 +159,8 @@ def sample_chunk(
 ) -> list[Sampled]:
     """New tokens of each row, by one call of the model's `generate`.
 
-    Args:
-        config: a sampling configuration; settings mean what they mean in transformers.
-        images: of the rows, for a model that takes images.
-        keyed: sample by key; False: transformers samples, as in TRL.
-        compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).
-
-    Raises:
-        PrecisionError: the model's scores are not a distribution.
-        RolloutError: `generate` returned a wrong number of rows.
+    Sampled by key, or (without `keyed`) by transformers, as in TRL. With `compact` each different prompt runs once, and
+    finished rows leave the batch (rollouts.decoding).
     """
     prompts = [row.prompt_ids + row.ids for row in rows]
     images_B = [None] * len(rows) if images is None else images.numbers_B
@@ -248,15 +222,12 @@ def _with_loop(
 
 @dataclass(frozen=True)
 class ContinuousBatching:
-    """Samples with transformers' continuous batching, through TRL's `_generate_single_turn` (`turn`)."""
-
     turn: Callable[..., Any]
     model: Callable[[], Any]
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`."""
         if not transcripts:
             return []
         with _keeping_weights(self.model()):

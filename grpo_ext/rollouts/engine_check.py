@@ -58,14 +58,11 @@ def surplus_of(generation: Any, logprobs_mode: str) -> float | None:
 
 @dataclass
 class EngineCheck:
-    """Compares the log-probabilities of rollout batches."""
-
     surplus: Callable[[], float | None]  # see `surplus_of`; read once, before the first comparison
     bound: float  # see `rounding_bound`
     done: bool = False  # a rollout batch was compared
 
     def compare(self, batch: RolloutBatch) -> None:
-        """Compare the tokens that the engine sampled; a RolloutError, on every process, above the bound."""
         self.done, surplus = True, self.surplus()
         names = ("old_per_token_logps", "sampling_per_token_logps")
         if surplus is None or not all(name in batch.columns for name in names):

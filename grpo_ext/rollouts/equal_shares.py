@@ -17,10 +17,8 @@ UNEQUAL_SHARES = "vLLM cuts what several processes sampled together as if each h
 def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | None:
     """Why processes need the same number of prompts to sample together, as a clause; None if they do not.
 
-    Args:
-        args: a `GRPOConfig`.
-        sharded: processes share the weights (FSDP, DeepSpeed).
-        rollout_func: a `rollout_func` samples, which may call TRL's `VLLMGeneration.generate`.
+    `args` is a `GRPOConfig`. With `sharded` processes share the weights (FSDP, DeepSpeed). A `rollout_func` may call
+    TRL's `VLLMGeneration.generate`.
     """
     if sharded:
         return "a forward of a sharded model is a collective"
@@ -29,7 +27,6 @@ def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | Non
 
 
 def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
-    """Raise a RolloutError, on every process, where they have unequal numbers of rows (`why_equal`); a collective."""
     counts = gather_lists([rows])
     if len(set(counts)) > 1:
         raise RolloutError(
@@ -41,11 +38,8 @@ def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
 def check_equal_shares(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
     """Raise a ConfigError for rollout batches, the last of an epoch too, that vLLM's processes cannot share evenly.
 
-    Tensor parallel engines need equal shares; other engines have only been run with equal shares.
-
-    Args:
-        num_prompts: of the training set; None: unknown.
-        drop_last: a smaller last step of an epoch is left out.
+    Tensor parallel engines need equal shares; other engines have only been run with equal shares. `num_prompts` of the
+    training set is None where unknown.
     """
     processes, prompts, tail = geometry.num_processes, geometry.prompts_per_rollout, 0
     if num_prompts is not None:

@@ -20,12 +20,9 @@ from .transcript import Transcript
 
 @dataclass
 class ImageSource:
-    """Finds the images of a run's completions."""
-
     prepare: PromptProcessor | None = None  # makes the model's arguments from images; None: the model takes none
 
     def of_transcripts(self, transcripts: Sequence[Transcript]) -> RowImages | None:
-        """The images that transcripts show so far; None for a model that takes none."""
         if self.prepare is None:
             return None
         return RowImages(_numbers(transcripts), lambda number: transcripts[number].images, self.prepare)
@@ -40,14 +37,12 @@ class ImageSource:
         return {ROW_IMAGES: [packed[number] for number in numbers]}
 
     def of_batch(self, fields: Mapping[str, Any]) -> RowImages | None:
-        """The images of completions, from the columns of a rollout batch or of TRL's dictionary."""
         packed = fields.get(ROW_IMAGES)
         if self.prepare is None or packed is None:  # the latter in a batch of the user's own
             return None
         return RowImages(_first_places(packed), lambda number: unpacked_images(packed[number]), self.prepare)
 
     def refuse_mixed(self, rows: StepRows) -> None:
-        """Raise a DataError, on every process, for prompts with and without images in one batch; a collective."""
         if self.prepare is None:
             return
         prompts = dict(zip(rows.numbers, rows.rows)).values()

@@ -1,8 +1,8 @@
-"""The join: the one exchange of a rollout batch's data between processes.
+"""The join: the one exchange of a rollout batch's data between processes, and the log of what was joined.
 
 Differs from TRL, which gathers rewards, lengths, logs and texts in some ten places of two methods, as if every process
-had the same number of rows. Here each process sends its share once, of any size. Advantages over whole groups, log
-values and the table of completions are computed from the shares of all, the same on every process.
+had the same number of rows, and logs means of processes' means where vLLM samples. Here each process sends its share
+once, of any size; advantages, log values and the table of completions are computed from the shares of all.
 """
 
 from __future__ import annotations
@@ -10,19 +10,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 
+from ..algorithms.advantages import nan_std, weighted_sum
+from ..algorithms.exact import exact_mean
+from ..algorithms.losses import RatioRule
 from ..errors import RolloutError
+from ..rewards.guard import columns_of, metrics_of
 from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_lists, together
-from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, RolloutBatch, concatenated
+from ..view import TrainerView
+from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, Ragged, RolloutBatch, concatenated
 from .images import ImageSource
-from .local import LocalRollout, RolloutSettings
-from .ragged import Ragged
+from .local import LocalRollout, RolloutSettings, SamplingSettings
 from .transcript import Transcript
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,50 +42,39 @@ class Entry:
     prompt_tokens: int
     tokens: int  # that the model wrote
     truncated: bool
-    tool_calls: int = 0
-    tool_failures: int = 0
-    kept_mass: float = math.nan  # of all tokens together
+    tool_calls: int
+    tool_failures: int
+    kept_mass: float  # of all tokens together; NaN where unknown
 
 
 @dataclass
 class Share:
     """What one process sends."""
 
-    columns: dict[str, Column] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
-    rewards_BF: torch.Tensor | None = None
-    reward_calls: list[RewardCall] = field(default_factory=list)
-    first: int = 0  # place of its first completion in the rollout batch, which its reward calls count from
+    columns: dict[str, Column]  # empty on a process without completions
+    entries: list[Entry]
+    rewards_BF: torch.Tensor | None
+    reward_calls: list[RewardCall]
+    first: int  # place of its first completion in the rollout batch, which its reward calls count from
 
 
 @dataclass
 class Round:
-    """One round of a rollout batch, in global order, the same on every process.
-
-    Attributes:
-        batch: its completions, with their advantages.
-        rewards_BF: their rewards; advantages_B: what they become.
-        reward_calls: a record of each call of a reward function, with what it logged, in the order of the completions.
-        local_rows: which of its rows are this process's.
-    """
+    """One round of a rollout batch, in global order, the same on every process."""
 
     batch: RolloutBatch
     rewards_BF: torch.Tensor
     advantages_B: torch.Tensor
     entries: list[Entry]
-    reward_calls: list[RewardCall]
-    local_rows: range
+    reward_calls: list[RewardCall]  # in the order of the completions
+    local_rows: range  # which of the rows are this process's
 
     def __len__(self) -> int:
         return len(self.entries)
 
 
 def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> list[Share]:
-    """The shares of all processes; a collective. Where one failed, all raise.
-
-    Args:
-        shows_images: the table of completions shows images.
-    """
+    """The shares of all processes; a collective. Where one failed, all raise."""
     with together("the exchange of a rollout batch"):
         if local.failure is not None:
             raise local.failure
@@ -92,14 +88,14 @@ def join(
     rank: int,
     rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
 ) -> Round:
-    """Join the shares of all processes; a RolloutError where rewards and completions do not match, or groups are cut.
+    """Join the shares of all processes.
 
-    Args:
-        rewards_by_user: what the user's `_calculate_rewards` returned for all completions, and the calls of reward
-            functions in it; None without one.
+    `rewards_by_user` are what the user's `_calculate_rewards` returned for all completions, and the calls of reward
+    functions in it; None without one.
     """
     starts = list(itertools.accumulate((len(share.entries) for share in shares), initial=0))
-    calls = [call.moved(start - share.first) for share, start in zip(shares, starts) for call in share.reward_calls]
+    pairs = zip(shares, starts)
+    calls = [replace(c, first=c.first + start - share.first) for share, start in pairs for c in share.reward_calls]
     if rewards_by_user is None:
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
     else:
@@ -127,8 +123,8 @@ def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Shar
     transcripts = local.real_transcripts
     columns: dict[str, Column] = {}
     if transcripts:
-        columns = trl_columns(local, transcripts)
-        columns |= images.columns_of(transcripts, local.settings.sampling.masked(transcripts))
+        masked = local.settings.sampling.masked(transcripts)
+        columns = trl_columns(local, transcripts) | images.columns_of(transcripts, masked)
     entries = [
         Entry(
             prompt=transcript.prompt,
@@ -149,9 +145,8 @@ def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Shar
 def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:
     """The columns of a rollout batch, except advantages and images, under TRL's names.
 
-    Args:
-        whole: keep all tokens of a masked-out completion. Otherwise one stays: TRL takes the last T columns by
-            `[:, -T:]`, which are all of them for T = 0.
+    With `whole` a masked-out completion keeps all its tokens. Otherwise one stays: TRL takes the last T columns by
+    `[:, -T:]`, which are all of them for T = 0.
     """
     sampling = local.settings.sampling
     masked = sampling.masked(transcripts)
@@ -167,7 +162,11 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks, strict=True)]
         columns["tool_mask"] = Ragged.of(loss_masks)
     if all(t.record is not None for t in transcripts):
-        columns |= _sampler_columns(transcripts, lengths, sampling.replay.masks)
+        records = [t.record.first(n) for t, n in zip(transcripts, lengths, strict=True) if t.record is not None]
+        columns[SAMPLER_LOGPS] = Ragged.of([record.logps_T for record in records])
+        if sampling.replay.masks:
+            columns[KEPT_COUNTS] = Ragged.of([record.counts_T for record in records])
+            columns[KEPT_IDS] = Ragged.of([record.ids_K for record in records])
     elif sampling.replay.masks and not local.request.empty:
         raise RolloutError("sampling_mask='replay': some completions came without the tokens that were kept.")
     if sampling.replay.experts:
@@ -191,17 +190,117 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
     return columns
 
 
-def _sampler_columns(transcripts: Sequence[Transcript], lengths: Sequence[int], replay: bool) -> dict[str, Column]:
-    records = [t.record.first(n) for t, n in zip(transcripts, lengths, strict=True) if t.record is not None]
-    columns: dict[str, Column] = {SAMPLER_LOGPS: Ragged.of([record.logps_T for record in records])}
-    if replay:
-        columns[KEPT_COUNTS] = Ragged.of([record.counts_T for record in records])
-        columns[KEPT_IDS] = Ragged.of([record.ids_K for record in records])
-    return columns
-
-
 def _kept_mass(transcript: Transcript) -> float:
     """The mass that the filters kept, summed over the tokens that the model wrote; NaN where unknown."""
     if transcript.record is None:
         return math.nan
     return float((transcript.record.mass_T * torch.tensor(transcript.mask)).sum())
+
+
+# ---- The log --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RolloutLog:
+    view: TrainerView
+    _warned_of_truncation: bool = field(default=False, init=False)
+
+    def add(self, rounds: Sequence[Round], settings: RolloutSettings) -> None:
+        sampling, state = settings.sampling, self.view.state
+        metrics = self.view.metrics["train" if sampling.training else "eval"]
+        if sampling.training:
+            entries = [entry for part in rounds for entry in part.entries]
+            state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
+        metrics["num_tokens"] = [state.num_input_tokens_seen]
+        for name, value in rollout_metrics(rounds, settings):
+            metrics[name].append(value)
+            if name == "sampling/kept_mass" and sampling.training and not sampling.replay.masks:
+                self._warn_of_truncation(value, sampling)
+        for part in rounds:
+            _add_to_table(part, settings.rewards.functions.names, self.view.logs)
+
+    def _warn_of_truncation(self, kept_mass: float, sampling: SamplingSettings) -> None:
+        if not self._warned_of_truncation:
+            self._warned_of_truncation = True
+            filters = ", ".join(f"{name}={value}" for name, value in sampling.truncating.items())
+            logger.warning(
+                f"{filters}: sampling kept {kept_mass:.3f} of the probability in the first rollout, and training takes "
+                "log-probabilities over the whole vocabulary, as TRL does; sampling_mask='replay' takes them over what "
+                "was kept."
+            )
+
+
+def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[tuple[str, float]]:
+    sampling, ratios, rewards = settings.sampling, settings.logprobs.ratios, settings.rewards
+    weights_F = rewards.weights_F
+    entries = [entry for part in rounds for entry in part.entries]
+    rewards_BF = torch.cat([part.rewards_BF for part in rounds])
+    lengths_B = torch.tensor([entry.tokens for entry in entries])
+    truncated_B = torch.tensor([entry.truncated for entry in entries])
+    values = list(_length_metrics(lengths_B, truncated_B).items())
+    if sampling.chat.tools:
+        calls, failures = sum(e.tool_calls for e in entries), sum(e.tool_failures for e in entries)
+        values.append(("tools/call_frequency", calls / len(entries)))
+        values.append(("tools/failure_frequency", failures / calls if calls else 0.0))
+    for name, rewards_B in zip(rewards.functions.names, rewards_BF.unbind(1), strict=True):  # several may have one name
+        values.append((f"rewards/{name}/mean", torch.nanmean(rewards_B).item()))
+        values.append((f"rewards/{name}/std", nan_std(rewards_B).item()))
+    total = weighted_sum(rewards_BF, weights_F)
+    values += [("reward", torch.nanmean(total).item()), ("reward_std", nan_std(total).item())]
+    fraction = rewards.rule.zero_std_fraction(rewards_BF, weights_F, sampling.num_generations)
+    values.append(("frac_reward_zero_std", fraction))
+    logged = metrics_of([call for part in rounds for call in part.reward_calls])
+    values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
+    mass = math.fsum(entry.kept_mass for entry in entries)
+    if sampling.truncating and math.isfinite(mass):
+        values.append(("sampling/kept_mass", mass / int(lengths_B.sum())))
+    if ratios is not None:
+        values += _sampling_metrics(rounds, ratios).items()
+    return values
+
+
+def _length_metrics(lengths_B: torch.Tensor, truncated_B: torch.Tensor) -> dict[str, float]:
+    ended = lengths_B[~truncated_B] if bool((~truncated_B).any()) else torch.zeros(1)
+    values: dict[str, float] = {}
+    for kind, lengths in (("length", lengths_B.float()), ("terminated_length", ended.float())):
+        for name, value in (("mean", lengths.mean()), ("min", lengths.min()), ("max", lengths.max())):
+            values[f"completions/{name}_{kind}"] = value.item()
+        if kind == "length":
+            values["completions/clipped_ratio"] = truncated_B.float().mean().item()
+    return values
+
+
+def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, float]:
+    """vLLM's log-probabilities against the policy's, over tokens with loss that are not NaN; 0 where none is."""
+    deltas, ratios = [], []
+    for batch in (part.batch for part in rounds):
+        columns = (batch.loss_masks, batch["old_per_token_logps"], batch["sampling_per_token_logps"])
+        for mask, old, sampling, ratio in zip(*columns, batch["importance_sampling_ratio"], strict=True):
+            delta = (old - sampling).abs()[mask.bool()]
+            deltas.append(delta[~delta.isnan()])
+            ratios.append(ratio if rule.of_sequences else ratio[mask.bool()])
+    delta, ratio = torch.cat(deltas).double(), torch.cat(ratios).double()
+    ratio = ratio[~ratio.isnan()]
+    delta, ratio = (values if len(values) else torch.zeros(1) for values in (delta, ratio))
+    return {
+        "sampling/sampling_logp_difference/mean": delta.mean().item(),
+        "sampling/sampling_logp_difference/max": delta.max().item(),
+        "sampling/importance_sampling_ratio/min": ratio.min().item(),
+        "sampling/importance_sampling_ratio/mean": ratio.mean().item(),
+        "sampling/importance_sampling_ratio/max": ratio.max().item(),
+    }
+
+
+def _add_to_table(part: Round, names: Sequence[str], table: dict[str, Any]) -> None:
+    table["prompt"].extend(entry.prompt for entry in part.entries)
+    table["completion"].extend(entry.completion for entry in part.entries)
+    for name, rewards_B in zip(names, part.rewards_BF.unbind(1), strict=True):
+        table["rewards"][name].extend(rewards_B.tolist())
+    table["advantages"].extend(part.advantages_B.tolist())
+    extra, columns = table["extra"], columns_of(part.reward_calls, len(part))
+    for name in dict.fromkeys([*extra, *columns]):  # every column stays as long as that of the prompts
+        extra[name].extend(columns.get(name, [None] * len(part)))
+        extra[name].extendleft([None] * (len(table["prompt"]) - len(extra[name])))
+    images = [entry.images for entry in part.entries]
+    if any(images) or table["images"]:
+        table["images"].extend(images)

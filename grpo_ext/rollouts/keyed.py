@@ -1,13 +1,15 @@
 """Keyed sampling: the random number of a token depends only on the key of its row and on its position.
 
-Differs from transformers' sampling, which draws from one generator for the whole batch. Used by rollouts.engine.
-Shapes: B rows, V vocabulary.
+Differs from transformers' sampling, which draws from one generator for the whole batch, and returns neither the tokens
+that the filters kept nor experts. Used by rollouts.engine. Shapes: B rows, P prompts, T tokens, N tokens of all rows, V
+vocabulary, K kept ids, C choices of all routers (forward.routing).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +18,10 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Log
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
+from ..config import NO_REPLAY, Replay
 from ..forward.architecture import base_model_of
-from ..forward.routing import Routing
-from ..replay import NO_REPLAY, Replay
-from .token_record import Recorder
-from .transcript import Transcript
+from ..forward.routing import LIVE, Routing
+from .transcript import TokenRecord, Transcript
 
 FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 # Settings under which a row depends only on its key and its own tokens (tests sample at several widths of padding), and
@@ -48,6 +49,7 @@ _READERS += [transformers.SequenceBiasLogitsProcessor]
 # filters that sum probabilities up
 _ADD_UP = (transformers.TopHLogitsWarper, transformers.TopPLogitsWarper, transformers.TypicalLogitsWarper)
 MOST_KEPT = 512  # tokens of a replayed mask without top_k
+_AT_ONCE = 64  # tokens whose records are brought to the host together
 _DRAW = 16  # tokens whose random numbers are drawn at once
 BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
 NEW_TOKENS = 20  # of a row by default, as in transformers
@@ -59,6 +61,102 @@ _NOT_REPLAYED: dict[str, Any] = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
     **{name: [] for name in ("sequence_bias", "bad_words_ids", "begin_suppress_tokens")},
 }
+
+
+@dataclass
+class Recorder(LogitsProcessor):
+    """Records the tokens of a `generate` call; as the first of the filters it sees the scores before them."""
+
+    temperature: float | None = None  # the filters divide scores by it; None: nothing is truncated, so all mass is kept
+    bound: int | None = None  # the most ids that a token keeps; None: no ids are recorded
+    kinds: Sequence[int] = (0,)  # without ids: the `counts_T` of the first positions; the last one holds for the rest
+    routing: Routing | None = None  # records experts (`forward.routing.routed` is around the call); None: not recorded
+    _before_B: torch.Tensor | None = None  # log-sum of the scores before the filters
+    _bounded: tuple[torch.Tensor, ...] = ()  # counts and ids of the scores that are drawn from
+    _position: int = 0  # of the token that is drawn next
+    _numbers_B: torch.Tensor | None = None  # of the rows that are left, among all
+    _prompts_NC: torch.Tensor | None = None  # experts of the first forward's tokens
+    # row numbers and the columns of `add`; columns that are equal for all rows stay on the CPU, without a launch
+    _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    _parts: dict[int, list[TokenRecord]] = field(default_factory=dict)  # of each row, on the host
+    _experts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of each row, on the host
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if self.temperature is not None:
+            self._before_B = (scores / self.temperature).logsumexp(1)
+        return scores
+
+    def bounded(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """The scores with at most `bound` tokens left (filters keep more at equal scores); precedes each `add`."""
+        if self.bound is None:
+            kind = self.kinds[min(self._position, len(self.kinds) - 1)]
+            counts_B = torch.full((len(scores_BV),), kind, dtype=torch.int32)
+            self._bounded = counts_B, counts_B.new_empty(len(counts_B), 0)
+            return scores_BV
+        values_BN, ids_BN = scores_BV.topk(min(self.bound, scores_BV.size(1)), dim=1)
+        self._bounded = (values_BN > -torch.inf).sum(1, dtype=torch.int32), ids_BN.int()
+        return torch.full_like(scores_BV, -torch.inf).scatter_(1, ids_BN, values_BN)
+
+    def add(self, scores_BV: torch.Tensor, tokens_B: torch.Tensor, probabilities_BV: torch.Tensor) -> None:
+        tokens_B1 = tokens_B[:, None]
+        probabilities_B = probabilities_BV.gather(1, tokens_B1).squeeze(1)
+        mass_B = torch.ones(len(tokens_B))
+        if self._before_B is not None:
+            mass_B = (scores_BV.gather(1, tokens_B1).squeeze(1) - self._before_B).exp() / probabilities_B
+        if self._numbers_B is None:
+            self._numbers_B = torch.arange(len(tokens_B), device=tokens_B.device)
+        self._steps.append((self._numbers_B, probabilities_B, mass_B, *self._bounded, self._newest(tokens_B)))
+        self._position += 1
+        if len(self._steps) == _AT_ONCE:
+            self._flush()
+
+    def _newest(self, tokens_B: torch.Tensor) -> torch.Tensor:
+        """The experts (B, C) of the token before each of these; `LIVE` after the forward of the prompts."""
+        if self.routing is None:
+            return torch.empty(len(tokens_B), 0)
+        experts_NC = self.routing.take()
+        if self._prompts_NC is None:
+            self._prompts_NC = experts_NC.cpu()
+            return experts_NC.new_full((len(tokens_B), experts_NC.size(1)), LIVE)
+        # without a cache, every forward runs all tokens
+        return experts_NC.view(len(tokens_B), -1, experts_NC.size(1))[:, -1]
+
+    def keep(self, index: torch.Tensor) -> None:
+        assert self._numbers_B is not None
+        self._numbers_B = self._numbers_B[index]
+
+    def _flush(self) -> None:
+        """Copy the latest steps to the host, without the ids that were not kept."""
+        if not self._steps:
+            return
+        numbers_N, *columns = (torch.cat(column).cpu() for column in zip(*self._steps, strict=True))
+        self._steps.clear()
+        order_N, lengths = numbers_N.argsort(stable=True), numbers_N.bincount().tolist()
+        rows = zip(*(column[order_N].split(lengths) for column in columns), strict=True)
+        for row, (probabilities_T, mass_T, counts_T, ids_TK, experts_TC) in enumerate(rows):
+            ids_K = ids_TK[torch.arange(ids_TK.size(1)) < counts_T[:, None]]
+            record = TokenRecord(probabilities_T.log().float(), mass_T.float(), counts_T, ids_K)
+            self._parts.setdefault(row, []).append(record)
+            self._experts.setdefault(row, []).append(experts_TC)
+
+    def records(self, lengths: Sequence[int]) -> list[TokenRecord]:
+        self._flush()
+        return [TokenRecord.joined(self._parts[row]).first(length) for row, length in enumerate(lengths)]
+
+    def experts(self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The experts (N, C) of the prompt and the first tokens of each row; `LIVE` for the last, which never ran.
+
+        `contexts` are the tokens of each prompt of the first forward, `prompts_B` for every row the number of its
+        prompt.
+        """
+        self._flush()
+        assert self._prompts_NC is not None
+        prompts_PWC = self._prompts_NC.view(len(contexts), -1, self._prompts_NC.size(1))
+        last_1C = self._prompts_NC.new_full((1, self._prompts_NC.size(1)), LIVE)
+        return [
+            torch.cat([prompts_PWC[prompt, -contexts[prompt] :], torch.cat(self._experts[row])[1:length], last_1C])
+            for row, (prompt, length) in enumerate(zip(prompts_B, lengths, strict=True))
+        ]
 
 
 class KeyedChoice(LogitsProcessor):
@@ -98,7 +196,6 @@ class KeyedChoice(LogitsProcessor):
         return tokens_B
 
     def keep(self, index: torch.Tensor) -> None:
-        """Drop all other rows."""
         self.keys_B, self.offsets_B = self.keys_B[index], self.offsets_B[index]
         self._uniforms_BT = self._uniforms_BT[index]
         self.recorder.keep(index)
@@ -114,8 +211,26 @@ def setting_of(model: Any, config: GenerationConfig, name: str) -> Any:
     return getattr(model.generation_config, name, None) if value is None else value
 
 
+def own_generate(model: Any) -> str | None:
+    """The name of the model's own `generate` (of its class, or assigned to it); None where it is transformers'."""
+    function = getattr(model.generate, "__func__", model.generate)
+    if getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.distributed."):
+        function = function.__wrapped__  # FSDP2 wraps it to gather weights
+        function = getattr(function, "__func__", function)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    # PEFT's wrappers call the model inside, so that model decides
+    if module.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
+        return own_generate(model.get_base_model())
+    # compares the name too, because a library may have replaced the method of the class
+    plain = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
+    return None if plain else name
+
+
 def why_not_by_key(model: Any, config: GenerationConfig) -> str | None:
     """Why a row may depend on more than its key and its own tokens; None where it does not."""
+    if (name := own_generate(model)) is not None:
+        return name
     policy = base_model_of(model)
     for name in ("_get_logits_processor", "_get_stopping_criteria", "_sample", "_prefill"):
         if getattr(getattr(policy, name), "__func__", None) is not getattr(GenerationMixin, name):
@@ -130,7 +245,6 @@ def why_not_by_key(model: Any, config: GenerationConfig) -> str | None:
 
 
 def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
-    """The settings of transformers' filters."""
     values = {name: setting_of(model, config, name) for name in FILTERS}
     if values["top_k"] is None:
         values["top_k"] = 50  # transformers' default
@@ -138,7 +252,6 @@ def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
 
 
 def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among `filter_values` that leave out tokens, as transformers reads them."""
     return {name: value for name, value in values.items() if value is not None and _truncates(name, value)}
 
 
@@ -156,18 +269,13 @@ def _truncates(name: str, value: float) -> bool:
 
 
 def most_kept(filters: Mapping[str, Any]) -> int | None:
-    """The most tokens of a replayed mask; None without filters that leave out tokens."""
     return filters.get("top_k", MOST_KEPT) if filters else None
 
 
 def sampling_filters(
     model: Any, config: GenerationConfig, replay: Replay = NO_REPLAY
 ) -> tuple[LogitsProcessorList, Recorder]:
-    """transformers' filters in the order of `generate(do_sample=True)`, and the recorder of what is drawn after them.
-
-    Args:
-        replay: what is recorded: the tokens that the filters keep (at most `most_kept`), experts.
-    """
+    """transformers' filters in the order of `generate(do_sample=True)`, and the recorder of what they leave."""
     values = filter_values(model, config)
     leaving_out = truncating(values)
     recorder = Recorder(temperature=(values["temperature"] or 1.0) if leaving_out else None)
@@ -184,10 +292,9 @@ def sampling_filters(
 
 def not_replayed(model: Any, config: GenerationConfig, temperature: float) -> dict[str, bool]:
     """Settings of sampling that replayed masks do not describe, and whether they are set, for `refuse_combination`."""
-    others = {}
+    others, reason = {}, "it changes scores by more than leaving some out"
     for name, neutral in _NOT_REPLAYED.items():
         value = setting_of(model, config, name)
-        reason = "it changes scores by more than leaving some out"
         others[f"{name}={value!r} ({reason})"] = value not in (None, neutral)
     value = setting_of(model, config, "temperature")
     reason = f"training divides by {temperature!r}: set GRPOConfig(temperature={value!r}) instead"
@@ -221,7 +328,6 @@ class _OnCpu(LogitsProcessor):
 
 
 def greedy_config(model: Any, config: GenerationConfig) -> GenerationConfig:
-    """The configuration without filters and sampling, with the number of new tokens."""
     greedy = copy.deepcopy(config)
     for name in FILTERS:
         setattr(greedy, name, None)
@@ -257,7 +363,6 @@ def padding_widths(mask: torch.Tensor | None, rows: int) -> list[int]:
 
 
 def on_own_tokens(processors: Any, mask: torch.Tensor | None, config: GenerationConfig) -> LogitsProcessorList:
-    """`generate`'s processors, on rows without padding; `mask` (B, width) is None where no row is padded."""
     padding_B = padding_widths(mask, 0)
     # `generate` adds the width to `min_new_tokens` and has both processors count to it
     counter = transformers.MinLengthLogitsProcessor
@@ -267,11 +372,9 @@ def on_own_tokens(processors: Any, mask: torch.Tensor | None, config: Generation
 
 
 def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, repeat: int = 0) -> list[int]:
-    """Keys of rows of this process, one per completion.
+    """Keys of rows of this process, one per completion; a user's override may sample more rows than the request has.
 
-    Args:
-        rows: how many; a user's override may sample more than the request has.
-        repeat: how often an override has called TRL's method before; each call draws other random numbers.
+    `repeat` is how often an override has called TRL's method before; each call draws other random numbers.
     """
     stream = TRAIN_STREAM if training else EVAL_STREAM
     place, group = (stream, request.epoch, request.layout.rollout), request.num_generations

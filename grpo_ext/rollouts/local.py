@@ -1,13 +1,16 @@
 """The records of a local phase: what it reads of the trainer, and one process's part of a rollout batch.
 
-`rollouts.settings` fills the settings, the worker a `LocalRollout`, which `join` reads.
+`rollouts.settings` fills the settings, the worker a `LocalRollout`, which `join` reads. TRL's signatures do not say who
+calls them, so `UserCalls` holds the user's overrides that run; `rollouts.trl_methods` looks there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -15,31 +18,29 @@ from transformers import GenerationConfig
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
 from ..batching.prompt_order import RolloutRequest
-from ..replay import Replay
+from ..config import Replay
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
 from .chat import Chat
 from .tools import Toolbox, TurnLimits
 from .transcript import Transcript
 
+if TYPE_CHECKING:
+    from .join import Round
+
 
 @dataclass(frozen=True)
 class Hooks:
-    """The user's overrides of TRL's sampling; None: TRL's method.
+    """The user's overrides of TRL's sampling; None: TRL's method."""
 
-    Attributes:
-        tokenize: `_tokenize_prompts`: from prompts, and the names of their environments, to token ids.
-        generate, turn: `_generate` and `_generate_single_turn`, as the user wrote them.
-        rollout: `rollout_func`, checked: from prompts to its dictionary.
-        rewards: `_calculate_rewards`, called between `exchange` and `join`, instead of the worker's reward functions.
-        score: `_generate_and_score_completions`, of this process's rows; returns TRL's padded dictionary.
-    """
-
+    # `_tokenize_prompts`: from prompts, and the names of their environments, to token ids
     tokenize: Callable[[list[Any], list[str | None]], list[list[int]]] | None = None
-    generate: Callable[..., Any] | None = None
-    turn: Callable[..., Any] | None = None
-    rollout: Callable[[list[Any]], dict[str, Any]] | None = None
+    generate: Callable[..., Any] | None = None  # `_generate`
+    turn: Callable[..., Any] | None = None  # `_generate_single_turn`
+    rollout: Callable[[list[Any]], dict[str, Any]] | None = None  # `rollout_func`, its result checked
+    # `_calculate_rewards`, called between `exchange` and `join` instead of the worker's reward functions
     rewards: Callable[..., torch.Tensor] | None = None
+    # `_generate_and_score_completions`: from this process's rows to TRL's padded dictionary
     score: Callable[..., dict[str, Any]] | None = None
 
     @property
@@ -55,81 +56,44 @@ class Hooks:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How completions are sampled.
-
-    Attributes:
-        training: False in an evaluation.
-        generation_config: transformers' settings; None with vLLM.
-        chat, toolbox: the tools that prompts show; the tools that are called, and the environments.
-        ends: a completion known by its ids alone is truncated unless it ends in one of these tokens.
-        masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
-        truncating: the filters that leave out tokens, with their settings.
-    """
-
-    training: bool
+    training: bool  # False in an evaluation
     num_generations: int
     seed: int
-    generation_config: GenerationConfig | None
+    generation_config: GenerationConfig | None  # None with vLLM
     chat: Chat
     toolbox: Toolbox
     limits: TurnLimits
-    ends: Container[int]
-    masks_truncated: bool
+    ends: Container[int]  # a completion known by its ids alone is truncated unless it ends in one of these tokens
+    masks_truncated: bool  # `mask_truncated_completions`
     replay: Replay
-    truncating: Mapping[str, Any]
+    truncating: Mapping[str, Any]  # the filters that leave out tokens, with their settings
     hooks: Hooks
 
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
-        """Which completions are masked out."""
         return [self.masks_truncated and not transcript.ended for transcript in transcripts]
 
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    """Which log-probabilities are computed in the local phase.
-
-    Attributes:
-        of_policy: those of the policy that samples, for training (`trained_on`) or to check vLLM's.
-        of_reference: those of the reference model.
-        trained_on: the policy's are columns of the rollout batch.
-        record_experts: the policy's forward records the experts, because the sampler does not.
-        batch_size, max_tokens: limits of a forward without gradients.
-        ratios: how vLLM's log-probabilities correct the loss; None where they do not.
-    """
-
-    of_policy: bool
+    of_policy: bool  # for training (`trained_on`), to check vLLM's, or to record experts
     of_reference: bool
-    trained_on: bool
-    record_experts: bool
-    batch_size: int
+    trained_on: bool  # the policy's are columns of the rollout batch
+    record_experts: bool  # by the policy's forward, because the sampler does not
+    batch_size: int  # of a forward without gradients, as `max_tokens`
     max_tokens: int | None
-    ratios: RatioRule | None
-
-
-@dataclass(frozen=True)
-class PendingLogs:
-    """TRL's records of what was logged outside a call of a reward function: by metric, and by column of the table."""
-
-    metrics: MutableMapping[str, list[float]]
-    columns: MutableMapping[str, list[Any]]
+    ratios: RatioRule | None  # how vLLM's log-probabilities correct the loss; None where they do not
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """How completions are rewarded.
-
-    Attributes:
-        weights_F: the weights of the functions, on the CPU; rule: from rewards to advantages.
-        recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
-        state: of the Trainer; an argument of reward functions.
-    """
-
     functions: RewardFunctions
-    weights_F: torch.Tensor
+    weights_F: torch.Tensor  # on the CPU
     rule: AdvantageRule
-    recorders: Mapping[str, Any]
-    pending: PendingLogs
-    state: Any
+    recorders: Mapping[str, Any]  # the user's own `_log_metric` and `_log_completion_extra`, by keyword
+    # TRL's records of what was logged outside a call of a reward function: by metric, by column of the table
+    pending_metrics: MutableMapping[str, list[float]]
+    pending_columns: MutableMapping[str, list[Any]]
+    state: Any  # of the Trainer; an argument of reward functions
 
 
 @dataclass(frozen=True)
@@ -143,30 +107,21 @@ class RolloutSettings:
 
 @dataclass
 class LocalRollout:
-    """What this process has sampled and scored of a rollout batch.
+    """What this process has sampled and scored of a rollout batch."""
 
-    Attributes:
-        request: the prompts of this process.
-        transcripts: one for each row; those of a process without prompts are stand-ins that reach no result.
-        has_mask: completions may contain tokens of tools or of an environment.
-        extra_fields: what a `rollout_func` returned beside TRL's lists.
-        old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
-        rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
-        reward_calls: a record of each call of a reward function, with what it logged.
-        failure: the error that ended the local phase.
-        known_ends: whether a row ended, by its ids, for rows that a user's override got from TRL's method.
-    """
-
-    request: RolloutRequest
+    request: RolloutRequest  # the prompts of this process
     settings: RolloutSettings
+    # one for each row; those of a process without prompts are stand-ins that reach no result
     transcripts: list[Transcript] = field(default_factory=list)
-    has_mask: bool = False
-    extra_fields: dict[str, Any] = field(default_factory=dict)
-    old_logps: list[torch.Tensor] | None = None
+    has_mask: bool = False  # completions may contain tokens of tools or of an environment
+    extra_fields: dict[str, Any] = field(default_factory=dict)  # of a `rollout_func`, beside TRL's lists
+    old_logps: list[torch.Tensor] | None = None  # of each transcript's tokens, (T,); None where they are not needed
     ref_logps: list[torch.Tensor] | None = None
+    # NaN where a function does not apply; None where the user's `_calculate_rewards` makes them
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
-    failure: Exception | None = None
+    failure: Exception | None = None  # that ended the local phase
+    # whether a row ended, by its ids, for rows that a user's override got from TRL's method
     known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def ended(self, ids: Sequence[int]) -> bool:
@@ -175,10 +130,64 @@ class LocalRollout:
 
     @property
     def real_transcripts(self) -> list[Transcript]:
-        """The transcripts that reach the rollout batch."""
         return [] if self.request.empty else self.transcripts
 
     @property
     def first(self) -> int:
         """Place of the first of these completions in the rollout batch, over all processes."""
         return self.request.prompts.start * self.request.num_generations
+
+
+# ---- The user's overrides while they run ----------------------------------------------------------------------------
+
+
+@dataclass
+class UserCall:
+    """An override that runs.
+
+    It may call `super()` with other prompts or tokens, or several times: row i keeps the key of its place; further
+    rows, and further calls, draw other random numbers.
+    """
+
+    super_calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls of TRL's method
+
+
+@dataclass
+class ScoreCall(UserCall):  # of `_generate_and_score_completions`
+    request: RolloutRequest
+    rounds: list[Round] = field(default_factory=list)  # what TRL's method made for it
+
+
+@dataclass
+class GenerateCall(UserCall):  # of `_generate`
+    local: LocalRollout
+
+
+@dataclass
+class TurnCall(UserCall):  # of `_generate_single_turn`
+    local: LocalRollout
+    chunk: list[Transcript]
+
+
+@dataclass
+class RewardsCall(UserCall):  # of `_calculate_rewards`
+    local: LocalRollout
+
+
+Call = TypeVar("Call", bound=UserCall)
+
+
+class UserCalls:
+    def __init__(self) -> None:
+        self._running: list[UserCall] = []
+
+    @contextmanager
+    def running(self, call: UserCall) -> Iterator[None]:
+        self._running.append(call)
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def innermost(self, kind: type[Call]) -> Call | None:
+        return next((call for call in reversed(self._running) if isinstance(call, kind)), None)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,23 +19,15 @@ from ..rewards.runner import RewardFunctions
 from ..view import TrainerView
 from . import keyed
 from .chat import Chat
-from .decoding import end_tokens, own_generate
+from .decoding import end_tokens
 from .engine_check import EngineCheck
-from .environments import Environments
 from .equal_shares import refuse_unequal_shares, why_equal
 from .keyed import filter_values, not_replayed, setting_of, suppressed_tokens, truncating
-from .local import (
-    Hooks,
-    LogprobSettings,
-    PendingLogs,
-    RewardSettings,
-    RolloutSettings,
-    SamplingSettings,
-)
-from .overrides import MainWorker
-from .rollout_func import checked_rollout
-from .tools import Toolbox, TurnLimits, context_length
-from .vllm_replay import vllm_filters
+from .local import Hooks, LogprobSettings, RewardSettings, RolloutSettings, SamplingSettings
+from .tools import Environments, Toolbox, TurnLimits
+from .trl_shapes import checked_rollout
+from .vllm import vllm_filters
+from .worker import RolloutWorker
 
 SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
@@ -47,106 +37,80 @@ CHANGE_ROWS = (SCORE, "_generate")
 _RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
 
 
-@dataclass
-class SettingsReader:
-    """Reads the settings of rollout batches.
+def read_settings(
+    view: TrainerView, worker: RolloutWorker, check: EngineCheck | None, max_tokens: int | None
+) -> RolloutSettings:
+    """The settings of a rollout batch that begins now; `max_tokens` of a forward fit into memory (None: any number)."""
+    sampling = _sampling(view, worker)
+    logprobs = _logprobs(view, worker, sampling.hooks, check is not None and not check.done, max_tokens)
+    return RolloutSettings(sampling, logprobs, _rewards(view))
 
-    Attributes:
-        check: the comparison of vLLM's log-probabilities; None without one.
-        max_tokens: returns the tokens of a forward that fit into memory; None: any number.
-    """
 
-    view: TrainerView
-    worker: MainWorker
-    check: EngineCheck | None
-    max_tokens: Callable[[], int | None]
+def reward_functions(view: TrainerView) -> RewardFunctions:
+    functions, names = list(view.reward_funcs), list(view.reward_func_names)
+    return RewardFunctions(functions, names, view.reward_processing_classes, dict(view.chat_template_kwargs))
 
-    def follow_processor(self) -> None:
-        """Prepare images with the trainer's processor and chat template as they are now."""
-        if (prepare := self.worker.images.prepare) is not None:
-            prepare.processor, prepare.template = self.view.processing_class, template_of(self.view)
 
-    def read(self) -> RolloutSettings:
-        """The settings of a rollout batch that begins now."""
-        sampling, ratios = self._sampling(), self._ratios()
-        return RolloutSettings(sampling, self._logprobs(sampling.hooks, ratios), self._rewards())
+def _sampling(view: TrainerView, worker: RolloutWorker) -> SamplingSettings:
+    environments = Environments(dict(view.environment_factories or {}), view.environment_pools, worker.retired)
+    return SamplingSettings(
+        training=view.model.training,
+        num_generations=view.group_size,
+        seed=view.args.seed,
+        generation_config=None if view.use_vllm else sampling_config(view),
+        chat=chat_of(view),
+        toolbox=Toolbox(list(view.standalone_tools), environments, view.async_loop),
+        limits=_turn_limits(view),
+        ends=frozenset((*all_end_tokens(view), worker.settings.pad)),
+        masks_truncated=view.mask_truncated_completions,
+        replay=view.args.replay,
+        truncating=truncating_filters(view),
+        hooks=_hooks(view, worker.settings.sharded),
+    )
 
-    def reward_functions(self) -> RewardFunctions:
-        """The reward functions as they are now."""
-        view = self.view
-        template_kwargs = dict(view.chat_template_kwargs)
-        functions, names = list(view.reward_funcs), list(view.reward_func_names)
-        return RewardFunctions(functions, names, view.reward_processing_classes, template_kwargs)
 
-    def _sampling(self) -> SamplingSettings:
-        view, worker = self.view, self.worker
-        environments = Environments(view.environment_factories, view.environment_pools, worker.retired)
-        return SamplingSettings(
-            training=view.model.training,
-            num_generations=view.group_size,
-            seed=view.args.seed,
-            generation_config=None if view.use_vllm else sampling_config(view),
-            chat=chat_of(view),
-            toolbox=Toolbox(list(view.standalone_tools), environments, view.async_loop),
-            limits=_turn_limits(view),
-            ends=frozenset((*all_end_tokens(view), worker.settings.pad)),
-            masks_truncated=view.mask_truncated_completions,
-            replay=view.args.replay,
-            truncating=truncating_filters(view),
-            hooks=_hooks(view, worker.settings.sharded),
-        )
-
-    def _ratios(self) -> RatioRule | None:
-        view = self.view
-        if not (view.use_vllm and view.vllm_importance_sampling_correction):
-            return None
+def _logprobs(
+    view: TrainerView, worker: RolloutWorker, hooks: Hooks, unchecked: bool, max_tokens: int | None
+) -> LogprobSettings:
+    args, training, ratios = view.args, view.model.training, None
+    if view.use_vllm and view.vllm_importance_sampling_correction:
         bounds = view.vllm_importance_sampling_clip_min, view.vllm_importance_sampling_clip_max
-        return RatioRule(view.vllm_importance_sampling_mode, *bounds)
+        ratios = RatioRule(view.vllm_importance_sampling_mode, *bounds)
+    steps = args.geometry.steps_per_rollout * view.num_iterations  # optimizer steps on one rollout batch
+    trained_on = steps > 1 or ratios is not None or (training and bool(args.rollout_lag))
+    returns_experts = bool(getattr(worker.engine, "routers", ())) or why_not_by_key(view) is None
+    record_experts = args.replay.experts and not (returns_experts and own_sampling(view) is None)
+    return LogprobSettings(
+        of_policy=trained_on or record_experts or (unchecked and not hooks.sampling),
+        of_reference=view.beta != 0.0,
+        trained_on=trained_on,
+        record_experts=record_experts,
+        batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+        max_tokens=max_tokens,
+        ratios=ratios,
+    )
 
-    def _logprobs(self, hooks: Hooks, ratios: RatioRule | None) -> LogprobSettings:
-        view, args, training = self.view, self.view.args, self.view.model.training
-        steps = args.geometry.steps_per_rollout * view.num_iterations  # optimizer steps on one rollout batch
-        trained_on = steps > 1 or ratios is not None or (training and bool(args.rollout_lag))
-        checked = self.check is not None and not self.check.done and not hooks.sampling
-        record_experts = args.replay.experts and not self._samples_experts()
-        return LogprobSettings(
-            of_policy=trained_on or record_experts or checked,
-            of_reference=view.beta != 0.0,
-            trained_on=trained_on,
-            record_experts=record_experts,
-            batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
-            max_tokens=self.max_tokens(),
-            ratios=ratios,
-        )
 
-    def _samples_experts(self) -> bool:
-        """Whether completions come with the experts of their tokens."""
-        returned = getattr(self.worker.engine, "routers", ()) or why_not_by_key(self.view) is None
-        return bool(returned) and own_sampling(self.view) is None
-
-    def _rewards(self) -> RewardSettings:
-        view = self.view
-        estimator = view.args.advantage_estimator
-        return RewardSettings(
-            functions=self.reward_functions(),
-            weights_F=torch.as_tensor(view.reward_weights).float().cpu().clone(),
-            rule=AdvantageRule(estimator, view.scale_rewards, view.multi_objective_aggregation),
-            recorders={n: hook for n, name in _RECORDERS.items() if (hook := view.override_of(name)) is not None},
-            pending=PendingLogs(view.pending_metrics, view.pending_columns),
-            state=view.state,
-        )
+def _rewards(view: TrainerView) -> RewardSettings:
+    return RewardSettings(
+        functions=reward_functions(view),
+        weights_F=torch.as_tensor(view.reward_weights).float().cpu().clone(),
+        rule=AdvantageRule(view.args.advantage_estimator, view.scale_rewards, view.multi_objective_aggregation),
+        recorders={n: hook for n, name in _RECORDERS.items() if (hook := view.override_of(name)) is not None},
+        pending_metrics=view.pending_metrics,
+        pending_columns=view.pending_columns,
+        state=view.state,
+    )
 
 
 # ---- Prompts --------------------------------------------------------------------------------------------------------
 
 
 def template_of(view: TrainerView) -> dict[str, Any]:
-    """The chat template and its arguments, as TRL passes them."""
     return {"chat_template": view.chat_template, **view.chat_template_kwargs}
 
 
 def chat_of(view: TrainerView) -> Chat:
-    """The chat template and the tools of a rollout batch that begins now."""
     embedding = base_model_of(view.model).get_input_embeddings()
     # an image's token may have no row
     embedded = None if view.takes_images else getattr(embedding, "num_embeddings", None)
@@ -163,10 +127,17 @@ def chat_of(view: TrainerView) -> Chat:
 
 
 def _turn_limits(view: TrainerView) -> TurnLimits:
-    context = context_length(view.model.config, view.takes_images, view.vllm_generation if view.use_vllm else None)
-    longest = view.max_completion_length or sys.maxsize
-    further = (view.max_tool_calling_iterations, view.args.tool_timeout, frozenset(view.eos_token_ids))
-    return TurnLimits(longest, context, *further)
+    config = view.model.config.text_config if view.takes_images else view.model.config
+    context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if view.use_vllm and view.vllm_mode == "colocate":
+        context = view.vllm_generation.llm.llm_engine.model_config.max_model_len
+    return TurnLimits(
+        max_completion_length=view.max_completion_length or sys.maxsize,
+        context=context,
+        max_turns=view.max_tool_calling_iterations,
+        seconds=view.args.tool_timeout,
+        message_ends=frozenset(view.eos_token_ids),
+    )
 
 
 # ---- Sampling -------------------------------------------------------------------------------------------------------
@@ -191,20 +162,18 @@ def sampling_config(view: TrainerView) -> GenerationConfig:
 
 def outside_masks(view: TrainerView) -> dict[str, bool]:
     """Settings of sampling that replayed masks do not describe, for `refuse_combination`."""
-    if view.use_vllm or view.rollout_func is not None:  # rollouts.vllm_replay checks vLLM's
+    if view.use_vllm or view.rollout_func is not None:  # rollouts.vllm checks vLLM's
         return {}
     return not_replayed(view.policy, view.generation_config, view.temperature)
 
 
 def suppressed_in(view: TrainerView) -> list[torch.Tensor]:
-    """The sets of tokens that sampling suppresses."""
     if view.use_vllm or not view.args.replay.masks:
         return []
     return suppressed_tokens(view.policy, view.generation_config, all_end_tokens(view))
 
 
 def truncating_filters(view: TrainerView) -> dict[str, Any]:
-    """The settings of sampling that leave out tokens."""
     if view.use_vllm:
         return vllm_filters(view.args)
     return truncating(filter_values(view.policy, view.generation_config))
@@ -216,14 +185,13 @@ def why_not_by_key(view: TrainerView) -> str | None:
         return "vLLM"
     if view.use_transformers_continuous_batching:
         return "transformers' continuous batching"
-    return own_generate(view.policy) or keyed.why_not_by_key(view.policy, view.generation_config)
+    return keyed.why_not_by_key(view.policy, view.generation_config)
 
 
 # ---- The user's overrides -------------------------------------------------------------------------------------------
 
 
 def own_sampling(view: TrainerView) -> str | None:
-    """The name of a user's override of sampling, or of a part of it; None without one."""
     if view.rollout_func is not None:
         return "rollout_func"
     return view.overridden("_generate", "_generate_single_turn")

@@ -3,17 +3,19 @@
     step -> (new rollout batch?) -> local phase, here or ahead on a thread -> join -> log -> completions of the step
 
 Differs from TRL, which keeps padded slices of its own process. Overrides of TRL's rollout methods are called with TRL's
-arguments (`rollouts.rounds`, `rollouts.overrides`); without one a rollout is not put into TRL's dictionary.
+arguments (`rollouts.rounds`, `rollouts.worker`); without one a rollout is not put into TRL's dictionary.
 Called by the trainer.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 
@@ -23,18 +25,14 @@ from ..forward.snapshot import Weights
 from ..runtime.collectives import of_ours, wait_for_all
 from ..runtime.out_of_memory import Halving
 from ..view import TrainerView
-from .ahead import RolloutsAhead
-from .batch import RolloutBatch
-from .build_ahead import PROGRESS, build_ahead, settings_ahead
-from .dynamic_sampling import fill_batch
+from .ahead import PROGRESS, RolloutsAhead, build_ahead, settings_ahead
+from .batch import Column, Ragged, RolloutBatch
 from .images import ImageSource
-from .join import Round
+from .join import RolloutLog, Round
 from .local import RewardSettings, RolloutSettings
-from .overrides import MainWorker
-from .records import RolloutLog
 from .rounds import RoundMaker
-from .saved import batch_state, saved_batch, saved_waiting, waiting_state
-from .settings import SettingsReader
+from .settings import read_settings, template_of
+from .worker import RolloutWorker
 
 logger = get_logger(__name__)
 
@@ -49,65 +47,48 @@ class ScoredRollout:
 
 @dataclass
 class Rollouts:
-    """Makes rollout batches and holds the one that is trained on.
-
-    Attributes:
-        memory: the number of completions that fit into one `generate`, of the thread that samples ahead too.
-        recheck: raises for what was changed since the trainer was built, and cannot be followed.
-        batch, batch_name: the rollout batch that is trained on, and its name (`RolloutRequest.name`).
-        scored: the rollout batch that was made last, of training or of an evaluation; None before.
-        ahead: what samples ahead; None without `rollout_lag`, and outside of training.
-        sampled_at: the optimizer step whose weights sampled the rollout batch.
-        waiting: rollout batches that a checkpoint names: their first steps, and the weights that sample them.
-        threads: CPU threads of sampling ahead; None: as many as torch has.
-        geometry: the batch sizes of the run.
-    """
+    """Makes rollout batches and holds the one that is trained on."""
 
     view: TrainerView
     rounds: RoundMaker
-    reader: SettingsReader
     log: RolloutLog
-    memory: Halving
+    memory: Halving  # the number of completions that fit into one `generate`, of the thread that samples ahead too
+    max_tokens: Callable[[], int | None]  # returns the tokens of a forward that fit into memory; None: any number
+    # raises for what was changed since the trainer was built, and cannot be followed
     recheck: Callable[[], None] = field(default=lambda: None, init=False)
-    batch: RolloutBatch | None = field(default=None, init=False)
-    batch_name: tuple[int, int] | None = field(default=None, init=False)
+    batch: RolloutBatch | None = field(default=None, init=False)  # the one that is trained on
+    batch_name: tuple[int, int] | None = field(default=None, init=False)  # its `RolloutRequest.name`
+    # the rollout batch that was made last, of training or of an evaluation; None before
     scored: ScoredRollout | None = field(default=None, init=False)
-    ahead: RolloutsAhead | None = field(default=None, init=False)
-    sampled_at: int = field(default=0, init=False)
+    ahead: RolloutsAhead | None = field(default=None, init=False)  # None without `rollout_lag`, and outside of training
+    sampled_at: int = field(default=0, init=False)  # the optimizer step whose weights sampled the rollout batch
+    # rollout batches that a checkpoint names: their first steps, and the weights that sample them
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
-    threads: int | None = field(default=None, init=False)
-    geometry: BatchGeometry = field(init=False)
+    threads: int | None = field(default=None, init=False)  # CPU threads of sampling ahead; None: as many as torch has
+    geometry: BatchGeometry = field(init=False)  # the batch sizes of the run
 
     def __post_init__(self) -> None:
         self.begin(self.view.args.geometry, threads=None)
 
     @property
-    def worker(self) -> MainWorker:
-        """The worker of the main thread."""
+    def worker(self) -> RolloutWorker:
         return self.rounds.worker
 
     @property
     def images(self) -> ImageSource:
-        """Where the images of rows come from."""
         return self.worker.images
 
     def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
-        """Train on a rollout batch of this name; None: the next step samples."""
         self.batch, self.batch_name = batch, name
 
     def begin(self, geometry: BatchGeometry, threads: int | None) -> None:
-        """Begin a run with these batch sizes: its first step samples, and nothing waits to be sampled ahead.
-
-        Args:
-            threads: CPU threads of sampling ahead; None: as many as torch has.
-        """
+        """Begin a run with these batch sizes: its first step samples, and nothing waits to be sampled ahead."""
         self.batch, self.batch_name, self.waiting = None, None, ()
         self.geometry, self.threads = geometry, threads
         if not self.view.args.use_vllm:
             self.worker.settings.resize_chunks(geometry)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rollout batch that is trained on, and what samples those that are sampled ahead, for a checkpoint."""
         batch = batch_state(self.batch)
         waiting = self.waiting if self.ahead is None else [(job.step, job.weights) for job in self.ahead.jobs]
         return {
@@ -118,30 +99,28 @@ class Rollouts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the rollout batches of a checkpoint."""
         name = state["batch_name"]
         self.hold(saved_batch(state["batch"]), None if name is None else tuple(name))
         self.waiting, self.sampled_at = saved_waiting(state["waiting"]), state["sampled_at"]
 
     def slices(self, num_generations: int) -> ProcessSlices:
-        """How rollout batches are divided over the processes for sampling."""
         accelerator = self.view.accelerator
         # vLLM batches by itself, and tensor parallel engines need as many rows from every process: a chunk is one group
         chunk = num_generations if self.view.args.use_vllm else self.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, accelerator.num_processes, accelerator.process_index)
 
     def close(self) -> None:
-        """Stop sampling ahead."""
         if self.ahead is not None:
             self.ahead.close()
             self.ahead = None
 
     def settings_now(self) -> RolloutSettings:
         """The settings of a rollout batch that begins now; a ConfigError for a change that cannot be followed."""
-        if self.scored is None and self.ahead is None:  # nothing is sampled yet
-            self.reader.follow_processor()
+        prepare, sampled = self.images.prepare, self.scored is not None or self.ahead is not None
+        if prepare is not None and not sampled:  # images by the processor and template as they are now
+            prepare.processor, prepare.template = self.view.processing_class, template_of(self.view)
         self.recheck()
-        return self.reader.read()
+        return read_settings(self.view, self.worker, self.rounds.check, self.max_tokens())
 
     def send_weights(self) -> None:
         """Send the current weights to vLLM, by TRL's rule once for each step that samples; a collective."""
@@ -163,10 +142,7 @@ class Rollouts:
     def completions_of(self, rows: StepRows) -> RolloutBatch:
         """The completions of an optimizer step, or of an evaluation; the same on every process.
 
-        With a lag, further rollout batches are sampled while the step trains.
-
-        Args:
-            rows: of this process; empty in a map-style data set's step that continues a rollout batch, and with a lag.
+        `rows` are this process's; empty in a map-style data set's step that continues a rollout batch, and with a lag.
         """
         if not self.view.model.training:
             return self.make(rows)
@@ -204,9 +180,7 @@ class Rollouts:
         rewards_BF: torch.Tensor | None
         make_round = functools.partial(self._round, settings=settings, ahead=ahead)
         if self.view.args.dynamic_sampling and self.view.model.training:
-            further_rows = functools.partial(self.rounds.steps.further_rows, rows.request)
-            max_rounds = self.view.args.dynamic_sampling_max_rounds
-            filled = fill_batch(rows, settings.rewards, make_round, further_rows, max_rounds)
+            filled = self.rounds.fill(rows, settings.rewards, make_round)
             self.log.add(filled.rounds, settings)
             for name, value in filled.metrics.items():
                 self.view.metrics["train"][f"dynamic_sampling/{name}"].append(value)
@@ -239,4 +213,78 @@ class Rollouts:
                 self.images.refuse_mixed(rows)
             self.send_weights()
             local = self.rounds.sample(rows, settings)
-        return self.rounds.join(local, settings)
+        return self.rounds.join(local)
+
+
+# ---- In a checkpoint: nested dictionaries, lists and tensors, as `run.state` writes them -----------------------------
+
+
+def batch_state(batch: RolloutBatch | None) -> dict[str, Any] | None:
+    """A rollout batch for a checkpoint; None, with a warning, for one with objects that no file can hold."""
+    if batch is None:
+        return None
+    lists = {name: column for name, column in batch.columns.items() if isinstance(column, list)}
+    values = {name: value for name, value in batch.constants.items() if not isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in (lists | values).items() if not _are_files(value)}
+    if unstorable := [name for name, value in others.items() if not _survives_json(value)]:
+        logger.warning(
+            f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
+            "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
+            "it again, with the weights as they are then. Return tensors from _generate_and_score_completions."
+        )
+        return None
+    return {
+        "columns": {name: _column_state(column) for name, column in batch.columns.items()},
+        "groups": list(batch.groups),
+        "constants": batch.constants,
+        "widths": batch.widths,
+        "items_per_token": batch.items_per_token,
+    }
+
+
+def saved_batch(state: dict[str, Any] | None) -> RolloutBatch | None:
+    if state is None:
+        return None
+    widths, columns = state["widths"], {name: _column(part) for name, part in state["columns"].items()}
+    return RolloutBatch(**{**state, "columns": columns, "widths": None if widths is None else tuple(widths)})
+
+
+def _column_state(column: Column) -> Any:
+    if _are_files(column):  # rows share them
+        different = list(dict.fromkeys(column))
+        files = [torch.from_numpy(np.frombuffer(bytearray(file), np.uint8)) for file in different]
+        return _column_state(Ragged.of(files, torch.uint8)) | {"rows": [different.index(file) for file in column]}
+    return {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else column
+
+
+def _column(state: Any) -> Column:
+    if not isinstance(state, dict):
+        return state
+    parts = Ragged(state["values"], state["lengths"])
+    if "rows" not in state:
+        return parts
+    files = [part.numpy().tobytes() for part in parts]
+    return [files[number] for number in state["rows"]]
+
+
+def _are_files(column: Any) -> bool:
+    return isinstance(column, list) and bool(column) and all(isinstance(value, bytes) for value in column)
+
+
+def _survives_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def waiting_state(waiting: Sequence[tuple[int, Weights]]) -> dict[str, Any]:
+    """First steps of rollout batches and the weights that sample them, of which each is stored once."""
+    weights = {part.step: vars(part) for _, part in waiting}
+    return {"steps": [[step, part.step] for step, part in waiting], "weights": list(weights.values())}
+
+
+def saved_waiting(state: dict[str, Any]) -> list[tuple[int, Weights]]:
+    """The pairs of `waiting_state`; those with the same weights share one object."""
+    weights = {part.step: part for part in (Weights(**fields) for fields in state["weights"])}
+    return [(step, weights[sampled_by]) for step, sampled_by in state["steps"]]

@@ -1,8 +1,9 @@
-"""Turns after the first: tools answer the calls of a transcript, and the model goes on.
+"""Environments and tools: a rollout begins with a `reset`, then tools answer the calls of a transcript.
 
 TRL's tool loop, one transcript at a time. In TRL a tool that hangs stops the run on every process; here its call fails,
-and the model reads the error. An answer is added only where it fits, so nothing is rolled back. Called by the worker,
-which samples a turn between `Toolbox.answer` and `continue_with`.
+and the model reads the error; `reset` has a time limit too, and an environment with a call that never returned is not
+used again. An answer is added only where it fits, so nothing is rolled back. Called by the worker, which samples a turn
+between `Toolbox.answer` and `continue_with`.
 """
 
 from __future__ import annotations
@@ -11,28 +12,90 @@ import asyncio
 import concurrent.futures
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from accelerate.logging import get_logger
 
 from ..compat import supports_tool_calling
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, RolloutError, did_you_mean
 from ..forward.images import images_in
 from ..rewards.guard import CallTimeout, in_time
 from .chat import Chat
-from .environments import Environments
 from .transcript import Messages, Sampled, Transcript
 
 logger = get_logger(__name__)
 Tool = Callable[..., Any]
+Pools = dict[str | None, list[Any]]
+
+
+@dataclass(frozen=True)
+class Environments:
+    # by name; a single factory has the name None. Without factories a run has no environments. Where there are several,
+    # the column `environment` of a row chooses one, and `reset` does not get that column
+    factories: Mapping[str | None, Callable[[], Any]] = field(default_factory=dict)
+    pools: Pools = field(default_factory=dict)  # instances to reuse, by name
+    # instances that are no longer used, by `id`; kept alive so that an `id` is not reused
+    retired: dict[int, Any] = field(default_factory=dict)
+
+    def begin(self, transcripts: Sequence[Transcript], seconds: float | None = None) -> None:
+        """Give each transcript its environment, after a reset, and its prompt with the observation.
+
+        Without environments the prompt is the row's. With environments a row need not have a prompt.
+        """
+        if not self.factories:
+            for t in transcripts:
+                t.prompt = t.row["prompt"]
+            return
+        in_use: Counter[str | None] = Counter()
+        several = None not in self.factories
+        for t in transcripts:
+            t.prompt = t.row.get("prompt", [{"role": "user", "content": ""}])
+            t.environment_name = t.row.get("environment") if several else None
+            _check_name(t.environment_name, self.factories)
+            pool = self.pools.setdefault(t.environment_name, [])
+            if in_use[t.environment_name] == len(pool):
+                pool.append(self.factories[t.environment_name]())
+            t.environment = pool[in_use[t.environment_name]]
+            in_use[t.environment_name] += 1
+        for t in transcripts:
+            columns = {name: value for name, value in t.row.items() if not (several and name == "environment")}
+            try:
+                observation = in_time(partial(t.environment.reset, **columns), seconds, "tool_timeout")
+                t.prompt = _with_observation(t.prompt, observation)
+            except Exception as error:
+                cause = str(error) if isinstance(error, CallTimeout) else f"{type(error).__name__}: {error}"
+                raise RolloutError(
+                    f"`reset` of environment {type(t.environment).__name__}: {cause}; a rollout needs what `reset` "
+                    "returns: a text, a list of content parts, or None."
+                ) from error
+
+    def uses(self, environment: Any) -> bool:
+        return id(environment) not in self.retired
+
+    def retire(self, environment: Any) -> None:
+        """Stop using an environment whose call hangs: its thread may still change it. Its reward is None."""
+        self.retired[id(environment)] = environment
+        for pool in self.pools.values():
+            pool[:] = filter(self.uses, pool)
+
+
+def _with_observation(prompt: Messages, observation: str | list[Any] | None) -> Messages:
+    if observation is None:
+        return prompt
+    content = prompt[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
 
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Limits of a transcript."""
-
     max_completion_length: int  # tokens, including those of tools and environments
     context: int = sys.maxsize  # tokens of prompt and completion that the model can read
     max_turns: int = sys.maxsize  # the most times that tools answer
@@ -48,8 +111,6 @@ class TurnLimits:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a run."""
-
     tools: Sequence[Tool]  # the standalone ones
     environments: Environments  # their public methods are tools too
     loop: asyncio.AbstractEventLoop | None = None  # runs asynchronous tools on its own thread; None without any
@@ -65,10 +126,7 @@ class Toolbox:
         return {tool.__name__: tool for tool in tools}
 
     def answer(self, transcripts: Sequence[Transcript], chat: Chat, limits: TurnLimits) -> list[Transcript]:
-        """Answer the calls of each transcript in turn; returns the transcripts that the model continues.
-
-        A transcript ends where it calls nothing, has used all its turns, or has no room for the answer.
-        """
+        """Answer the calls of each transcript; returns the transcripts that the model continues."""
         active = []
         for t in transcripts:
             if not t.calls or t.turns >= limits.max_turns:
@@ -164,13 +222,6 @@ def _failure(transcript: Transcript, error: object) -> dict[str, str]:
     return {"error": str(error)}
 
 
-def context_length(config: Any, takes_images: bool, engine: Any = None) -> int:
-    """Tokens of context while sampling: the limit of vLLM's engine in this process, else the model's."""
-    if engine is not None and engine.mode == "colocate":
-        return engine.llm.llm_engine.model_config.max_model_len
-    return getattr(config.text_config if takes_images else config, "max_position_embeddings", None) or sys.maxsize
-
-
 def continue_with(transcript: Transcript, sampled: Sampled, chat: Chat, limits: TurnLimits) -> None:
     """Add a turn of the model after an answer, cut to the tokens that are left; with none left no message is added."""
     sampled = sampled.first(limits.max_completion_length - len(transcript.ids))
@@ -188,12 +239,6 @@ def continue_with(transcript: Transcript, sampled: Sampled, chat: Chat, limits: 
 
 
 def check_tools(tools: Sequence[Tool], processing_class: Any, first_rows: Sequence[Any]) -> None:
-    """Raise a ConfigError or a DataError for two tools of one name, and templates and prompts that cannot show tools.
-
-    Args:
-        tools: the standalone ones.
-        first_rows: the first row of every data set.
-    """
     names = [getattr(tool, "__name__", None) for tool in tools]
     if None in names or len(set(names)) < len(names):
         raise ConfigError(f"the model calls tools by name, and these are named {names}; give each its own name.")
@@ -209,3 +254,19 @@ def check_tools(tools: Sequence[Tool], processing_class: Any, first_rows: Sequen
                 f"tools and environments need prompts that are lists of messages, and the first one is the text "
                 f"{prompt[:40]!r}; write [{{'role': 'user', 'content': ...}}]."
             )
+
+
+def check_names(datasets: Sequence[Any], factories: Any) -> None:
+    for dataset in datasets if isinstance(factories, dict) else ():
+        for name in set(dataset["environment"]) if "environment" in dataset.column_names else {None}:
+            _check_name(name, factories)
+
+
+def _check_name(name: str | None, factories: Mapping[str | None, Any]) -> None:
+    if name not in factories:
+        names = [str(known) for known in factories]
+        remedy = did_you_mean(str(name), names, f"it makes {', '.join(map(repr, names))}.")
+        raise DataError(
+            f"a row has environment={name!r}, by its column 'environment', which environment_factory does not make; "
+            f"{remedy}"
+        )

@@ -1,28 +1,62 @@
 """A transcript: one completion as it grows, turn by turn, on the process that samples it.
 
 Differs from TRL, which keeps one list per column (ids, masks, messages, images). Created by the worker, extended by
-sampled tokens and by tools, read by `join`.
+sampled tokens and by tools, read by `join`. Shapes: T tokens, K kept ids of all tokens, N tokens of prompt and
+completion, C choices of all routers (forward.routing).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..forward.images import images_in
 from ..forward.routing import LIVE
-from .token_record import TokenRecord
+from ..forward.sampling_masks import KeptIds
 
 Messages = list[dict[str, Any]]
 
 
+class TokenRecord(NamedTuple):
+    """The records of a completion's tokens, on the CPU; neutral for tokens of tools and environments."""
+
+    logps_T: torch.Tensor  # log-probability of each token, after every filter
+    mass_T: torch.Tensor  # the share of the probability that the filters had kept
+    counts_T: torch.Tensor  # with `ids_K`: of `KeptIds`; no ids without replay
+    ids_K: torch.Tensor
+
+    @classmethod
+    def neutral(cls, tokens: int) -> TokenRecord:
+        counts, ids = torch.zeros(tokens, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+        return cls(torch.zeros(tokens), torch.ones(tokens), counts, ids)
+
+    @classmethod
+    def of_kept(cls, kept_ids: Sequence[Sequence[int]], logps: Sequence[float | None] | None) -> TokenRecord:
+        """Records from the kept ids and log-probabilities of a `rollout_func` or of vLLM; NaN where it gives none."""
+        tokens = len(kept_ids)
+        known = [math.nan if value is None else value for value in logps or [None] * tokens]
+        counts = torch.tensor([len(ids) for ids in kept_ids], dtype=torch.int32)
+        ids_K = torch.tensor([token for ids in kept_ids for token in ids], dtype=torch.int32)
+        return cls(torch.tensor(known), torch.full((tokens,), math.nan), counts, ids_K)
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenRecord]) -> TokenRecord:
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    @property
+    def kept(self) -> KeptIds:
+        return KeptIds(self.counts_T, self.ids_K)
+
+    def first(self, tokens: int) -> TokenRecord:
+        return TokenRecord(self.logps_T[:tokens], self.mass_T[:tokens], *self.kept.first(tokens))
+
+
 @dataclass(frozen=True)
 class Sampled:
-    """One turn of a transcript."""
-
     ids: list[int]  # new tokens
     logps: list[float | None] | None = None  # of each, from an engine that returns them
     record: TokenRecord | None = field(default=None, compare=False)  # of each, from an engine that makes one
@@ -40,8 +74,6 @@ class Sampled:
 
 @dataclass
 class Transcript:
-    """One completion as it grows turn by turn."""
-
     row: dict[str, Any]  # this completion's own copy of a row of the data set; a `rollout_func` may add columns to it
     key: int  # of the random numbers of its tokens (algorithms.keyed_random), int64
     place: int = 0  # among the completions of this process
@@ -68,19 +100,16 @@ class Transcript:
     tool_failures: int = 0
 
     def set_prompt(self, prompt: Any) -> None:
-        """Set the prompt, and the images in it."""
         self.prompt, self.images = prompt, images_in(prompt)
         self.prompt_images = len(self.images)
         if self.environment is not None:
             self.number = None
 
     def show(self, images: Sequence[Any]) -> None:
-        """Add images that a tool or an environment shows."""
         if images:
             self.images, self.number = [*self.images, *images], None
 
     def add_sampled(self, turn: Sampled) -> None:
-        """Append a turn of the model."""
         if not self.ids:
             self.record = turn.record
         elif self.record is not None:
@@ -92,7 +121,6 @@ class Transcript:
             self.logps = [*(self.logps or ()), *turn.logps]
 
     def add_answer(self, ids: list[int]) -> None:
-        """Append tokens of tools or of an environment."""
         self.ids = [*self.ids, *ids]
         self.mask = [*self.mask, *[0] * len(ids)]
         if self.logps is not None:

@@ -1,6 +1,7 @@
 """TRL's shapes, for users' overrides: its padded dictionary, its tuple of eight, the output of a `rollout_func`.
 
-Used only where a user's hook takes or returns them; without hooks nothing is padded here.
+Used only where a user's hook takes or returns them; without hooks nothing is padded here. Differs from TRL, where a
+`rollout_func` that returns too few rows ends in an index error.
 """
 
 from __future__ import annotations
@@ -17,13 +18,23 @@ from .engine import EngineSettings
 from .images import ImageSource
 from .join import Round, trl_columns
 from .local import LocalRollout
-from .token_record import TokenRecord
+from .transcript import TokenRecord
 
 _GENERATED = 8
+_REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+_REMEDY = (
+    "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
+    "for each prompt, and logprobs, one list of numbers for each prompt or None; further lists (env_mask: 1 for each "
+    "token of the model, 0 for others) have one entry for each prompt too."
+)
+_KEPT_REMEDY = (
+    " With sampling_mask='replay' it returns kept_ids: for each completion one list of ids for each token, those that "
+    "it was sampled from, empty for the whole vocabulary and for tokens of tools."
+)
 
 
 def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, settings: EngineSettings) -> dict[str, Any]:
-    """TRL's padded dictionary of this process's rows, or of its stand-ins, with advantages of zero."""
+    """TRL's padded dictionary of this process's rows; its stand-ins have advantages of zero."""
     transcripts = local.transcripts
     columns = trl_columns(local, transcripts, whole=True)
     advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
@@ -42,7 +53,6 @@ def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, sett
 
 
 def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
-    """TRL's tuple of eight, as its `_generate` returns it."""
     rows = local.transcripts
     names = ("prompt_ids", "ids", "mask", "completion", "logps")
     prompt_ids, ids, masks, completions, logps = ([getattr(row, name) for row in rows] for name in names)
@@ -61,7 +71,6 @@ def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
 
 
 def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
-    """Read what a user's `_generate` returned; a RolloutError unless it is a tuple of eight, for all prompts."""
     if not isinstance(generated, (tuple, list)) or len(generated) != _GENERATED:
         kind = f"{len(generated)} values" if isinstance(generated, (tuple, list)) else type(generated).__name__
         raise RolloutError(f"_generate returned {kind}; return the tuple of {_GENERATED} values that TRL's returns.")
@@ -77,6 +86,57 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
         row.completion = completions[place]
         if images is not None:
             row.images, row.number = list(images[place] or ()), None
+
+
+def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool = False) -> dict[str, Any]:
+    """What a `rollout_func` returned, in plain numbers; a RolloutError for anything but a rollout.
+
+    It was called with so many prompts, one for each completion. `needs_logprobs` says why log-probabilities are needed;
+    None where they are not. With `kept_ids` the ids that each token was sampled from are needed too.
+    """
+    remedy = _REMEDY + (_KEPT_REMEDY if kept_ids else "")
+    if not isinstance(output, Mapping):
+        raise RolloutError(f"rollout_func returned a {type(output).__name__} in the place of a dictionary. {remedy}")
+    missing = [name for name in _REQUIRED if name not in output]
+    missing += [name for name in ("prompt_ids", "completion_ids") if output.get(name, ()) is None]
+    if missing:
+        raise RolloutError(f"rollout_func returned no {', '.join(missing)}. {remedy}")
+    if needs_logprobs is not None and output["logprobs"] is None:
+        raise RolloutError(f"rollout_func returned logprobs=None, and {needs_logprobs}.")
+    rollout = {name: values for name, values in output.items() if name != "env_mask" or values is not None}
+    for name in (*_REQUIRED, "env_mask"):
+        number = _float_or_none if name == "logprobs" else int
+        if rollout.get(name) is not None:
+            rollout[name] = [[number(value) for value in row] for row in rollout[name]]
+    if kept_ids:
+        try:
+            rollout["kept_ids"] = [[[int(i) for i in among] for among in row] for row in rollout["kept_ids"]]
+        except (KeyError, TypeError, ValueError):
+            raise RolloutError(f"rollout_func returned no kept_ids. {remedy}") from None
+    for name, values in rollout.items():
+        if isinstance(values, list) and len(values) != prompts:
+            raise RolloutError(f"rollout_func returned {len(values)} {name} for {prompts} prompts. {remedy}")
+    for row, ids in enumerate(rollout["completion_ids"]):
+        if not ids or not rollout["prompt_ids"][row]:
+            raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {remedy}")
+        for name in ("logprobs", "env_mask", *(["kept_ids"] if kept_ids else [])):
+            values = rollout.get(name)
+            if values is not None and len(values[row]) != len(ids):
+                raise RolloutError(
+                    f"rollout_func returned {len(values[row])} {name} for the {len(ids)} tokens of completion {row}. "
+                    f"{remedy}"
+                )
+        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if kept_ids else ())):
+            if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
+                raise RolloutError(
+                    f"kept_ids of rollout_func do not contain token {token}, or contain something other than an id, at "
+                    f"place {place} of completion {row}. {remedy}"
+                )
+    return rollout
+
+
+def _float_or_none(value: Any) -> float | None:  # vLLM does not report all of them
+    return None if value is None else float(value)
 
 
 def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:

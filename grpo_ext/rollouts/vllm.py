@@ -4,10 +4,17 @@ Differs from TRL, which seeds an engine by the index of its process, so that com
 processes. `VllmEngine` calls TRL's `VLLMGeneration` for an engine in this process. `VllmServer` sends this process's
 rows to a server, while TRL's main process sends the rows of all; so processes may have different numbers of rows, and a
 thread may sample.
+
+For replay vLLM returns the ids that tokens were sampled from, and experts (not run on a GPU). Masks come since 0.28,
+from its Model Runner V2 (not on CPUs), for requests with a `top_k`; its log-probabilities are over the same tokens
+(`logprobs_mode="processed_logprobs"`, as TRL starts an engine). Experts come for all layers, and for all tokens of
+prompt and completion but the last. Where there are none (`compat.why_no_experts`), the forward of the policy's
+log-probabilities records them.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -18,24 +25,24 @@ import torch
 from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
-from ..errors import RolloutError
-from ..forward.routing import Router
+from ..errors import RolloutError, refuse_combination
+from ..forward.routing import LIVE, Router
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group
+from .engine_check import NEUTRAL
 from .equal_shares import UNEQUAL_SHARES, refuse_unequal_shares
-from .token_record import TokenRecord
-from .transcript import Sampled, Transcript
-from .vllm_replay import experts_of, mask_record
+from .keyed import most_kept, truncating
+from .transcript import Sampled, TokenRecord, Transcript
 
 _BITS = (1 << 62) - 1  # of a server's signed 64-bit seed, to which the index of a completion is added
 SENT = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
+# settings that leave tokens out too: masks describe them, but vLLM returns masks only with a `top_k`
+_LEAVE_OUT = {"min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "vllm_structured_outputs_regex"}
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
 
 
 @dataclass(frozen=True)
 class VllmEngine:
-    """Samples with the engine in this process, which has the current weights (`vllm_mode="colocate"`)."""
-
     generation: Any  # `rollouts.vllm_weights.Generation`
     seeded: bool  # each completion has a seed of its own
     profile: Callable[[str], AbstractContextManager[Any]]  # TRL's profiling context of a name
@@ -44,7 +51,6 @@ class VllmEngine:
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`; a RolloutError for unequal shares of an engine, and for missing masks or experts."""
         engines = self.generation.tensor_parallel_size
         if engines > 1 and not any(transcript.turns for transcript in transcripts):
             refuse_unequal_shares("vLLM", len(transcripts), UNEQUAL_SHARES)
@@ -66,20 +72,17 @@ class VllmEngine:
             )
             first = self.generation.accelerator.process_index % engines * len(ids)  # among the rows of all ranks
             completions = llm.completions[first : first + len(ids)]
-            sampled = sampled_of(self.generation, ids, logps, completions)
-            if not self.routers:
-                return sampled
-            rows = zip(sampled, completions, prompts, strict=True)
-            return [
-                replace(turn, experts_NC=experts_of(completion, len(prompt) + len(turn.ids), self.routers))
-                for turn, completion, prompt in rows
-            ]
+        sampled = sampled_of(self.generation, ids, logps, completions)
+        if not self.routers:
+            return sampled
+        return [
+            replace(turn, experts_NC=experts_of(completion, len(prompt) + len(turn.ids), self.routers))
+            for turn, completion, prompt in zip(sampled, completions, prompts, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class VllmServer:
-    """Sends the transcripts of this process to a server (`vllm_mode="server"`)."""
-
     generation: Any  # TRL's `VLLMGeneration`, for its settings
     client: Any  # this process's
     seeded: bool = True  # each completion has a seed of its own
@@ -88,7 +91,6 @@ class VllmServer:
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`."""
         if not transcripts:
             return []
         settings, copies = self.generation, copies_of(transcripts, num_generations)
@@ -135,8 +137,7 @@ def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
 def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completions: Sequence[Any] = ()) -> list[Sampled]:
     """The turn of each row, with the log-probability of each sampled token, which vLLM lists first.
 
-    Args:
-        completions: vLLM's object for each row; empty for a server, which does not report why a row ended.
+    `completions` are vLLM's objects of the rows; empty for a server, which does not report why a row ended.
     """
     values = [None] * len(ids) if logps is None else [[token[0] for token in row] for row in logps]
     records: Iterable[TokenRecord | None] = [None] * len(ids)
@@ -165,3 +166,76 @@ def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[in
         return (mix(keys_B, offsets_B) & _BITS).tolist()
     firsts = keys_B[::num_generations].repeat_interleave(num_generations)[: len(keys_B)]
     return ((firsts & _BITS) + torch.arange(len(keys_B)) % num_generations).tolist()
+
+
+# ---- Replay of masks and experts ------------------------------------------------------------------------------------
+
+
+def vllm_filters(args: Any) -> dict[str, Any]:
+    values = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p")} | (args.generation_kwargs or {})
+    return truncating({**values, "top_k": max(values["top_k"] or 0, 0)})  # -1: all tokens
+
+
+def mask_bound(args: Any, rollout_func: Any) -> int | None:
+    """The most ids of a mask that vLLM is asked for; None: no masks are requested.
+
+    A `rollout_func` returns `kept_ids` itself, and without filters no mask is needed.
+    """
+    if not (args.use_vllm and args.replay.masks) or rollout_func is not None:
+        return None
+    filters = vllm_filters(args)
+    regex = {"vllm_structured_outputs_regex": args.vllm_structured_outputs_regex}
+    settings = {"repetition_penalty": args.repetition_penalty, **(args.generation_kwargs or {}), **regex}
+    without_effect = {"repetition_penalty": 1.0, "temperature": args.temperature}
+    described = NEUTRAL - without_effect.keys() | (_LEAVE_OUT if filters else set())
+    others: dict[str, Any] = {
+        f"{name}={value!r} (vLLM returns no masks that describe it)": value or name == "temperature"
+        for name, value in settings.items()
+        if name not in described and value != without_effect.get(name)
+    }
+    names = ", ".join(f"{name}={value}" for name, value in filters.items())
+    others[f"{names} on a vLLM server (TRL's client returns no masks)"] = filters and args.vllm_mode == "server"
+    remedy = "Leave one of the two out."
+    if args.vllm_mode != "server":
+        remedy += " Settings that leave tokens out, such as min_tokens, can be replayed with top_k."
+    refuse_combination("sampling_mask='replay'", others, remedy)
+    return most_kept(filters)
+
+
+def mask_record(completion: Any, ids: list[int], logps: list[float | None] | None) -> TokenRecord:
+    returned, mask = "none", getattr(completion, "sampling_mask", None)
+    if mask is not None:
+        returned = f"{len(mask.token_ids)}, or some without the token that was sampled,"
+        if len(mask.token_ids) == len(ids) and all(map(operator.contains, mask.token_ids, ids)):
+            return TokenRecord.of_kept(mask.token_ids, logps)
+    raise RolloutError(
+        f"sampling_mask='replay': vLLM was asked for the ids that each token was sampled from "
+        f"(return_sampling_mask=True), and returned {returned} for a completion of {len(ids)} tokens; use a vLLM whose "
+        "model runner returns them, or leave sampling_mask or the filters out."
+    )
+
+
+def experts_of(completion: Any, tokens: int, routers: Sequence[Router]) -> torch.Tensor:
+    """The experts (tokens, C) of a prompt and one of vLLM's completions; `LIVE` for the last token, which never ran."""
+    routed = getattr(completion, "routed_experts", None)
+    layers, experts = [router.layer for router in routers], [router.experts for router in routers]
+    returned, choices = "none", routers[0].choices
+    if routed is not None:  # an array [tokens - 1, decoder layers, K]
+        shape = tuple(routed.shape)
+        returned = f"an array {shape}, where routers of layers {layers} make {choices} choices,"
+        fits = len(shape) == 3 and shape[0] == tokens - 1 and min(layers) >= 0 and max(layers) < shape[1]
+        if fits and len(layers) * shape[2] == choices:
+            experts_NRK = torch.from_numpy(routed[:, layers].astype("int32"))
+            ordered_NRK = experts_NRK.sort(-1).values
+            unknown_NR = (ordered_NRK[..., 0] < 0) | (ordered_NRK[..., -1] >= torch.tensor(experts))
+            unknown_NR |= (ordered_NRK[..., 1:] == ordered_NRK[..., :-1]).any(-1)
+            if not unknown_NR.any():
+                dtype = max(routers, key=lambda router: router.experts).dtype
+                return torch.nn.functional.pad(experts_NRK.flatten(1).to(dtype), (0, 0, 0, 1), value=LIVE)
+            returned = f"{experts_NRK[unknown_NR][0].tolist()} as a choice of different experts out of {max(experts)},"
+    raise RolloutError(
+        "routing_replay=True: vLLM was asked for the experts of every token but the last "
+        f"(enable_return_routed_experts=True), and returned {returned} for {tokens} tokens of prompt and completion; "
+        "use another version of vLLM, or vllm_mode='server', where they are recorded with the log-probabilities, or "
+        "leave routing_replay out."
+    )

@@ -26,7 +26,7 @@ from .. import compat
 from ..errors import ConfigError, RolloutError
 from ..runtime.collectives import gather_lists
 from ..view import TrainerView
-from .vllm_replay import mask_bound
+from .vllm import mask_bound
 
 # fields of PEFT's LoraConfig that may have any value: vLLM reads them, or they do not change an adapter's output
 _SERVED = {
@@ -41,7 +41,7 @@ def why_not_alone(model: Any, max_rank: int | None = None) -> str | None:
     """Why vLLM cannot serve the adapter of a model by itself, as a clause; None where it can.
 
     vLLM ignores settings of PEFT that it does not know, so everything but plain LoRA of linear layers is refused.
-    `max_rank` is the engine's `max_lora_rank`; None: an engine is started with the rank that the adapter needs.
+    `max_rank` is the engine's; None: an engine is started with the rank that the adapter needs.
     """
     if not isinstance(model, PeftModel):
         return "the model has no adapter"
@@ -75,7 +75,6 @@ class AdapterVersions:
     number: int = field(default=0, init=False)  # the version that the engine has; 0: none yet
 
     def send(self, generation: Generation) -> None:
-        """Save the adapter as the next version and let the engine sample with it; a RolloutError where it fails."""
         earlier, self.number = self._name, self.number + 1
         writes = self.client is None or generation.accelerator.is_main_process
         if writes:
@@ -142,11 +141,8 @@ class Generation(compat.VLLMGeneration):
     def of(
         cls, generation: Any, versions: AdapterVersions | None, mask_bound: int | None, unfiltered: bool
     ) -> Generation:
-        """The same engine or server, with the weights sent by this class.
-
-        TRL's trainer starts the engine and has no argument for the class that does, so the attributes move to an object
-        of this one; `__init__` would start a second engine.
-        """
+        # TRL's trainer starts the engine and has no argument for the class that does, so the attributes move to an
+        # object of this one; `__init__` would start a second engine
         new = cls.__new__(cls)
         vars(new).update(vars(generation), versions=versions, mask_bound=mask_bound, unfiltered=unfiltered)
         if new.mode == "colocate":
@@ -156,7 +152,6 @@ class Generation(compat.VLLMGeneration):
         return new
 
     def sync_weights(self) -> None:
-        """Send what was trained to the engine; called by every process."""
         if self.versions is None:
             super().sync_weights()
         else:
@@ -222,11 +217,7 @@ def _copy_of(parameter: Any) -> Any:
 
 
 def versions_of(view: TrainerView, client: Any | None) -> AdapterVersions | None:
-    """The versions of an adapter that is sent by itself (`client`: to a server); None where weights are sent.
-
-    Raises:
-        ConfigError: `vllm_lora=True`, and vLLM cannot serve the adapter.
-    """
+    """The versions of an adapter that is sent by itself (`client`: to a server); None where weights are sent."""
     args, model = view.args, view.policy
     if args.vllm_lora is False or (args.vllm_lora is None and client is None):
         return None
@@ -257,7 +248,6 @@ def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:
 
 
 def engine_options(config: Any, model: Any, peft_config: Any, rollout_func: Any = None) -> dict[str, Any]:
-    """Options of a colocated engine beyond TRL's: for returning masks and experts, and for serving adapters."""
     if not config.use_vllm:
         return {}
     options: dict[str, Any] = {}

@@ -10,11 +10,11 @@ things that processes exchange meanwhile.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
+import json
 import reprlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,38 +27,33 @@ from ..forward.runner import ForwardLimits, ForwardRunner
 from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import any_process
+from ..runtime.collectives import any_process, uneven_collectives
 from .decoding import unique
 from .engine import Engine, EngineSettings
 from .images import ImageSource
 from .keyed import request_keys
-from .local import LocalRollout, RolloutSettings, SamplingSettings
-from .token_record import TokenRecord
+from .local import GenerateCall, LocalRollout, RolloutSettings, SamplingSettings, TurnCall, UserCalls
 from .tools import continue_with
-from .transcript import Sampled, Transcript, share_prompt_experts
-from .trl_shapes import take_rollout
+from .transcript import Sampled, TokenRecord, Transcript, share_prompt_experts
+from .trl_shapes import take_generated, take_rollout
 
 
 @dataclass
 class RolloutWorker:
-    """Makes one process's part of rollout batches.
-
-    Attributes:
-        models: returns the policy and the reference model; None where that is the policy without its adapter.
-        clock: adds up the seconds of the phases.
-        retired: environments that are not used any more (`Environments`).
-        show_environments: called with the transcripts once their environments are reset.
-    """
+    """Makes one process's part of rollout batches, in the main thread or on the thread that samples ahead."""
 
     forwards: ForwardRunner
+    # returns the policy and the reference model; None where that is the policy without its adapter
     models: Callable[[], tuple[Any, Any | None]]
     engine: Engine
     rewards: RewardRunner
     images: ImageSource
     clock: PhaseClock
     settings: EngineSettings
-    retired: dict[int, Any] = field(default_factory=dict)
+    retired: dict[int, Any] = field(default_factory=dict)  # see `Environments`
+    # called with the transcripts once their environments are reset
     show_environments: Callable[[Sequence[Transcript]], None] = lambda transcripts: None
+    calls: UserCalls = field(default_factory=UserCalls)
 
     @property
     def shards_vision(self) -> bool:
@@ -68,8 +63,7 @@ class RolloutWorker:
     def sample(self, rows: StepRows, settings: RolloutSettings, repeat: int = 0) -> LocalRollout:
         """This process's transcripts of a rollout batch, with log-probabilities and rewards.
 
-        Args:
-            repeat: how often a user's override has called TRL's method before; each draws other random numbers.
+        `repeat` is how often a user's override has called TRL's method before; each call draws other random numbers.
         """
         local, sampling = LocalRollout(rows.request, settings), settings.sampling
         if not rows.request.empty or sampling.hooks.need_all_processes or self.shards_vision:
@@ -99,7 +93,6 @@ class RolloutWorker:
         return transcripts
 
     def tokenize(self, transcripts: Sequence[Transcript], sampling: SamplingSettings) -> None:
-        """Token ids of the prompts; each different prompt is tokenised once."""
         tokenize = sampling.hooks.tokenize or sampling.chat.tokenize
         firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
         prompts = [transcripts[i].prompt for i in firsts]
@@ -114,7 +107,14 @@ class RolloutWorker:
     # ---- Turns ----------------------------------------------------------------------------------------------------
 
     def converse(self, local: LocalRollout) -> None:
-        """The turns: the model writes, tools answer, until no transcript wants a turn."""
+        if (generate := local.settings.sampling.hooks.generate) is None:
+            self.run_turns(local)
+            return
+        with self.calls.running(GenerateCall(local)):
+            take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
+
+    def run_turns(self, local: LocalRollout) -> None:
+        """The model writes, tools answer, until no transcript wants a turn."""
         sampling, transcripts = local.settings.sampling, local.transcripts
         if sampling.hooks.rollout is not None and transcripts:
             take_rollout(local, sampling.hooks.rollout([transcript.prompt for transcript in transcripts]))
@@ -143,9 +143,34 @@ class RolloutWorker:
                 f"{len(sampled)} completions were sampled for {len(transcripts)} prompts, and each needs its own; the "
                 "log above says why where the generation failed."
             )
-        return [t if t.ended is not None else dataclasses.replace(t, ended=local.ended(t.ids)) for t in sampled]
+        return [t if t.ended is not None else replace(t, ended=local.ended(t.ids)) for t in sampled]
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
+        """One turn, chunk by chunk by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
+        turn, sharded = local.settings.sampling.hooks.turn, self.settings.sharded
+        if turn is None or (sharded and (local.request.empty or not transcripts)):  # joins the forwards of others
+            return self.sample_by_engine(local, transcripts)
+        group = local.request.num_generations
+        sampled: list[Sampled] = []
+        for chunk in [transcripts] if sharded else self.settings.chunks(transcripts, group):
+            later = chunk[0].turns > 0
+            images = [row.images or None for row in chunk]
+            options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
+            arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
+            with (
+                self.calls.running(TurnCall(local, chunk)),
+                uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
+            ):
+                ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
+            if len(ids) != len(chunk):
+                raise RolloutError(
+                    f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
+                )
+            values = [None] * len(ids) if logps is None else logps
+            sampled += [Sampled(list(tokens), value) for tokens, value in zip(ids, values, strict=True)]
+        return sampled
+
+    def sample_by_engine(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """What the engine samples; for a process without prompts one token per stand-in."""
         request, config = local.request, local.settings.sampling.generation_config
         real = rows = [] if request.empty else transcripts
@@ -161,7 +186,6 @@ class RolloutWorker:
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
     def add_logprobs(self, local: LocalRollout) -> None:
-        """Log-probabilities under the policy that samples and under the reference, only where the run needs them."""
         logprobs = local.settings.logprobs
         if not (logprobs.of_policy or logprobs.of_reference):
             return
@@ -172,7 +196,7 @@ class RolloutWorker:
 
         def log_probs(by_reference: bool) -> list[torch.Tensor]:
             # the reference has routers of its own
-            of_model = dataclasses.replace(rows, experts_NC=None) if by_reference else rows
+            of_model = replace(rows, experts_NC=None) if by_reference else rows
             logps_S, experts_NC = self._log_probs(of_model, local.settings, by_reference)
             if has_rows and experts_NC is not None:
                 bounds = itertools.pairwise(rows.starts_B)
@@ -252,20 +276,14 @@ class RolloutWorker:
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:
-    """A key that transcripts with the same prompt share."""
-    number = transcript.number
-    images = (number, transcript.place if number is None else None) if transcript.images else ()
-    return transcript.environment_name, images, _frozen(transcript.prompt, transcript.images)
+    """A key that transcripts with the same prompt share; it holds images by number, and other objects by identity."""
+    images, number = transcript.images, transcript.number
 
+    def name_of(value: Any) -> Any:
+        return None if any(value is image for image in images) else id(value)
 
-def _frozen(value: Any, images: Sequence[Any]) -> Hashable:
-    """A key that equal JSON values share; any other object, except one of the images, has a key of its own."""
-    if isinstance(value, Mapping):
-        value = [type(value), *value.items()]
-    if isinstance(value, list | tuple):
-        return type(value), *(_frozen(part, images) for part in value)
-    plain = value is None or isinstance(value, str | int | float)
-    return type(value), value if plain else None if any(value is image for image in images) else id(value)
+    shown = (number, transcript.place if number is None else None) if images else ()
+    return transcript.environment_name, shown, json.dumps(transcript.prompt, default=name_of)
 
 
 def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[Any], list[Any], list[list[int]]]:
@@ -280,11 +298,11 @@ def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
 
     Called by the thread that computes the rewards: with `rollout_lag` the other one may be at another rollout batch.
     """
-    pending = local.settings.rewards.pending
-    if not pending.metrics and not pending.columns:
+    metrics, columns = local.settings.rewards.pending_metrics, local.settings.rewards.pending_columns
+    if not metrics and not columns:
         return []
-    values = [(name, value) for name, numbers in pending.metrics.items() for value in numbers]
-    table = {name: list(entries) for name, entries in pending.columns.items()}
-    pending.metrics.clear()
-    pending.columns.clear()
+    values = [(name, value) for name, numbers in metrics.items() for value in numbers]
+    table = {name: list(entries) for name, entries in columns.items()}
+    metrics.clear()
+    columns.clear()
     return [RewardCall("log_extra", -1, local.first, len(local.real_transcripts), values, table)]

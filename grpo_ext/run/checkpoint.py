@@ -39,7 +39,6 @@ _PARTIAL = "_writing-"  # begins the names of folders that are not whole
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits."""
     with path.open("rb") as file:
         return sha_fileobj(file).hex()
 
@@ -50,7 +49,7 @@ def _hashes(paths: Sequence[Path]) -> list[str]:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a run's folder, oldest step first; whole or not."""
+    """The checkpoints in a run's folder, whole or not, oldest step first."""
     root = Path(folder)
     if not root.is_dir():
         return []
@@ -88,7 +87,7 @@ def _sync(path: Path) -> None:
 
 
 def read_listing(folder: Path) -> dict[str, Any] | None:
-    """The listing of a checkpoint, or a CheckpointError; None where there is none (a checkpoint of another trainer)."""
+    """None for a checkpoint of another trainer; a CheckpointError for a broken listing."""
     path = folder / LISTING
     if not path.is_file():
         return None
@@ -102,10 +101,7 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
 
 
 def why_broken(folder: str | Path) -> str | None:
-    """Why a checkpoint must not be loaded, as a sentence that names the file; None if it is whole.
-
-    The files of a checkpoint of transformers or TRL are not compared: it has no listing.
-    """
+    """Why a checkpoint must not be loaded, as a sentence; that of another trainer has only to be finished."""
     root = Path(folder)
     if not root.is_dir():
         return f"{root} {'is not a folder' if root.exists() else 'does not exist'}"
@@ -135,10 +131,7 @@ def why_broken(folder: str | Path) -> str | None:
 
 
 def why_not_resumable(folder: str | Path) -> str | None:
-    """Why a run cannot go on from a checkpoint: it is broken, or lacks optimizer state or learning-rate schedule.
-
-    DeepSpeed writes both into a folder `global_step*`.
-    """
+    """Why a run cannot go on from a checkpoint: it is broken, or holds no state of the optimizer or the schedule."""
     root = Path(folder)
     if (reason := why_broken(root)) is not None or any(root.glob("global_step*")):
         return reason
@@ -158,11 +151,7 @@ def is_path(wanted: str | bool | None) -> bool:
 
 
 def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
-    """The checkpoint to resume from, verified; None for a new run.
-
-    Raises:
-        CheckpointError: it is broken, or there is none.
-    """
+    """The verified checkpoint to resume from; None for a new run."""
     existing = checkpoints(folder)
     if not wanted or (wanted == "auto" and not existing):
         return None
@@ -182,7 +171,7 @@ def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
 
 
 def writing_folder(run: str | Path, owner: str = "checkpoint") -> Path:
-    """The folder in which `owner` writes a checkpoint before it is renamed; on the same file system."""
+    """Where `owner` writes a checkpoint before it is renamed: on the same file system."""
     return Path(run) / f"{_PARTIAL}{owner}"
 
 
@@ -207,10 +196,7 @@ def set_aside_later(checkpoint: str | Path) -> list[Path]:
 
 
 def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) -> None:
-    """Delete the oldest checkpoints beyond `save_total_limit`, but none that is `protected`.
-
-    Differs from transformers' `rotate_checkpoints`, which also deletes checkpoints that were renamed.
-    """
+    """Delete the oldest checkpoints beyond `save_total_limit`, and, unlike transformers, none that was renamed."""
     if limit is None or limit <= 0:
         return
     existing, keep = checkpoints(run), {Path(path).resolve() for path in protected if path is not None}
@@ -225,15 +211,13 @@ def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) ->
 
 
 def create_output_dir(folder: str) -> None:
-    """Create a run's folder, if it does not exist; a ConfigError where no file can be created in it."""
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass  # the lock takes a folder that is read-only for one that is taken
     except OSError as error:
         raise ConfigError(
-            f"output_dir={folder!r} cannot be written to ({error.strerror}); name a folder in which this process may "
-            "create files, on a disk with space."
+            f"output_dir={folder!r} cannot be written to ({error.strerror}); use a writable folder on a disk with room."
         ) from error
 
 
@@ -290,16 +274,7 @@ def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
 
 
 def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
-    """Lock a run's folder, on the main process; returns the folder, and the lock to release after the run.
-
-    Args:
-        in_place: a run of the folder is resumed in it; otherwise a new run takes the folder, or, where that holds
-            checkpoints or belongs to another run, the first free one of `folder-2`, `folder-3`, ...
-
-    Raises:
-        CheckpointError: another run holds the folder to resume in.
-        ConfigError: the folder cannot be written to.
-    """
+    """Lock the folder of a run that resumes, or the first free one of `folder`, `folder-2`, ... for a new run."""
     if in_place:
         if (lock := _acquire(folder, _PATIENCE)) is not None:
             return folder, lock

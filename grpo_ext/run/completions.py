@@ -21,10 +21,7 @@ logger = get_logger(__name__)
 
 @contextlib.contextmanager
 def completions_logged(view: TrainerView) -> Iterator[None]:
-    """Write a column that has no one type in a parquet file as JSON text; warn once of a table that is not written.
-
-    What a callback raises goes through.
-    """
+    """Write columns that parquet cannot hold as JSON text; warn once of a table that is not written."""
     before, table = len(view.state.log_history), view.logs
     writes = view.log_completions and view.accelerator.is_main_process
     if writes:

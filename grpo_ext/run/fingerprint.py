@@ -77,7 +77,6 @@ _LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together")
 
 
 def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]:
-    """Everything about a run that is compared on resume, in plain JSON types."""
     accelerator, reference = view.accelerator, view.ref_model
     return {
         "data": data_fingerprint(view.train_dataset),
@@ -95,7 +94,7 @@ def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]
 
 
 def _plain(value: Any, without: Collection[str] = ()) -> Any:
-    """A value in JSON types; a dictionary without these names, at any depth."""
+    """A value in JSON types, without these names at any depth."""
     if isinstance(value, dict):  # JSON takes no tuples as keys
         return {str(name): _plain(part, without) for name, part in value.items() if name not in without}
     # the modules of an adapter are a set, whose order is another in every process
@@ -104,7 +103,6 @@ def _plain(value: Any, without: Collection[str] = ()) -> Any:
 
 
 def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
-    """The settings that decide what is learned."""
     inherited = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
     left_out = {*inherited, *_TRL_LAYOUT, *(() if args.bitwise_invariant else _BITWISE)}
     of_trl = [field.name for field in dataclasses.fields(trl.GRPOConfig)]
@@ -116,10 +114,7 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
-    """Length, columns and a hash of the rows of a data set; None for a stream.
-
-    Reads at most 100,000 rows, or 2,000 where they hold images, audio, video or bytes. Image files count by name.
-    """
+    """Length, columns and a hash of evenly spread rows; None for a stream. Image files count by name."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
     rows, columns = len(dataset), sorted(getattr(dataset, "column_names", None) or [])
@@ -176,11 +171,8 @@ def model_fingerprint(
 ) -> dict[str, Any]:
     """Class, configuration, adapters, and hashes of the weights.
 
-    "sha256" covers names, shapes and types of all weights, "frozen" the values of those that checkpoints do not hold.
-
-    Args:
-        reference: the reference model, where it is a separate model.
-        whole: whether this process holds all weights; without them "frozen" is None.
+    "sha256" covers names, shapes and types of all weights, "frozen" the values of those that checkpoints do not hold;
+    None where this process does not hold them `whole`.
     """
     config: Any = getattr(base_model_of(model), "config", None)
     frozen = None
@@ -207,10 +199,7 @@ def model_fingerprint(
 
 
 def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
-    """The schema of every tool by name, and the order in which a chat template shows them.
-
-    A tool of an environment is named `Environment.name`.
-    """
+    """The schema of every tool by name (`Environment.name`), and their order in a chat template."""
     owners = {tool: getattr(tool, "__self__", None) for tool in tools}
     names = {tool: f"{type(owner).__name__}." * (owner is not None) + tool.__name__ for tool, owner in owners.items()}
     schemas = {name: _plain(get_json_schema(tool)["function"]) for tool, name in names.items()}
@@ -235,7 +224,6 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 
 
 def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
-    """Hashes of every trainable parameter, and of every tensor the optimizer keeps for it."""
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     hashes = {f"parameter/{name}": tensor_hash(parameter) for parameter, name in names.items()}
     for parameter, values in getattr(optimizer, "state", {}).items():
@@ -246,10 +234,7 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The differences, as `name: (saved, current)`; parts of the model have names like `model.config`.
-
-    Not compared: names that only one has (another version wrote it), frozen weights where an engine shards them.
-    """
+    """The differences as `name: (saved, current)`; not those of names that only one has, or that an engine shards."""
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
         model = {f"model.{part}": value for part, value in fingerprint["model"].items() if value is not None}
@@ -260,7 +245,6 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
 
 
 def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """The parts in which changed values differ: name, old, new."""
     for name, (old, new) in changes.items():
         if isinstance(old, dict) and isinstance(new, dict):
             keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
@@ -276,18 +260,10 @@ def saved_settings(folder: str | Path) -> dict[str, Any]:
 
 
 def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Compare a checkpoint's fingerprint with that of the run that resumes it.
-
-    A setting that this version no longer has is not compared.
+    """The differences of a checkpoint's run from this one; a CheckpointError for one that is not allowed.
 
     Args:
         allowed: names that may differ; "model" stands for all its parts. Settings of the optimizer may not.
-
-    Returns:
-        The differences, all of them allowed.
-
-    Raises:
-        CheckpointError: names each field that changed and is not allowed to, with both values.
     """
     path = Path(folder) / FINGERPRINT
     changes = changed(json.loads(path.read_text()), current) if path.is_file() else {}

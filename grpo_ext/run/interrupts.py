@@ -42,15 +42,12 @@ class InterruptWatch(TrainerCallback):
         self._ends_epoch = False  # the step at which the run stops is the last of its epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether an evaluation is left to the run that resumes, for a checkpoint."""
         return {"evaluation_due": self.evaluation_due}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the evaluation that the run of the checkpoint left."""
         self.evaluation_due = state["evaluation_due"]
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop all processes if one of them was asked to stop."""
         if not any_process(self.requested):
             return
         self.stopping, self.ends_anyway = True, control.should_training_stop
@@ -85,7 +82,7 @@ class InterruptWatch(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Turn SIGTERM and SIGINT into a request to stop; only the main thread of a program can listen."""
+        """Only the main thread of a program can listen to signals."""
         self.requested = self.stopping = self.evaluation_due = False
         self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():

@@ -20,6 +20,7 @@ from typing import Any
 import trl
 from accelerate.logging import get_logger
 from filelock import FileLock
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -30,7 +31,7 @@ from ..errors import CheckpointError, MemoryShortageError
 from ..forward.reference import MovedReference
 from ..forward.runner import ForwardRunner
 from ..precision.loss_scaler import LossScaler
-from ..rollouts.build_ahead import described
+from ..rollouts.ahead import described
 from ..rollouts.keyed import most_kept
 from ..rollouts.settings import truncating_filters
 from ..rollouts.source import Rollouts
@@ -49,36 +50,20 @@ from .checkpoint import (
     runs_of,
     set_aside_later,
     take_folder,
+    writing_folder,
 )
-from .fingerprint import (
-    KEEPS_ROLLOUT,
-    check_same_run,
-    differences,
-    fingerprint_of,
-    saved_settings,
-    state_hashes,
-)
+from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, saved_settings, state_hashes
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .loading import refuse_other_engine
 from .log import RunLog
 from .model_card import base_name
-from .state import RunState, Stateful, restore_callbacks
-from .writing import CheckpointWriter
+from .state import load_state, restore_callbacks, writing_checkpoint
 
 logger = get_logger(__name__)
 
 
 class RunKeeper(TrainerCallback):
-    """Begins, logs and ends the runs of a trainer, and writes their checkpoints.
-
-    Args:
-        user_args: the user's configuration; its `output_dir` follows that of the loop's.
-
-    Attributes:
-        geometry: the batch sizes of the run: as configured, with the chunk size of the checkpoint that it resumes
-            from. Settled by `begin`, before anything of the run is built.
-        losses: of every step of the run so far.
-    """
+    """Begins, logs and ends the runs of a trainer, and writes their checkpoints."""
 
     def __init__(
         self,
@@ -97,7 +82,7 @@ class RunKeeper(TrainerCallback):
         self.checkpoint: str | None = None  # that the run resumes from; None for a new run
         self.resumed = TrainerState()  # the loop's state in the checkpoint
         self._stopped_early = False  # the run that is resumed
-        components: dict[str, Stateful] = {
+        self._components: dict[str, Stateful] = {
             "run": self,
             "rollouts": rollouts,
             "loop": view,
@@ -105,30 +90,28 @@ class RunKeeper(TrainerCallback):
             "reference": MovedReference(view),
             "interrupts": self.watch,
         }
-        sizes: dict[str, Stateful] = {
+        self._sizes: dict[str, Stateful] = {  # what is known of memory
             "micro_batches": limits,
             "scoring": forwards.memory,
             "generation": rollouts.memory,
         }
-        self.run_state = RunState(components, sizes, self._conditions)
-        self.writer = CheckpointWriter(view, self.run_state, lambda: self.fingerprint)
+        self._states: dict[str, Any] = {}  # of components, read from a checkpoint, until the loop has begun
+        self._owner = ""  # unique to a run: processes of one that was killed may still be writing
+        self.writing_to: str | None = None  # the folder in which a checkpoint is being written
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
         self._last_folder, self._user_output_dir = "", ""  # of this trainer's last run
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What is compared on resume."""
         return fingerprint_of(self.view, self.geometry)
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses, and whether a callback ends the run before its last step, for a checkpoint."""
         loop = self.view.state
         ends = self.watch.ends_anyway if self.watch.stopping else self.view.control.should_training_stop
         return {"losses": list(self.losses), "stopped_early": ends and loop.global_step < loop.max_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.losses = state["losses"]
         self._stopped_early = state["stopped_early"] and "stopped_early" not in (
             self.args.allow_changed_on_resume or ()
@@ -140,26 +123,22 @@ class RunKeeper(TrainerCallback):
         """Restore the sums of the loop from a checkpoint; the loop has set them to zero."""
         if state.global_step:
             logger.info(f"Going on after step {state.global_step} of {state.max_steps}.")
-        self.run_state.restore()
+        states, self._states = self._states, {}
+        for name in list(states):
+            self._components[name].load_state_dict(states.pop(name))  # its memory is freed
         self.watch.evaluation_due &= self.view.eval_dataset is not None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Write a line of the run's log."""
         if logs is not None:
             self._log.write(state.global_step, state.epoch, logs, self.accelerator.device)
 
     # ---- A run ----------------------------------------------------------------------------------------------------
 
     def begin(self, wanted: str | bool | None) -> str | None:
-        """Lock a run's folder until `release_folder`; find, verify and read the checkpoint to resume, if there is one.
-
-        Raises:
-            CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
-        """
+        """Lock a run's folder until `release_folder`; find, verify and read the checkpoint to resume, if any."""
         vars(self).pop("fingerprint", None)
         self.resumed, self._stopped_early = TrainerState(), False
-        self.geometry, self.losses = self.args.geometry, []
-        self.run_state.forget()
+        self.geometry, self.losses, self._states = self.args.geometry, [], {}
         self.view.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what others decide
         if self.args.output_dir != self._last_folder:  # the user's, and not where the last run of this trainer went
             self._user_output_dir = str(self.args.output_dir)
@@ -177,8 +156,7 @@ class RunKeeper(TrainerCallback):
             return folder, checkpoint, run is not None, secrets.token_hex(4)
 
         checkpoint: str | None
-        folder, checkpoint, in_place, owner = from_main_process(self.accelerator, take)
-        self.writer.begin(owner)
+        folder, checkpoint, in_place, self._owner = from_main_process(self.accelerator, take)
         if checkpoint is not None:
             logger.info(f"Resuming from {checkpoint}.")
             self._read(checkpoint)
@@ -196,7 +174,7 @@ class RunKeeper(TrainerCallback):
         return checkpoint
 
     def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """What a log line gets: the loss scale; at the end the mean loss of the whole run, summed exactly."""
+        """The loss scale; at the end of a run the mean of all its losses, summed exactly."""
         values: dict[str, float] = {}
         if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
             values |= scaler.report()
@@ -205,17 +183,14 @@ class RunKeeper(TrainerCallback):
         return values
 
     def release_folder(self) -> None:
-        """Let other runs take the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def _read(self, checkpoint: str) -> None:
-        """Compare a checkpoint with this run, and read its state; weights and optimizer are read by transformers."""
         if self.args.ignore_data_skip:
             raise CheckpointError(
-                f"ignore_data_skip=True would train on the first prompts of the epoch again, not on those that follow "
-                f"{checkpoint}; leave it out."
+                f"ignore_data_skip=True would train on prompts from before {checkpoint} again; leave it out."
             )
         from_main_process(self.accelerator, lambda: refuse_other_engine(checkpoint, self.accelerator))
         listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
@@ -223,9 +198,8 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")
         elif self.view.is_deepspeed_enabled and listing["processes"] != processes:
             raise CheckpointError(
-                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed needs as many to read "
-                f"its shards; this run has {processes}. Start {listing['processes']}, or export the model and begin a "
-                "new run with it."
+                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed reads it with as many; "
+                f"this run has {processes}. Start {listing['processes']}, or export the model and begin a new run."
             )
         if self.args.sync_ref_model and shards_parameters(self.accelerator):
             raise CheckpointError(
@@ -233,20 +207,25 @@ class RunKeeper(TrainerCallback):
                 f"DeepSpeed. Begin a new run with the weights (grpo-ext export {checkpoint} NEW_FOLDER)."
             )
         allowed = self.args.allow_changed_on_resume or ()
-        if "rollout_chunk_size" not in allowed:
-            self.geometry = self._with_chunks_of(
-                from_main_process(self.accelerator, lambda: saved_settings(checkpoint))
-            )
+        if "rollout_chunk_size" not in allowed and self.geometry.together:  # the configuration sets none
+            size = from_main_process(self.accelerator, lambda: saved_settings(checkpoint)).get("rollout_chunk_size")
+            if size is not None and size % self.geometry.num_generations == 0:
+                self.geometry = dataclasses.replace(self.geometry, rollout_chunk_size=size)
         changes = from_main_process(self.accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
         for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
         if "global_batch_size" in changes:
             logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
         others = sorted(changes.keys() - KEEPS_ROLLOUT)
-        if not self.run_state.read(checkpoint, without=["rollouts"] if others else []):
+        if (states := load_state(checkpoint)) is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
-        elif others:
-            logger.warning(f"{', '.join(others)} changed, so the rollout batches of the checkpoint are not used.")
+        else:
+            if states["conditions"] == self._conditions():
+                for name, component in self._sizes.items():
+                    component.load_state_dict(states["sizes"][name])
+            if others:
+                logger.warning(f"{', '.join(others)} changed, so the rollout batches of the checkpoint are not used.")
+            self._states = {n: states[n] for n in self._components if n != "rollouts" or not others}
         self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
         saved: Any = self.resumed.stateful_callbacks
         if not self.args.restore_callback_states_from_checkpoint:  # or transformers restores them, its way
@@ -254,11 +233,7 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def epoch(self, trial: Any) -> Iterator[dict[str, Any] | None]:
-        """Around an epoch of the loop: make the evaluation that an interrupted run left.
-
-        Yields:
-            Arguments of the epoch to replace; None where nothing is left to train.
-        """
+        """Around an epoch of the loop; yields arguments to replace, or None where nothing is left to train."""
         control = self.view.control
         if (reason := self._why_finished()) is not None:
             logger.info(reason)
@@ -274,12 +249,10 @@ class RunKeeper(TrainerCallback):
                 yield None if self.view.control.should_training_stop else {"resume_from_checkpoint": states}
 
     def evaluate_late(self, trial: Any) -> None:
-        """Make the evaluation that an interrupted run left."""
         self.watch.evaluation_due = False
         self.view.evaluate_late(trial, self.checkpoint)
 
     def _why_finished(self) -> str | None:
-        """Why nothing is left to train; None where something is."""
         if self.view.state.global_step >= self.view.state.max_steps:
             return "The run is finished: nothing is left to train, and the weights stay as they are."
         if not self._stopped_early:
@@ -290,13 +263,6 @@ class RunKeeper(TrainerCallback):
             "stopped_early), and leave out or change the callback that stopped it."
         )
 
-    def _with_chunks_of(self, saved: Mapping[str, Any]) -> BatchGeometry:
-        """The batch sizes, with the chunk size of a checkpoint's settings where the configuration sets none."""
-        geometry, size = self.args.geometry, saved.get("rollout_chunk_size")
-        if not geometry.together or size is None or size % geometry.num_generations:
-            return geometry
-        return dataclasses.replace(geometry, rollout_chunk_size=size)
-
     def _conditions(self) -> str:
         """What decides which sizes fit, beside the model: the device, and what a user changes to make more fit."""
         args = self.args
@@ -304,7 +270,6 @@ class RunKeeper(TrainerCallback):
         return f"{device_kind(self.accelerator.device)}, {sizes}"
 
     def announce(self) -> str:
-        """Log the plan of the run; returns it."""
         view, args, limits = self.view, self.args, self.limits
         prompts = len(view.train_dataset) if hasattr(view.train_dataset, "__len__") else None
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
@@ -329,11 +294,7 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def running(self, checkpoint: str | None) -> Iterator[None]:
-        """Log the plan, record start and end of the run, and let signals stop it after a step.
-
-        Raises:
-            TrainingInterrupted: at the end, where one did.
-        """
+        """Log the plan, record start and end of the run, and let signals stop it after a step."""
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
         first = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
@@ -376,6 +337,19 @@ class RunKeeper(TrainerCallback):
         return TrainingInterrupted(str(path))
 
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def saving(self, final: Path) -> Iterator[None]:
+        """The Trainer writes a checkpoint to `writing_to`; afterwards `final` is whole or absent."""
+        states: dict[str, Any] | None = None
+        if not self.args.save_only_model:
+            states = {name: part.state_dict() for name, part in self._components.items()}
+            states["sizes"] = {name: part.state_dict() for name, part in self._sizes.items()}
+            states["conditions"] = self._conditions()
+        fingerprint = self.fingerprint if self.args.should_save else {}
+        folder = writing_folder(final.parent, self._owner)
+        with writing_checkpoint(self.view, folder, final, states, fingerprint), assigned(self, writing_to=str(folder)):
+            yield
 
     @contextlib.contextmanager
     def saving_on_failure(self, save: Callable[[], None]) -> Iterator[None]:

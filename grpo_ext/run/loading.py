@@ -27,7 +27,6 @@ _STATES = {
 
 
 def refuse_other_engine(folder: str | Path, accelerator: Any) -> None:
-    """Raise a CheckpointError for a checkpoint whose optimizer state this run's engine cannot read."""
     own, plugin = "one process or DDP", getattr(accelerator.state, "fsdp_plugin", None)
     if shards_parameters(accelerator):
         own = "DeepSpeed" if plugin is None else f"FSDP with {plugin.state_dict_type.name}"
@@ -41,7 +40,7 @@ def refuse_other_engine(folder: str | Path, accelerator: Any) -> None:
 
 @contextmanager
 def dtypes_kept(model: Any) -> Iterator[None]:
-    """Restore the dtypes of parameters after loading: PEFT converts a bfloat16 adapter to float32."""
+    """PEFT converts a bfloat16 adapter to float32 when it loads it."""
     before = {name: parameter.dtype for name, parameter in model.named_parameters()}
     yield
     for name, parameter in model.named_parameters():
@@ -50,15 +49,7 @@ def dtypes_kept(model: Any) -> Iterator[None]:
 
 
 def load_renamed(model: Any, folder: str | Path, missing: Collection[str]) -> None:
-    """Load weights whose names in the files differ from the model's (experts, image towers), through its class.
-
-    Args:
-        folder: the checkpoint.
-        missing: names of the model's state that its files lack.
-
-    Raises:
-        CheckpointError: a weight of the model is not in the checkpoint.
-    """
+    """Load weights whose names in the files differ from the model's (experts, image towers), through its class."""
     weights = model.state_dict(keep_vars=True)
     loaded = {id(value) for name, value in weights.items() if name not in missing}  # tied weights are one object
     absent = [name for name, value in weights.items() if id(value) not in loaded]
@@ -82,11 +73,7 @@ def _some(names: list[str]) -> str:
 
 
 def fill_missing_state(optimizer: Any) -> None:
-    """Give parameters that never had a gradient the optimizer state that they would begin with: zeros.
-
-    torch saves none for them under FSDP2, and then refuses to load what it has saved. A model with an image tower has
-    such parameters: LLaVA reads the last layer but one.
-    """
+    """Give parameters without a gradient (LLaVA's last image layer) zeros as state: FSDP2 cannot load them without."""
     known = {parameter: state for parameter, state in optimizer.state.items() if state}
     if not known:
         return

@@ -30,7 +30,6 @@ logger = get_logger(__name__)
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions of the packages that a run depends on."""
     installed: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -46,10 +45,9 @@ class RunLog:
         self._start = 0.0
 
     def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Mapping[str, Any]) -> None:
-        """Start the log of a training call.
+        """Start the log of a training call: append, after a last line that a kill left unfinished is removed.
 
-        Appends, after it has removed a last line that a kill left unfinished. A start at step 0 supersedes all lines
-        before it. A run that resumes from a checkpoint of another folder first appends the log of that folder.
+        A start at step 0 supersedes all lines before it. A resume in another folder first copies the earlier log.
         """
         self.path, self._start = Path(folder) / LOG, time.perf_counter()
         before = b""
@@ -63,7 +61,6 @@ class RunLog:
         self._append(step, before, start=start)
 
     def write(self, step: int, epoch: float | None, values: Mapping[str, Any], device: torch.device) -> None:
-        """Append what was logged after so many optimizer steps and epochs, and the peak memory of a device."""
         self._append(
             step,
             epoch=epoch,
@@ -73,7 +70,6 @@ class RunLog:
         )
 
     def end(self, step: int, about: Mapping[str, Any]) -> None:
-        """Append how the training call ended."""
         self._append(step, end={"finished": _now(), **about})
 
     def _append(self, step: int, before: bytes = b"", **line: Any) -> None:
@@ -101,11 +97,7 @@ class LoggedRun:
 
 
 def read_log(path: str | Path) -> LoggedRun:
-    """Read the log of a run, which may still be running.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The log of a run, which may still be running."""
     run, seconds, before = LoggedRun(), 0.0, 0  # seconds of the training call so far, and entries before it
     for raw in Path(path).read_bytes().splitlines():
         try:

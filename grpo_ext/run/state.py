@@ -1,23 +1,33 @@
-"""The state of a run's components in a checkpoint, and that of callbacks.
+"""Writes the checkpoints of a run into a folder that is whole or absent; the states of components and callbacks in one.
 
-Differs from TRL, which samples again on resume, and saves the entropy controller alone. Saved as JSON and safetensors,
-so that reading it executes nothing.
+Differs from transformers, which writes into the final folder, and from TRL, which samples again on resume. States are
+saved as JSON and safetensors, so that reading them executes nothing. Called by run.keeper around the Trainer's method.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 from safetensors.torch import load_file, save_file
 from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ProcessError
+from ..runtime.attributes import assigned
+from ..runtime.collectives import together, without_long_waits
+from ..view import TrainerView
+from .checkpoint import publish, rotate, write_listing
+from .fingerprint import FINGERPRINT
 
 logger = get_logger(__name__)
 
@@ -25,68 +35,7 @@ STATE, TENSORS = "grpo_ext_state.json", "grpo_ext_state.safetensors"
 _TENSOR = "tensor:"  # begins the key of a dictionary in JSON that stands for a tensor
 
 
-class Stateful(Protocol):
-    """A component whose state a checkpoint holds."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Dictionaries with keys of text, lists, tensors, and values of JSON, nested in any way."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; tuples have become lists."""
-        ...
-
-
-class RunState:
-    """What a checkpoint holds beside model, optimizer and scheduler: the states of a run's components.
-
-    Args:
-        components: by name; they take over their states once the Trainer's loop has begun.
-        sizes: components that know what fits into memory; they take over their states at once.
-        conditions: says what decides which sizes fit; under other conditions those of a checkpoint are not used.
-    """
-
-    def __init__(
-        self, components: Mapping[str, Stateful], sizes: Mapping[str, Stateful], conditions: Callable[[], str]
-    ) -> None:
-        self.components, self.sizes, self.conditions = components, sizes, conditions
-        self._read: dict[str, Any] = {}  # from a checkpoint, until the loop has begun
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states as they are now; called on all processes together."""
-        states, sizes = (
-            {name: component.state_dict() for name, component in parts.items()}
-            for parts in (self.components, self.sizes)
-        )
-        return {**states, "sizes": sizes, "conditions": self.conditions()}
-
-    def read(self, checkpoint: str | Path, without: Collection[str] = ()) -> bool:
-        """Read a checkpoint, but not the states of components `without`; False if another trainer wrote it.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
-        if (states := load_state(checkpoint)) is None:
-            return False
-        if states["conditions"] == self.conditions():
-            for name, component in self.sizes.items():
-                component.load_state_dict(states["sizes"][name])
-        self._read = {name: states[name] for name in self.components if name not in without}
-        return True
-
-    def restore(self) -> None:
-        """Let the components take over what was read."""
-        states, self._read = self._read, {}  # its memory is freed
-        for name in list(states):
-            self.components[name].load_state_dict(states.pop(name))
-
-    def forget(self) -> None:
-        """Drop what was read."""
-        self._read = {}
-
-
 def save_state(folder: str | Path, state: Mapping[str, Any]) -> None:
-    """Write the states of components, by name, into a checkpoint's folder."""
     tensors: dict[str, torch.Tensor] = {}
     plain = _plain(state, (), tensors)
     (Path(folder) / STATE).write_text(json.dumps(plain, indent=1) + "\n")
@@ -95,11 +44,7 @@ def save_state(folder: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def load_state(folder: str | Path) -> dict[str, Any] | None:
-    """Read the states of components from a checkpoint's folder; None if another trainer wrote it.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """The states in a checkpoint by name, or a CheckpointError; None if another trainer wrote it."""
     path = Path(folder) / STATE
     if not path.is_file():
         return None
@@ -160,3 +105,80 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 logger.warning(f"The state of {name} in {checkpoint} was not restored ({reason}).")
+
+
+# ---- Writing a checkpoint -------------------------------------------------------------------------------------------
+
+
+class _SavedLater(TrainerState):
+    def save_to_json(self, json_path: str) -> None:
+        """Write nothing, because `_complete` does."""
+
+
+@contextlib.contextmanager
+def _failing_together(explain: Callable[[str], str]) -> Iterator[None]:
+    """An error inside on one process is a CheckpointError on all, so that none waits in a later collective."""
+    try:
+        with together("a checkpoint"):
+            yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        cause = str(error) if isinstance(error, ProcessError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(explain(cause)) from error
+
+
+@contextlib.contextmanager
+def writing_checkpoint(
+    view: TrainerView, folder: Path, final: Path, components: Mapping[str, Any] | None, fingerprint: Mapping[str, Any]
+) -> Iterator[None]:
+    """The Trainer writes to `folder` inside; afterwards `final` is whole or absent. `components`: their states."""
+    run, saves, state, written = final.parent, view.args.should_save, view.state, folder / final.name
+    # transformers lists states of a class after earlier ones, and knows no callbacks that came with a resume
+    state.stateful_callbacks = callback_states([*view.callback_handler.callbacks, view.control])
+
+    def explain(reason: str) -> str:
+        if saves:
+            shutil.rmtree(folder, ignore_errors=True)
+        free = shutil.disk_usage(str(view.args.output_dir)).free / 2**20
+        return (
+            f"{final.name} could not be written to {run}, with {free:.0f} MiB free ({reason}). The older "
+            "checkpoints are untouched. If space is short, use save_total_limit, save_only_model or another output_dir."
+        )
+
+    # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
+    with assigned(state, best_global_step=None, __class__=_SavedLater), _failing_together(explain):
+        yield
+    best_folder = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    if best_folder == final or best_folder.is_dir():
+        state.best_model_checkpoint = str(best_folder)
+    with _failing_together(explain):
+        complete = functools.partial(_complete, view, written, components, fingerprint)
+        without_long_waits(complete if saves else lambda: None)
+    with _failing_together(explain):  # once all processes know that it is complete
+        if saves and (replaced := publish(written, final)) is not None:
+            logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {replaced}.")
+    if saves:
+        shutil.rmtree(folder, ignore_errors=True)
+        rotate(run, view.args.save_total_limit, final, state.best_model_checkpoint)
+
+
+def _complete(
+    view: TrainerView, folder: Path, components: Mapping[str, Any] | None, fingerprint: Mapping[str, Any]
+) -> None:
+    state = view.state
+    # keys that a resume has read are texts, which cannot be sorted among numbers
+    state.stateful_callbacks = json.loads(json.dumps(state.stateful_callbacks))
+    state.save_to_json(str(folder / TRAINER_STATE_NAME))  # with the best checkpoint's final name
+    (folder / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
+    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
+        # the engine wrote its shards of the weights alone
+        model = view.policy
+        adapter = getattr(model, "peft_config", None)
+        configs: list[Any] = [model.config, getattr(model, "generation_config", None)]
+        configs = configs if adapter is None else [adapter[model.active_adapter]]
+        for part in filter(None, [*configs, view.processing_class]):
+            part.save_pretrained(folder)
+    if components is not None:
+        save_state(folder, components)
+    write_listing(folder, {"step": state.global_step, "processes": view.accelerator.num_processes})

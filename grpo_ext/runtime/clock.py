@@ -21,7 +21,6 @@ class PhaseClock(TrainerCallback):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what runs inside for a phase."""
         start = time.perf_counter()
         try:
             yield
@@ -29,23 +28,20 @@ class PhaseClock(TrainerCallback):
             self.seconds[name] += time.perf_counter() - start
 
     def stopped(self) -> AbstractContextManager[None]:
-        """Inside, nothing is counted: an evaluation, because the phases of training alone are logged."""
+        """Inside, nothing is counted: the phases of training alone are logged."""
         return assigned(self, seconds=defaultdict(float))
 
     def add(self, seconds: dict[str, float]) -> None:
-        """Count what another clock has counted."""
         for name, more in seconds.items():
             self.seconds[name] += more
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """The gradient is clipped and the optimizer starts."""
         self._start = time.perf_counter()
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer is done; shown with the next step."""
+        """Shown with the next step."""
         self.seconds["optimizer"] = time.perf_counter() - self._start
 
     def take(self) -> dict[str, float]:
-        """The seconds so far, by phase; starts again at zero."""
         seconds, self.seconds = self.seconds, defaultdict(float)
         return seconds

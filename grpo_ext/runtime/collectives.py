@@ -6,6 +6,8 @@ exchange begins with a header, in which a process says where it is, or that it f
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import time
 import zlib
@@ -13,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @contextmanager
 def local_collectives() -> Iterator[None]:
-    """Inside, collectives of this thread answer for this process alone.
-
-    For the thread that samples ahead: the order of collectives of two threads could differ between processes.
-    """
+    """The collectives of the thread that samples ahead stay local: processes could run them in another order."""
     token = _alone.set(True)
     try:
         yield
@@ -50,7 +48,6 @@ def local_collectives() -> Iterator[None]:
 
 
 def wait_for_all(accelerator: Accelerator) -> None:
-    """Wait until all processes arrive here."""
     _refuse_alone()
     accelerator.wait_for_everyone()
 
@@ -65,6 +62,17 @@ def _refuse_alone() -> None:
 
 def _processes() -> int:
     return 1 if _alone.get() else PartialState().num_processes
+
+
+@functools.cache
+def leave_in_order(seconds: float = 0.2) -> None:
+    """Let gloo's threads finish with the last collective before the interpreter is torn down.
+
+    They release tensors after it has returned, which takes the GIL; CPython ends a thread that asks for the GIL during
+    shutdown, and the process aborts (torch 2.13, CPython 3.11). `destroy_process_group` does not wait for them.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+        atexit.register(time.sleep, seconds)
 
 
 # ---- Meeting --------------------------------------------------------------------------------------------------------
@@ -136,9 +144,8 @@ def on_all_processes(error: BaseException) -> bool:
 def together(place: str, sharded: bool = False, again: bool = False) -> Iterator[None]:
     """An error inside on one process is raised on all, at the end or in the exchange they are in.
 
-    Args:
-        sharded: a forward is a collective; who waits in one cannot learn of an error, which is raised as it is.
-        again: memory that runs out is a `StepOutOfMemory` on every process.
+    Not where a forward is a collective (`sharded`): who waits in one cannot learn of an error. With `again`, memory
+    that runs out is a `StepOutOfMemory`.
     """
     failure: Exception | None = None
     try:
@@ -164,18 +171,13 @@ def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
 
 @of_ours()
 def gather_lists(items: list[Any]) -> list[Any]:
-    """The lists of all processes as one, in process order; for objects that can be pickled."""
+    """For objects that can be pickled; in process order."""
     _meet("an exchange of lists")
     return items if _alone.get() else gather_object(items)
 
 
 def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor:
-    """Concatenate tensors of any length along the first dimension, in process order, on every process.
-
-    Args:
-        tensor: any shape; a scalar counts as one row, as in Accelerate's `gather`.
-        rows: rows of this process that count (default: all).
-    """
+    """Concatenate the first `rows` rows (default: all) of every process, in process order; a scalar is one row."""
     flat = tensor[None] if tensor.dim() == 0 else tensor
     flat = flat[:rows].contiguous()
     if _processes() == 1:
@@ -189,97 +191,71 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
     return torch.cat([part[:n] for part, n in zip(stack_over_processes(padded), lengths, strict=True)])
 
 
-@dataclass(frozen=True)
-class _Uneven:
-    """An accelerator's collectives, with a different number of rows from every process; see `uneven_collectives`."""
-
+class _Uneven(NamedTuple):
     empty: Callable[[], bool]
     refused_in: str | None
 
-    def meet(self, name: str) -> None:
-        _refuse_alone()
-        if self.refused_in is not None:
-            raise RolloutError(
-                f"{self.refused_in} gathers, and is called once for each rollout chunk, of which processes have "
-                "different numbers; gather in _generate or _generate_and_score_completions instead."
-            )
-        _meet(f"accelerator.{name}")
-
-    def rows(self, tensor: torch.Tensor, name: str = "gather") -> torch.Tensor:
-        self.meet(name)
-        return ragged_gather(tensor.detach(), 0 if self.empty() else None)
-
-    def reduced(self, tensor: torch.Tensor, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
-        parts = self.rows(tensor[None], "reduce")
-        total = parts.amax(0) if reduction == "max" and len(parts) else parts.sum(0, dtype=tensor.dtype)
-        if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
-            total = total + (tensor - tensor.detach())
-        return total / max(len(parts), 1) if reduction == "mean" else total
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        with suppress(TypeError):  # not tensors
-            if not use_gather_object:
-                return recursively_apply(self.rows, input_data, error_on_other_type=True)
-        self.meet("gather_for_metrics")
-        return gather_lists([] if self.empty() else input_data)
-
 
 class UsersAccelerator(Accelerator):
-    """The accelerator of a trainer, whose collectives code of users may call.
-
-    Inside `uneven_collectives` they take any number of rows. On several processes they raise a ConfigError on the
-    thread that samples ahead.
-    """
+    """A trainer's accelerator, for users' code: see `uneven_collectives`. Refused on the thread that samples ahead."""
 
     uneven: _Uneven | None = None
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> UsersAccelerator:
-        """An accelerator with the state of another."""
         users = cls.__new__(cls)
         users.__dict__ = accelerator.__dict__
         return users
 
-    def _rows(self) -> _Uneven | None:
+    def _meet(self, name: str) -> _Uneven | None:
+        """Where rows are uneven, meet the other processes; None elsewhere."""
         if self.num_processes > 1:
             _refuse_alone()
+        if self.uneven is None:
+            return None
+        if self.uneven.refused_in is not None:
+            raise RolloutError(
+                f"{self.uneven.refused_in} gathers, and is called once for each rollout chunk, of which processes have "
+                "different numbers; gather in _generate or _generate_and_score_completions instead."
+            )
+        _meet(f"accelerator.{name}")
         return self.uneven
 
-    @contextmanager
-    def _without_rows(self, name: str) -> Iterator[None]:
-        if (uneven := self._rows()) is None:
-            yield
-            return
-        uneven.meet(name)
-        with of_ours():
-            yield
-
     def gather(self, tensor: Any) -> Any:
-        """See `Accelerator.gather`."""
-        if (uneven := self._rows()) is None:
+        if (uneven := self._meet("gather")) is None:
             return super().gather(tensor)
-        return recursively_apply(uneven.rows, tensor, error_on_other_type=True)
+        rows = 0 if uneven.empty() else None
+        return recursively_apply(lambda part: ragged_gather(part.detach(), rows), tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """See `Accelerator.reduce`."""
-        if (uneven := self._rows()) is None:
+        if (uneven := self._meet("reduce")) is None:
             return super().reduce(tensor, reduction, scale)
-        return recursively_apply(uneven.reduced, tensor, reduction, scale, error_on_other_type=True)
+
+        def reduced(tensor: torch.Tensor) -> torch.Tensor:
+            parts = ragged_gather(tensor.detach()[None], 0 if uneven.empty() else None)
+            total = parts.amax(0) if reduction == "max" and len(parts) else parts.sum(0, dtype=tensor.dtype)
+            if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
+                total = total + (tensor - tensor.detach())
+            return total / max(len(parts), 1) if reduction == "mean" else total
+
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """See `Accelerator.gather_for_metrics`."""
-        if (uneven := self._rows()) is None:
+        if (uneven := self._meet("gather_for_metrics")) is None:
             return super().gather_for_metrics(input_data, use_gather_object)
-        return uneven.gather_for_metrics(input_data, use_gather_object)
+        with suppress(TypeError):  # not tensors
+            if not use_gather_object:
+                return self.gather(input_data)
+        return gather_lists([] if uneven.empty() else input_data)
 
     def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Accelerator.pad_across_processes`."""
-        with self._without_rows("pad_across_processes"):
+        self._meet("pad_across_processes")
+        with of_ours():
             return super().pad_across_processes(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """See `Accelerator.wait_for_everyone`."""
-        with self._without_rows("wait_for_everyone"):
+        self._meet("wait_for_everyone")
+        with of_ours():
             super().wait_for_everyone()
 
 
@@ -312,7 +288,6 @@ def uneven_collectives(
 
 
 def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Give the parameters and buffers of a model their values on the main process; returns the model."""
     _refuse_alone()
     if PartialState().num_processes > 1:
         for tensor in itertools.chain(model.parameters(), model.buffers()):
@@ -321,7 +296,6 @@ def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torc
 
 
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
-    """One object of each of the `size` processes of a torch process group."""
     _refuse_alone()
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
@@ -330,7 +304,6 @@ def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
 
 @of_ours()
 def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
-    """Sum tensors over all processes in place, in buckets of one type."""
     _refuse_alone()
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
@@ -340,22 +313,18 @@ def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
-    """Element-wise sum over all processes; equal to `values` on one process."""
     return stack_over_processes(values).sum(0)
 
 
 def max_over_processes(value: int) -> int:
-    """Largest of one integer per process."""
     return max(_meet("an exchange of numbers", value))
 
 
 def any_process(value: bool) -> bool:
-    """Whether a value is true on any process."""
     return bool(max_over_processes(int(value)))
 
 
 def first_of_all_processes(value: Any) -> Any:
-    """The first value that is not None, in process order; None if all are."""
     return next((item for item in gather_lists([value]) if item is not None), None)
 
 

@@ -28,8 +28,7 @@ _PRODUCTS = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn, _
 def align_memory(*models: Any) -> None:
     """Move weights and buffers on the CPU to memory with the alignment of torch's allocator.
 
-    MKL's kernels for very small matrices round by the alignment of their operands. Weights in a mapped file have any
-    alignment; weights that data parallel training has copied are aligned.
+    MKL's kernels for very small matrices round by the alignment of their operands, and a mapped file has any.
     """
     for model in models:
         for tensor in itertools.chain(model.parameters(), model.buffers()):
@@ -38,7 +37,6 @@ def align_memory(*models: Any) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """The current settings that can change the bits of a run."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch_threads": torch.get_num_threads(),
@@ -53,7 +51,6 @@ def environment() -> dict[str, Any]:
 
 @contextmanager
 def computing_with(threads: int | None) -> Iterator[None]:
-    """Inside, this thread computes with `threads` CPU threads; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -85,8 +82,7 @@ def pinned(threads: int | None) -> Iterator[None]:
     if torch.cuda.is_available() and os.environ.get(CUBLAS) not in CUBLAS_VALUES:
         raise ConfigError(
             f"bitwise_invariant=True needs {CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
-            f"{os.environ.get(CUBLAS)!r}. Make the GRPOConfig, which sets it, before anything runs on the GPU, or set "
-            "it in the shell."
+            f"{os.environ.get(CUBLAS)!r}. Make the GRPOConfig, which sets it, before using the GPU, or set it yourself."
         )
     with ExitStack() as restored:
         restored.enter_context(computing_with(threads))

@@ -12,19 +12,18 @@ from contextlib import suppress
 
 from tqdm.auto import tqdm
 
-MAIN_PROCESS = "[RANK 0] "  # how Accelerate's loggers begin the messages of the process that usually logs
-
 
 class ConsoleHandler(logging.Handler):
     """Writes plain lines above a progress bar: warnings to standard error, other messages to standard output."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a message, unless the program has configured handlers of its own, which the message reaches too."""
+        """Nothing if the program has configured handlers of its own, which the message reaches too."""
         if logging.root.handlers:
             return
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
         with suppress(OSError, RuntimeError):  # the console is gone, or a signal came in the middle of a line
-            tqdm.write(self.format(record).removeprefix(MAIN_PROCESS), file=stream)
+            # Accelerate's loggers name the process, even the one that usually logs
+            tqdm.write(self.format(record).removeprefix("[RANK 0] "), file=stream)
             stream.flush()
 
 

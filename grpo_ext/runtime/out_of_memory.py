@@ -33,7 +33,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that new tensors on a device can take, torch's unused cache included; None where that is not known."""
+    """torch's unused cache included; None where it is unknown."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -48,38 +48,24 @@ def device_kind(device: torch.device) -> str:
     return f"{name} with {total / 2**30:.0f} GiB"
 
 
+@dataclass
 class Halving:
-    """Runs work on rows in pieces that fit into memory, and remembers their size.
+    """Runs work on rows in pieces that fit into memory, and remembers their size."""
 
-    Args:
-        what: name of the work, for messages.
-        remedy: how to make one completion smaller, for messages.
-        enabled: whether a piece may be cut; not in a canonical layout or where a forward is a collective.
-    """
-
-    def __init__(self, what: str, remedy: str, enabled: bool = True) -> None:
-        self.what, self.remedy, self.enabled = what, remedy, enabled
-        self.limit: int | None = None
-        self._foreseen: int | None = None  # the size that was reported last
+    what: str  # the work, for messages
+    remedy: str  # how to make one completion smaller, for messages
+    enabled: bool = True  # whether a piece may be cut; not in a canonical layout or where a forward is a collective
+    limit: int | None = None  # completions
+    _foreseen: int | None = None  # the size that was reported last
 
     def state_dict(self) -> dict[str, Any]:
-        """The size that fits, for a checkpoint."""
         return {"limit": self.limit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin with the size of a checkpoint."""
         self.limit = state["limit"]
 
     def run(self, rows: Sequence[int], work: Callable[[Sequence[int]], T], expected: int | None = None) -> list[T]:
-        """The results of `work` on consecutive pieces of `rows`.
-
-        Args:
-            expected: rows that are expected to fit; more are cut beforehand, into pieces of about one size. None:
-                not known.
-
-        Raises:
-            MemoryShortageError: one row alone does not fit, or cutting is not allowed.
-        """
+        """The results of `work` on consecutive pieces of `rows`; `expected`: how many are expected to fit."""
         size = len(rows) if self.limit is None else min(self.limit, len(rows))
         if self.enabled and expected is not None and expected < size:
             size = ceil_div(size, ceil_div(size, max(1, expected)))
@@ -122,11 +108,7 @@ class MicroBatchLimits:
     failures: int = 0  # how often memory ran out
 
     def shrink(self, largest_rows: int, largest_tokens: int, what: str = "a step") -> str:
-        """Halve after `what` failed with micro-batches up to these sizes on any process; returns the new limit as text.
-
-        Raises:
-            MemoryShortageError: a single completion does not fit.
-        """
+        """Halve after `what` failed with micro-batches of these sizes on any process; returns the new limit as text."""
         self.failures += 1
         if largest_rows <= 1:
             raise MemoryShortageError(
@@ -142,18 +124,16 @@ class MicroBatchLimits:
         return f"{self.rows} completion(s) at a time"
 
     def what_fits(self) -> str:
-        """A message for the end of a run in which memory ran out."""
         tokens = "" if self.tokens is None else f", micro_batch_tokens={self.tokens}"
         return (
             f"Memory ran out {self.failures} time(s). What fits here: per_device_train_batch_size={self.rows}{tokens}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes, for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adopt a checkpoint's sizes where they are smaller, because memory ran out with larger ones."""
+        """A checkpoint's sizes, where they are smaller because memory ran out with larger ones."""
         if state["failures"]:
             self.rows, self.failures = min(self.rows, state["rows"]), state["failures"]
             sizes = (size for size in (self.tokens, state["tokens"]) if size is not None)

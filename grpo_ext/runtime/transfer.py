@@ -12,10 +12,7 @@ _ALIGNMENT = 16  # bytes; of the largest element
 
 
 def to_device(values: Any, device: torch.device | str) -> Any:
-    """Like Accelerate's `send_to_device`, with one copy for all tensors of CPU memory on CUDA.
-
-    Each tensor gets memory of its own, so that a user may write to one.
-    """
+    """Like Accelerate's `send_to_device`, with one copy for all tensors of CPU memory; each may be written to."""
     if torch.device(device).type != "cuda":
         return send_to_device(values, device)
     tensors: list[torch.Tensor] = []

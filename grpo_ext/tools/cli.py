@@ -37,11 +37,6 @@ ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
 CONFIG = typer.Option(help="YAML file of a run, as for recipes/grpo.py; options override it.")
 
 
-def print_line(text: str) -> None:
-    """Print a line without wrapping it."""
-    Console().print(text, highlight=False, soft_wrap=True, markup=False)
-
-
 def load_libraries() -> None:
     """Import the libraries quietly, and announce that it takes a moment."""
     from . import starting  # noqa: F401, isort: skip  (before they are imported)
@@ -118,7 +113,7 @@ def plan(
         from .plan import expected_memory
 
         text, table = expected_memory(model, geometry, settings, engine, prompt_length)
-        print_line(text)
+        typer.echo(text)
         Console().print(table)
 
 
@@ -141,15 +136,14 @@ def check(
     Trains in float32 unless the run's settings name bf16 or fp16, and saves, reports and evaluates nothing.
     """
     load_libraries()
-    from .check import check as compare_splits
-    from .check import splits_of
-    from .check.task import load_run
+    from .check.splits import check as compare_splits
+    from .check.splits import load_run, splits_of
 
     counts = integers(processes, "processes")
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as folder:
         run, about = load_run(settings_of(context, config), Path(folder))
-        print_line(about)
+        typer.echo(about)
         report = compare_splits(
             run,
             splits_of(run.config["global_batch_size"], counts, sizes),
@@ -157,11 +151,11 @@ def check(
             against=against,
             tolerance=tolerance,
             bitwise=bitwise,
-            progress=print_line,
+            progress=typer.echo,
         )
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
-    print_line(report.conclusion())
+    typer.echo(report.conclusion())
     if not report.ok:
         raise typer.Exit(1)
 
@@ -183,9 +177,9 @@ def export(
     from .export import export as export_model
 
     if checkpoint.is_dir() and not (checkpoint / LISTING).is_file():
-        print_line(f"{checkpoint} has no checksums, so it is read unverified.")
+        typer.echo(f"{checkpoint} has no checksums, so it is read unverified.")
     kind = export_model(checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, trust_shards=trust_shards)
-    print_line(f"{out}: {kind}")
+    typer.echo(f"{out}: {kind}")
 
 
 @app.command()
@@ -195,7 +189,7 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of the run: its outp
     from .report import report as write
 
     page = write(run)
-    print_line(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
+    typer.echo(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
 
 
 def run_app(commands: typer.Typer) -> None:
@@ -208,7 +202,6 @@ def run_app(commands: typer.Typer) -> None:
 
 
 def main() -> None:
-    """Entry point."""
     run_app(app)
 
 

@@ -18,7 +18,6 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # a different one in
 from ..algorithms.pass_at_k import first_and_last
 
 Kind = TypeVar("Kind", bound=Trainer)
-Measure = Callable[[Any], Mapping[str, float]]
 
 # the values of a line, in their order: key in the logs, name, format
 _FIELDS = (
@@ -48,7 +47,7 @@ class Console(ProgressCallback):
         every: optimizer steps between two measurements; only those steps get a line.
     """
 
-    def __init__(self, measure: Measure | None = None, every: int = 0) -> None:
+    def __init__(self, measure: Callable[[Any], Mapping[str, float]] | None = None, every: int = 0) -> None:
         super().__init__()
         self.measure, self.every = measure, every
         self.measured: dict[int, dict[str, float]] = {}  # by step
@@ -75,22 +74,17 @@ class Console(ProgressCallback):
             self.training_bar.refresh()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Move the bar, and measure if it is due."""
         super().on_step_end(args, state, control)
         measures = self.measure is not None and self.every > 0 and state.global_step % self.every == 0
         control.should_log |= measures  # on every process: logging is a collective
         if measures and self.measure is not None and state.is_world_process_zero:
             self.measured[state.global_step] = dict(self.measure(model))
 
-    def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        """Move the bar of an evaluation."""
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         if _on_terminal():
-            super().on_prediction_step(args, state, control, eval_dataloader)
+            super().on_prediction_step(*args, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print a line for a step or an evaluation."""
         if not state.is_world_process_zero or not logs:
             return
         if "reward" in logs:

@@ -35,10 +35,7 @@ class DataArguments:
 
 
 def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset | None]:
-    """Load (train, held-out or None) prompts for `GRPOTrainer`; `seed` draws the held-out rows.
-
-    A DataError names the options and what is wrong: source, split, column, an empty row, no rows on one side.
-    """
+    """Load (train, held-out or None) prompts for `GRPOTrainer`; `seed` draws the held-out rows."""
     try:
         dataset = _read(str(data.dataset_name), data)
         if data.max_samples is not None:

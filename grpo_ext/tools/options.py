@@ -45,8 +45,6 @@ _HELP = {
 
 @dataclass
 class ScriptArguments(DataArguments):
-    """The data of a run, how a row becomes a prompt, and the rewards by name."""
-
     rewards: list[str] = field(
         default_factory=lambda: ["exact_number"],
         metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
@@ -79,12 +77,7 @@ def read_settings(
 ) -> dict[str, Any]:
     """Parse the settings of a command line and its `--config FILE`, by name; the command line overrides the file.
 
-    Args:
-        kinds: the dataclasses whose fields are options.
-        more_options: options of the calling command, for the hint if a name is unknown.
-
-    Raises:
-        ConfigError: an unknown name, or a value of the wrong type; a file that is missing or is not a YAML mapping.
+    Options are the fields of the dataclasses `kinds`; a hint for an unknown name also knows `more_options`.
     """
     parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=_settings_in, help="YAML file of settings; options override it.")
@@ -148,7 +141,6 @@ def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOCo
 
 
 def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """The settings that are fields of a dataclass."""
     names = {spec.name for spec in fields(kind) if spec.init}
     return {name: value for name, value in settings.items() if name in names}
 

@@ -27,7 +27,6 @@ from ..forward.architecture import attention_sizes
 from ..forward.choice import ForwardChoice
 from ..forward.tiled_log_probs import TILE
 
-HUB = "https://huggingface.co"
 _PROMPT_TOKENS = 512  # assumed
 _TOKENS = 192  # in the forward pass that is measured
 _WEIGHT_BYTES = 4
@@ -37,8 +36,6 @@ _QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4-bit weights have a float32 fac
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that determine its memory."""
-
     parameters: int  # all weights
     trained: int  # parameters with a gradient
     largest_layer: int  # parameters; an engine gathers a whole layer
@@ -58,8 +55,6 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """How a model is run."""
-
     engine: str  # one of `cli.ENGINES`
     processes: int  # devices that share what the engine shards
     tokens: int  # in the largest micro-batch, prompts included
@@ -117,20 +112,16 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     }
     resident = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))
     in_a_step = ("half-precision copies", "gradients", "gradient of the head", "bitwise sums", "activations", "logits")
-    step = sum(parts[n] for n in in_a_step)
+    step = resident + sum(parts[n] for n in in_a_step)
     # to generate, TRL gathers the weights of ZeRO-3, FSDP2 gathers layer by layer, and the others hold half copies
     sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0) + (0 if model.quantised else casts)
     if layout.weights_ahead:  # training and sampling at the same time
-        return {**parts, "training": resident + step + sampling, "rollout": resident + step + sampling}
-    return {**parts, "training": resident + step, "rollout": resident + sampling}
+        return {**parts, "training": step + sampling, "rollout": step + sampling}
+    return {**parts, "training": step, "rollout": resident + sampling}
 
 
 def load_config(model: str) -> Any:
-    """Read the configuration of a model id, a folder, or a JSON file.
-
-    Raises:
-        ConfigError: there is no such model, its configuration cannot be read, or it is not a language model.
-    """
+    """Read the configuration of a model id, a folder, or a JSON file."""
     try:
         if model.endswith(".json"):
             config = AutoConfig.for_model(**json.loads(Path(model).read_text()))
@@ -140,7 +131,8 @@ def load_config(model: str) -> Any:
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         on_the_hub = not Path(model).exists() and model.count("/") <= 1 and not model.endswith(".json")
-        elsewhere = f" Without a network, download {HUB}/{model}/raw/main/config.json elsewhere and name that file."
+        download = f"https://huggingface.co/{model}/raw/main/config.json"
+        elsewhere = f" Without a network, download {download} elsewhere and name that file."
         raise ConfigError(
             f"model_name_or_path={model!r} has no readable configuration ({reason}); name a model, its folder, or "
             f"its config.json.{elsewhere if on_the_hub else ''}"
@@ -156,19 +148,12 @@ def load_config(model: str) -> Any:
 def measure(
     config: Any,
     *,
-    compute: str = "bfloat16",
-    lora_rank: int | None = None,
-    bits: int | None = None,
-    forms: Sequence[Form] = ("packed", "prefix"),
+    compute: str = "bfloat16",  # dtype of a forward pass
+    lora_rank: int | None = None,  # train only adapters of this rank, on every linear layer
+    bits: int | None = None,  # store linear layers in 4 or 8 bits (bitsandbytes)
+    forms: Sequence[Form] = ("packed", "prefix"),  # that the settings allow, the best first
 ) -> ModelSizes:
-    """Measure the sizes of an architecture, without its weights.
-
-    Args:
-        compute: dtype of a forward pass.
-        lora_rank: train only adapters of this rank, on every linear layer.
-        bits: store linear layers in 4 or 8 bits (bitsandbytes).
-        forms: the forms that the settings allow, the best first.
-    """
+    """Measure the sizes of an architecture, without its weights."""
     text = config.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -214,13 +199,11 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
     text = small.get_text_config()
     text.num_hidden_layers, text.vocab_size = layers, 64
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    for name in (
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-    ):  # a token saves the activations of the experts it is routed to
+    # a token saves the activations of the experts it is routed to
+    experts = max(8, getattr(text, "num_experts_per_tok", None) or 1)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(getattr(text, name), max(8, getattr(text, "num_experts_per_tok", None) or 1)))
+            setattr(text, name, min(getattr(text, name), experts))
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).train()
@@ -252,13 +235,7 @@ def expected_memory(
 ) -> tuple[str, Table]:
     """Describe what the memory depends on, and estimate the memory per device by part.
 
-    Args:
-        model: id, folder or config.json.
-        settings: fields of GRPOConfig and of TRL's ModelConfig.
-        prompt: tokens of the longest prompt; None assumes 512.
-
-    Raises:
-        ConfigError: the model's configuration cannot be read.
+    `model` is an id, folder or config.json; `prompt` is the tokens of the longest prompt, None if unknown.
     """
     # bfloat16 is TRL's default
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"

@@ -72,7 +72,7 @@ def report(run: str | Path) -> Path:
         raise ConfigError(f"the report needs {error.name}; run `pip install matplotlib jinja2`.") from None
     log, series = load_run(run)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = _number
+    environment.filters["number"] = lambda value: f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     pictures = {title: _picture(unit, curves) for title, (unit, curves) in plots_of(series).items()}
     scores = ("reward", *first_and_last(series), HELD_OUT, "eval_reward")
@@ -140,10 +140,6 @@ def _picture(unit: str, curves: dict[str, Series]) -> str:
     return base64.b64encode(out.getvalue()).decode()
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
-
-
 def report_or_reason(folder: str | Path) -> str:
     """Write the report of a run and return a sentence: where it is, or why there is none. Never raises."""
     try:
@@ -158,6 +154,5 @@ class ReportCallback(TrainerCallback):
     """Writes the report when training ends: `GRPOTrainer(callbacks=[ReportCallback()])`."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the report on the main process, and log where it is."""
         if state.is_world_process_zero:
             logger.info(report_or_reason(args.output_dir))

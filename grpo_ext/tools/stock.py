@@ -34,10 +34,7 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
 
 
 def stock_config(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """Express the same run in the fields of `trl.GRPOConfig`.
-
-    Raises a GrpoExtError if that is impossible: settings in `ALGORITHM`, or micro-batches that do not divide the step.
-    """
+    """Express the same run in the fields of `trl.GRPOConfig`; a GrpoExtError if that is impossible."""
     from trl import GRPOConfig
 
     refuse_ours(settings)

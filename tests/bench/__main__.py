@@ -46,9 +46,8 @@ def bench(
     and precision, on completions of random tokens. --model_name_or_path may be a config.json (random weights).
     """
     load_libraries()
-    from .measuring import MICRO, run_shape
+    from .measuring import MICRO, as_tables, record_of, run_shape
     from .of_run import left_out, model_of, options_of, refuse_sizes, shape_of
-    from .results import as_tables, record_of
     from .shapes import MODELS
 
     settings = settings_of(context, config)

@@ -12,6 +12,7 @@ SmolLM2-135M, which is downloaded once. A decode step launches the same kernels 
 """
 
 import argparse
+import logging
 import random
 import statistics
 import tempfile
@@ -53,7 +54,7 @@ def seconds_per_step(model: Any, reward: Callable[..., list[float]], **settings:
     sizes = {"global_batch_size": 32, "per_device_train_batch_size": 16, "num_generations": 8}
     ends: list[float] = []
     clock = on("on_step_end", lambda state: ends.append(time.perf_counter()))
-    with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
+    with tempfile.TemporaryDirectory() as folder:
         parts = {"train_dataset": prompts(64), "callbacks": [clock]}
         # nothing is learned, so that all steps take the same time
         make(folder, model, reward, **parts, **sizes, max_steps=STEPS, learning_rate=1e-6, **settings).train()
@@ -88,10 +89,8 @@ def with_lag(
     forwards = ForwardRunner.rollout_log_probs if scores_here else scored_elsewhere
     model = tiny_model(hidden_size=256, intermediate_size=512, num_hidden_layers=4)
     sizes = {"rollout_chunk_size": 32, "max_completion_length": LENGTH}
-    with (
-        mock.patch.object(engine, "sample_chunk", sampler),
-        mock.patch.object(ForwardRunner, "rollout_log_probs", forwards),
-    ):
+    replaced = mock.patch.object(ForwardRunner, "rollout_log_probs", forwards)
+    with mock.patch.object(engine, "sample_chunk", sampler), replaced:
         return seconds_per_step(model, reward, rollout_lag=lag, **sizes)
 
 
@@ -177,7 +176,7 @@ def of_sizes(float32: bool, settings: dict[str, Any], number: int) -> dict[str, 
         parts = {"global_batch_size": 32, "num_generations": 8, "per_device_train_batch_size": size, "seed": number}
         parts |= {"max_completion_length": 24, "bf16": True, "rollout_chunk_size": 8}
         parts |= {"float32_weight_gradients": float32, **settings, **changes}
-        with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
+        with tempfile.TemporaryDirectory() as folder:
             model = tiny_model("qwen2", number, **sizes)
             return change(far(Path(folder), model, 10.0, data=prompts(8, number), **parts))
 
@@ -241,4 +240,5 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3, help="runs of each case; with routing, each of another seed")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("grpo_ext").setLevel(logging.WARNING)  # no plans between the rows
     print_medians(CASES[options.what](), options.rounds)

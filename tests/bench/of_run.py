@@ -71,27 +71,13 @@ def model_of(source: str) -> Any:
 def shape_of(
     settings: Mapping[str, Any], name: str, prompt_length: int, mean_completion_length: int | None
 ) -> tuple[Shape, tuple[int, int], dict[str, bool]]:
-    """(shape, micro-batch of stock TRL and of ours, precision) of one optimizer step of a run.
-
-    Args:
-        prompt_length: tokens.
-        mean_completion_length: tokens; None is half of `max_completion_length`.
-    """
+    """(shape, micro-batch of stock TRL and of ours, precision) of one optimizer step of a run; lengths in tokens."""
     _, training, model = as_dataclasses(settings)
     longest, group = training.max_completion_length or 512, training.num_generations or 8
     groups = ceil_div(training.geometry.global_batch_size, group)
     rows, micro = groups * group, training.per_device_train_batch_size
-    shape = Shape(
-        name,
-        prompt_length,
-        1,
-        longest,
-        skewed=True,
-        groups=groups,
-        group=group,
-        lora=model.use_peft,
-        checkpointing=bool(training.gradient_checkpointing),
-        mean=mean_completion_length or max(longest // 2, 1),
-    )
+    sizes: dict[str, Any] = {"groups": groups, "group": group, "mean": mean_completion_length or max(longest // 2, 1)}
+    kind = {"lora": model.use_peft, "checkpointing": bool(training.gradient_checkpointing)}
+    shape = Shape(name, prompt_length, 1, longest, skewed=True, **sizes, **kind)
     dividing = max(n for n in range(1, min(micro, rows) + 1) if rows % n == 0)  # as stock TRL's has to
     return shape, (dividing, micro), {"bf16": bool(training.bf16), "fp16": bool(training.fp16)}

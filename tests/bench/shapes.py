@@ -11,35 +11,22 @@ PHASES = ("rollout", "log-probs", "forward/backward", "optimizer")
 
 @dataclass(frozen=True)
 class Shape:
-    """What one optimizer step trains on.
-
-    Attributes:
-        prompt: tokens of each prompt.
-        shortest, longest: tokens of the completions.
-        skewed: exponential lengths (many short, few long) instead of uniform ones; mean: of the exponential, where it
-            is not a quarter of the longest.
-        groups, group: prompts per step, completions per prompt.
-        without_variance: share of the groups whose rewards are all equal.
-        lora, checkpointing: train an adapter, recompute activations.
-        sample: time the sampling of completions instead of training on given ones.
-        whole: sample, and train on what was sampled.
-        model: name of the model in `MODELS`, where none is asked for.
-    """
+    """What one optimizer step trains on."""
 
     name: str
-    prompt: int
-    shortest: int
+    prompt: int  # tokens of each prompt
+    shortest: int  # tokens of the completions
     longest: int
-    skewed: bool = False
-    groups: int = 4
-    group: int = 8
-    without_variance: float = 0.0
+    skewed: bool = False  # exponential lengths (many short, few long) instead of uniform ones
+    groups: int = 4  # prompts per step
+    group: int = 8  # completions per prompt
+    without_variance: float = 0.0  # share of the groups whose rewards are all equal
     lora: bool = False
     checkpointing: bool = False
-    sample: bool = False
-    whole: bool = False
-    model: str = "reference"
-    mean: int | None = None
+    sample: bool = False  # time the sampling of completions instead of training on given ones
+    whole: bool = False  # sample, and train on what was sampled
+    model: str = "reference"  # name of the model in `MODELS`, where none is asked for
+    mean: int | None = None  # of the exponential, where it is not a quarter of the longest
 
     @property
     def samples(self) -> bool:
@@ -52,12 +39,12 @@ class Shape:
 
     def lengths(self) -> list[list[int]]:
         """Completion lengths of every group, the same on every call."""
-        source = random.Random(f"{self.name}:{self.longest}")
+        source, mean = random.Random(f"{self.name}:{self.longest}"), self.mean or self.longest / 4
 
         def one() -> int:
             if not self.skewed:
                 return source.randint(self.shortest, self.longest)
-            return min(self.longest, self.shortest + int(source.expovariate(1 / (self.mean or self.longest / 4))))
+            return min(self.longest, self.shortest + int(source.expovariate(1 / mean)))
 
         return [[one() for _ in range(self.group)] for _ in range(self.groups)]
 

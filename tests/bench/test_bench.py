@@ -10,8 +10,7 @@ from grpo_ext.errors import ConfigError, GrpoExtError
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.bench import measuring
 from tests.bench.__main__ import app
-from tests.bench.measuring import fastest_micro, run_shape
-from tests.bench.results import Result, as_tables
+from tests.bench.measuring import Result, as_tables, fastest_micro, run_shape
 from tests.bench.shapes import PHASES, Shape, decoder, parse_shape
 from tests.bench.worker import FixedRollouts
 from tests.support.tiny import stock_scores
@@ -68,14 +67,15 @@ def test_the_smallest_micro_batch_that_is_as_good_as_the_fastest_is_chosen(monke
         def close(self):
             pass
 
+    def fastest(who, sizes, prompt=4, longest=2):
+        return fastest_micro(Shape("x", prompt, 2, longest), who, sizes, TINY, "float32", print, {})
+
     monkeypatch.setattr(measuring, "Worker", Timed)
-    shape = Shape("x", 4, 2, 2)
-    assert fastest_micro(shape, STOCK, [16, 8, 4, 2, 5], TINY, "float32", lambda text: None) == 4  # 5 does not divide
+    assert fastest(STOCK, [16, 8, 4, 2, 5]) == 4  # 5 does not divide
     with pytest.raises(ConfigError, match="divides them; add one of 1, 2, 4, 8, 16, 32"):
-        fastest_micro(shape, STOCK, [5], TINY, "float32", lambda text: None)
-    assert fastest_micro(shape, OURS, [5], TINY, "float32", lambda text: None) == 5
-    long = Shape("x", 4000, 2, 100)
-    assert fastest_micro(long, STOCK, [2, 8], TINY, "float32", lambda text: None) == 2  # 8 of them are too many tokens
+        fastest(STOCK, [5])
+    assert fastest(OURS, [5]) == 5
+    assert fastest(STOCK, [2, 8], 4000, 100) == 2  # 8 of them are too many tokens
 
 
 @pytest.mark.full
@@ -83,7 +83,7 @@ def test_the_smallest_micro_batch_that_is_as_good_as_the_fastest_is_chosen(monke
 def test_both_trainers_run_a_shape_end_to_end(what):
     shape = Shape("small", 6, 2, 8, groups=2, group=4, sample=what == "sample", whole=what == "whole")
     lines: list[str] = []
-    result = run_shape(shape, TINY, 1, {OURS: [4], STOCK: [4]}, "float32", lines.append)
+    result = run_shape(shape, TINY, 1, {OURS: [4], STOCK: [4]}, "float32", lines.append, {})
     for who in (OURS, STOCK):
         assert all(result.seconds[who][phase] > 0 for phase in shape.phases if phase != "log-probs")
         assert result.peak_mib[who] > 0
@@ -93,26 +93,21 @@ def test_both_trainers_run_a_shape_end_to_end(what):
     assert [table.row_count for table in as_tables([result])] == [2, 1]
 
 
-@pytest.fixture
-def benched(monkeypatch):
-    """Runs `make bench` without measuring: what would be measured, and what was said."""
-
-    def run(*words):
-        measured = []
-        monkeypatch.setattr(measuring, "run_shape", lambda *what: measured.append(what) or 1 / 0)
-        return measured, CliRunner().invoke(app, [*map(str, words)])
-
-    return run
+def benched(monkeypatch, *words):
+    """`make bench` without measuring: what would be measured, and what was said."""
+    measured = []
+    monkeypatch.setattr(measuring, "run_shape", lambda *what: measured.append(what) or 1 / 0)
+    return measured, CliRunner().invoke(app, [*map(str, words)])
 
 
-def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_out(benched, tmp_path):
+def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_out(monkeypatch, tmp_path):
     model = toy_model(tmp_path / "model")
     of_run = ["--model_name_or_path", model, "--dataset_name", "rows.jsonl", "--bf16", "False", "--prompt_length", "7"]
     sizes = ["--num_generations", "4", "--global_batch_size", "12", "--per_device_train_batch_size", "5"]
     load = ["--attn_implementation", "eager", "--model_init_kwargs", '{"dtype": "bfloat16", "subfolder": "a"}']
     speed = ["--entropy_coef", "0.1", "--cast_lm_head_to_fp32", "False", "--trust_remote_code", "True"]
     left = ["--max_steps", "2", "--reward_weights", "1.0", "--logging_steps", "1"]
-    measured, result = benched(*of_run, *sizes, *load, *speed, *left)
+    measured, result = benched(monkeypatch, *of_run, *sizes, *load, *speed, *left)
     ((shape, source, _, micro, dtype, _, options),) = measured
     assert (shape.prompt, shape.groups, shape.group, shape.checkpointing) == (7, 3, 4, True)
     assert micro == {STOCK: [4], OURS: [5]}  # of 12, which 5 does not divide
@@ -136,8 +131,8 @@ def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_
         (["--model_name_or_path", "none.json"], "cannot be read as a configuration"),
     ],
 )
-def test_a_bench_that_would_measure_something_else_is_refused(benched, words, says):
-    measured, result = benched(*words)
+def test_a_bench_that_would_measure_something_else_is_refused(monkeypatch, words, says):
+    measured, result = benched(monkeypatch, *words)
     assert not measured
     assert isinstance(result.exception, GrpoExtError)
     assert says in str(result.exception)

@@ -4,15 +4,24 @@ Completions and rewards are fixed, so both trainers train on the same tokens; on
 Answers each line with one JSON line: seconds by phase, memory, tokens.
 """
 
+import contextlib
 import json
 import os
+import random
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+
+from grpo_ext.run.log import peak_memory_mib
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.stock import OURS, stock_config
 
@@ -23,27 +32,19 @@ _END_SHARE = 3.0  # ragged answers end after a third of the longest on average: 
 
 def _words(vocabulary: int) -> Any:
     """A tokenizer whose token i is the word `w{i}`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, vocabulary)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
+    ends = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **ends)
 
 
 def _model(spec: dict[str, Any], quantization: Any) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(0)
     dtype, load = getattr(torch, spec["dtype"]), spec["options"].get("model_init_kwargs") or {}
     if isinstance(spec["model"], str):
-        return AutoModelForCausalLM.from_pretrained(
-            spec["model"], dtype=dtype, quantization_config=quantization, **load
-        )
+        load = {"dtype": dtype, "quantization_config": quantization, **load}
+        return AutoModelForCausalLM.from_pretrained(spec["model"], **load)
     config = AutoConfig.for_model(**spec["model"])
     attention = load.get("attn_implementation")
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # half a billion random numbers take a while
@@ -54,8 +55,6 @@ class FixedRollouts:
     """The rollouts of a shape: prompts, completions and rewards, the same for every trainer."""
 
     def __init__(self, shape: Shape, vocabulary: int) -> None:
-        import random
-
         source = random.Random(0)
 
         def tokens(count: int) -> list[int]:
@@ -103,71 +102,34 @@ class FixedRollouts:
         return sum(self.shape.prompt + sum(map(len, group)) for group in self.trained)
 
 
-class _Memory:
-    """Peak memory since the last reset, MiB: the accelerator's, or this process's resident set."""
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with contextlib.suppress(OSError):  # not Linux: the peak is that of the whole run
+        Path("/proc/self/clear_refs").write_text("5")
 
-    def __init__(self) -> None:
-        import torch
 
-        self.cuda = torch.cuda.is_available()
-
-    def reset(self) -> None:
-        import torch
-
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-            return
-        try:
-            with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")
-        except OSError:
-            pass  # not Linux: the peak is that of the whole run
-
-    def now_and_peak(self) -> tuple[float, float]:
-        import psutil
-        import torch
-
-        from grpo_ext.run.log import peak_memory_mib
-
-        if self.cuda:
-            return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
-        now = psutil.Process().memory_info().rss / 2**20
-        try:  # unlike getrusage's peak, this one can be reset
-            with open("/proc/self/status") as file:
-                return now, next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
-        except (OSError, StopIteration):
-            return now, peak_memory_mib(torch.device("cpu")) or now
+def _now_and_peak() -> tuple[float, float]:
+    """Memory now and its peak since `_reset_peak`, MiB: the accelerator's, or this process's resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
+    now = psutil.Process().memory_info().rss / 2**20
+    try:  # unlike getrusage's peak, this one can be reset
+        status = Path("/proc/self/status").read_text().splitlines()
+        return now, next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return now, peak_memory_mib(torch.device("cpu")) or now
 
 
 def _now() -> float:
     """Seconds, when the device has done the work it has been given."""
-    import torch
-
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def wrap(self, owner: Any, method: str, phase: Callable[[], str | None]) -> None:
-        inner = getattr(owner, method)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            name = phase()
-            start = _now()
-            result = inner(*args, **kwargs)
-            if name:
-                self.seconds[name] += _now() - start
-            return result
-
-        setattr(owner, method, timed)
-
-
 def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> tuple[Any, FixedRollouts]:
-    import torch
     import trl
     from datasets import Dataset
 
@@ -182,6 +144,7 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
     if shape.samples:  # a random model says each token alike; enough of them end an answer
         ends = max(1, round(_END_SHARE * vocabulary / shape.longest))
         model.generation_config.eos_token_id = list(range(1, 1 + ends))
+    quiet = {"report_to": "none", "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True}
     settings = {
         "output_dir": folder,
         "global_batch_size": shape.groups * shape.group,
@@ -194,10 +157,7 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
         "gradient_checkpointing": shape.checkpointing,
         "bf16": spec["dtype"] == "bfloat16",
         "use_cpu": not torch.cuda.is_available(),
-        "report_to": "none",
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "disable_tqdm": True,
+        **quiet,
         **fields_of(spec["options"], grpo_ext.GRPOConfig),
         "model_init_kwargs": None,  # the model is loaded by now
     }
@@ -217,17 +177,29 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
     return trainer, rollouts
 
 
-class _Server:
-    """Answers the benchmark: waits for a request, says what the step took.
+class _Server(TrainerCallback):
+    """Answers the benchmark: does one optimizer step for each request, says what it took."""
 
-    Attributes:
-        base: MiB of the process with its model loaded.
-        layout: the form that completions run in, and how many of them fit in a forward.
-    """
+    tokens: Callable[[], float]  # of a step
 
     def __init__(self, answers: Any) -> None:
-        self.answers, self.clock, self.memory, self.base = answers, _Clock(), _Memory(), 0.0
-        self.layout: Callable[[], dict[str, Any]] = dict
+        self.answers = answers
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.base = 0.0  # MiB of the process with its model loaded
+        self.layout: Callable[[], dict[str, Any]] = dict  # form of completions, and how many of them fit in a forward
+
+    def time(self, owner: Any, method: str, phase: Callable[[], str | None]) -> None:
+        inner = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            name = phase()
+            start = _now()
+            result = inner(*args, **kwargs)
+            if name:
+                self.seconds[name] += _now() - start
+            return result
+
+        setattr(owner, method, timed)
 
     def answer(self, content: dict[str, Any]) -> None:
         self.answers.write(json.dumps(content) + "\n")
@@ -236,38 +208,27 @@ class _Server:
     def wait(self) -> None:
         if sys.stdin.readline().strip() != "step":
             os._exit(0)
-        self.clock.seconds.clear()
-        self.memory.reset()
+        self.seconds.clear()
+        _reset_peak()
 
     def report(self, tokens: float) -> None:
-        peak = self.memory.now_and_peak()[1]
-        seconds = {phase: self.clock.seconds[phase] for phase in PHASES}
-        seconds["forward/backward"] = max(self.clock.seconds["step"] - self.clock.seconds["prepare"], 0.0)
+        peak = _now_and_peak()[1]
+        seconds = {phase: self.seconds[phase] for phase in PHASES}
+        seconds["forward/backward"] = max(self.seconds["step"] - self.seconds["prepare"], 0.0)
         memory = {"working_mib": peak - self.base, "peak_mib": peak}
         self.answer({"seconds": seconds, "tokens": tokens, **memory, **self.layout()})
 
-    def callback(self) -> Any:
-        """Does one optimizer step for each request."""
-        from transformers import TrainerCallback
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.wait()
 
-        server = self
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.start = _now()
 
-        class Serve(TrainerCallback):
-            tokens: Callable[[], float]  # of a step
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds["optimizer"] = _now() - self.start
 
-            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-                server.wait()
-
-            def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-                self.start = _now()
-
-            def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-                server.clock.seconds["optimizer"] = _now() - self.start
-
-            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                server.report(self.tokens())
-
-        return Serve()
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.report(self.tokens())
 
 
 def main() -> None:
@@ -277,21 +238,18 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     quiet_libraries()
-    import torch
-
     from grpo_ext.forward.architecture import attention_sizes, base_model_of, weight_sizes
 
     spec = json.loads(sys.argv[1])
-    shape, callback = Shape(**spec["shape"]), server.callback()
+    shape = Shape(**spec["shape"])
     with tempfile.TemporaryDirectory() as folder:
-        trainer, rollouts = _trainer(spec, shape, folder, callback)
-        callback.tokens = _counting(trainer) if shape.whole else lambda: rollouts.tokens
-        clock = server.clock
-        clock.wrap(trainer, "_generate_single_turn", lambda: "rollout")
+        trainer, rollouts = _trainer(spec, shape, folder, server)
+        server.tokens = _counting(trainer) if shape.whole else lambda: rollouts.tokens
+        server.time(trainer, "_generate_single_turn", lambda: "rollout")
         scoring = "_get_per_token_logps_and_entropies"
-        clock.wrap(trainer, scoring, lambda: None if torch.is_grad_enabled() else "log-probs")
-        clock.wrap(trainer, "_prepare_inputs", lambda: "prepare")
-        clock.wrap(trainer, "training_step", lambda: "step")
+        server.time(trainer, scoring, lambda: None if torch.is_grad_enabled() else "log-probs")
+        server.time(trainer, "_prepare_inputs", lambda: "prepare")
+        server.time(trainer, "training_step", lambda: "step")
         model = base_model_of(trainer.model)
         (body, head), (width, _) = weight_sizes(model), attention_sizes(model.config)
         adapters = sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
@@ -299,7 +257,7 @@ def main() -> None:
         if spec["who"] == OURS:
             runner = trainer._step_planner  # cuts a micro-batch that does not fit
             server.layout = lambda: {"form": runner.forwards.choice.form(model), "micro": runner.limits.rows}
-        server.base = server.memory.now_and_peak()[0]
+        server.base = _now_and_peak()[0]
         if shape.sample:
             _serve_sampling(trainer, server)
         trainer.train()

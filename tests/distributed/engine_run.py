@@ -54,6 +54,22 @@ class Gradients(TrainerCallback):
         self.share = max(self.share, sum(held.values()) / whole)
 
 
+def save(folder: Path, number: int, trainer: Any, share: float, saves_shards: bool) -> None:
+    """Write what a run has learned and logged; the engine does not put weights together that it saves in shards."""
+    state = {} if saves_shards else trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    parameters = list(trainer.model.parameters())
+    if trainer.accelerator.is_main_process:
+        plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+        save_file(plain, folder / f"{number}.safetensors")
+        about = {
+            "engine": trainer.accelerator.distributed_type.value,
+            "log": trainer.state.log_history,
+            "gradients": share,
+            "sharded": any(type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in parameters),
+        }
+        (folder / f"{number}.json").write_text(json.dumps(about, default=float))
+
+
 def main(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -96,19 +112,7 @@ def main(folder: Path) -> None:
         kinds = SimpleNamespace(FSDP=None, DEEPSPEED=DistributedType.DEEPSPEED)
         with mock.patch.object(gradients, "DistributedType", kinds) if run["whole"] else nullcontext():
             trainer.train(resume_from_checkpoint=run["resume"])
-        # weights that are saved in shards are not put together by the engine
-        state = {} if run["env"] else trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        parameters = list(trainer.model.parameters())
-        if trainer.accelerator.is_main_process:
-            plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-            save_file(plain, folder / f"{number}.safetensors")
-            about = {
-                "engine": trainer.accelerator.distributed_type.value,
-                "log": trainer.state.log_history,
-                "gradients": held.share,
-                "sharded": any(type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in parameters),
-            }
-            (folder / f"{number}.json").write_text(json.dumps(about, default=float))
+        save(folder, number, trainer, held.share, saves_shards=bool(run["env"]))
         trainer.accelerator.wait_for_everyone()
 
 

@@ -178,7 +178,7 @@ def packs_on_one(folder: Path, what: str) -> list[float]:
 def gathered(folder: Path) -> dict[str, Any]:
     """Of no rows on the first process, and three on the second; and what rewards get of rows with keys of their own."""
     PartialState(cpu=True)
-    columns = {base.__name__: row_columns(folder / base.__name__, base) for base in (GRPOTrainer, Rewards, Scores)}
+    columns = {base.__name__: row_columns(folder / base.__name__, base) for base in (GRPOTrainer, Rewards)}
     return {"rows": ragged_gather(torch.arange(3.0 * RANK)).tolist(), "columns": columns}
 
 
@@ -186,18 +186,8 @@ class Rewards(GRPOTrainer):
     """Hands rows on to TRL's method, with a column for some."""
 
     def _calculate_rewards(self, inputs: Any, *args: Any) -> torch.Tensor:
-        return super()._calculate_rewards([added(row) for row in inputs], *args)
-
-
-class Scores(GRPOTrainer):
-    """As `Rewards`, before the rows are sampled."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        return super()._generate_and_score_completions([added(row) for row in inputs])
-
-
-def added(row: dict[str, Any]) -> dict[str, Any]:
-    return row | ({"late": 1} if row["prompt"] == "c>" else {})
+        rows = [row | ({"late": 1} if row["prompt"] == "c>" else {}) for row in inputs]
+        return super()._calculate_rewards(rows, *args)
 
 
 def row_columns(folder: Path, base: Any) -> list[tuple[Any, ...]]:

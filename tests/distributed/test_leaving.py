@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from grpo_ext.runtime.leaving import leave_in_order
+from grpo_ext.runtime.collectives import leave_in_order
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def test_a_process_without_rows_adds_none_to_what_is_gathered(gathered):
 
 def test_rows_with_keys_of_their_own_give_reward_functions_the_same_on_two_processes(gathered, tmp_path):
     first, second = (process["columns"] for process in gathered)
-    for base in (GRPOTrainer, tasks.Rewards, tasks.Scores):
+    for base in (GRPOTrainer, tasks.Rewards):
         name = base.__name__
         alone = tasks.row_columns(tmp_path / name, base)
         assert first[name] + second[name] == alone

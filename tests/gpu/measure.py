@@ -28,8 +28,7 @@ from grpo_ext.errors import LaunchError
 from grpo_ext.run.log import versions
 from grpo_ext.tools import plan
 from grpo_ext.tools.stock import OURS, STOCK
-from tests.bench.measuring import Worker, spec_of
-from tests.bench.results import machine
+from tests.bench.measuring import Worker, machine, spec_of
 from tests.bench.shapes import MODELS, Shape, decoder
 
 HALF_B, TOY_MODEL = MODELS["qwen2.5-0.5b"], decoder("qwen2", 512, 56, 64, 2, 14, 2)
@@ -54,14 +53,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """Runs, or without any the tests of this name in `tests.support.gpu.TEST_PARTS`.
-
-    Attributes:
-        share: of the time, relative to the other parts.
-    """
+    """Runs, or without any the tests of this name in `tests.support.gpu.TEST_PARTS`."""
 
     name: str
-    share: float
+    share: float  # of the time, relative to the other parts
     runs: tuple[Run, ...] = ()
 
 
@@ -94,7 +89,6 @@ def one_device() -> None:
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """Two results, line by line: tests that fail in one of them, and seconds and memory of each run."""
-
     both = before["parts"].keys() & after["parts"].keys()
 
     def failed(result: dict[str, Any]) -> set[str]:
@@ -131,13 +125,10 @@ def run_tests(part: str, is_toy: bool, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         results.touch()
-        environment = {"GRPO_EXT_GPU_RESULTS": str(results), "GRPO_EXT_GPU_PART": part}
-        environment |= {"GRPO_EXT_TOY": str(int(is_toy))}
+        names = {"GRPO_EXT_GPU_RESULTS": str(results), "GRPO_EXT_GPU_PART": part, "GRPO_EXT_TOY": str(int(is_toy))}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
         try:
-            status = subprocess.run(
-                command, env=os.environ | environment, stdout=sys.stderr, timeout=seconds
-            ).returncode
+            status = subprocess.run(command, env=os.environ | names, stdout=sys.stderr, timeout=seconds).returncode
         except subprocess.TimeoutExpired:
             status = None
         tests = [json.loads(line) for line in results.read_text().splitlines()]
@@ -209,11 +200,7 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_part(part: Part, is_toy: bool, seconds: float, result: dict[str, Any], save: Callable[[], None]) -> None:
-    """Fill in what a part came to, within these seconds.
-
-    Args:
-        save: called after every run.
-    """
+    """Fill in what a part came to, within these seconds; `save` after every run."""
     if not part.runs:
         result |= run_tests(part.name, is_toy, seconds)
         return
@@ -228,17 +215,18 @@ def run_part(part: Part, is_toy: bool, seconds: float, result: dict[str, Any], s
         result["not_finished"] = ", ".join(late)
 
 
-def default_output() -> Path:
-    return Path(os.environ.get("OUT", "."), "gpu.json")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--seconds", type=float, default=500, help="budget of all parts together")
     names = [part.name for part in PARTS]
     parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
-    parser.add_argument("--output", type=Path, default=default_output(), help="the file (default: gpu.json in $OUT)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(os.environ.get("OUT", "."), "gpu.json"),
+        help="the file (default: gpu.json in $OUT)",
+    )
     parser.add_argument("--compare", type=Path, metavar="JSON", help="an earlier result, to compare this one with")
     options = parser.parse_args()
     earlier = None if options.compare is None else json.loads(options.compare.read_text())

@@ -36,9 +36,7 @@ PRECISIONS = {
 Tensors = list[torch.Tensor]
 
 
-def by_kernel(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, how: LogitTransform
-) -> tuple[torch.Tensor, ...]:
+def by_kernel(hidden: Any, weight: Any, bias: Any, targets: Any, how: LogitTransform) -> tuple[torch.Tensor, ...]:
     if not TOY:
         return lm_head.log_probs(hidden, weight, bias, targets, how)
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
@@ -47,9 +45,7 @@ def by_kernel(
     return ChunkedLogProbFunction.apply(hidden, weight, bias, targets, *settings)[:2]
 
 
-def dense(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, how: LogitTransform
-) -> tuple[torch.Tensor, ...]:
+def dense(hidden: Any, weight: Any, bias: Any, targets: Any, how: LogitTransform) -> tuple[torch.Tensor, ...]:
     logits = (hidden @ weight.T + (0 if bias is None else bias)) * how.scale
     logits = logits if how.cap is None else how.cap * torch.tanh(logits / how.cap)
     log_p = torch.log_softmax(logits / how.temperature, -1)
@@ -98,8 +94,7 @@ def test_the_head_gives_the_values_and_gradients_of_float64(
     if rows > 1 and not entropy_only:
         record_property("errors of log-probs, entropies, gradients", errors)
     bound = FLOAT32_HEAD if precision in ("float32", "cast") else HALF_PRECISION_KERNEL
-    assert max(errors["Triton"]) <= bound, errors
-    assert max(errors["tiled"]) <= bound, errors
+    assert all(one <= bound for both in errors.values() for one in both), errors
 
 
 def test_another_temperature_is_seen():

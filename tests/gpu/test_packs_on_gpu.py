@@ -21,15 +21,10 @@ from tests.tolerances import HALF_PRECISION_KERNEL
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 64 if TOY else 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
+    **{"vocab_size": 60, "hidden_size": 64 if TOY else 256, "intermediate_size": 256, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "pad_token_id": 0},
 }
+COMPILED = pytest.mark.skipif(TOY, reason="compiled for a CUDA device")
 LONG = ([30, 40], [[50, 30, 20, 7], [60, 64, 0, 3]]) if TOY else ([300, 40], [[500, 30, 200, 7], [60, 64, 0, 3]])
 
 
@@ -84,23 +79,15 @@ def test_packs_take_these_calls_in_half_precision(calls, dtype, window, expected
     assert len(calls) == expected  # each way in three layers two, or one with a window
 
 
-def flash_or_skip(implementation: str, dtype: torch.dtype):
-    try:
-        return model_on(implementation, False, dtype)
-    except (ImportError, ValueError, OSError, RuntimeError) as error:  # whatever of its packages is missing
-        pytest.skip(str(error).splitlines()[0])
-
-
 @pytest.mark.parametrize(
     "implementation",
-    [
-        "flash_attention_2",
-        "sdpa",
-        pytest.param("flex_attention", marks=pytest.mark.skipif(TOY, reason="compiled for a CUDA device")),
-    ],
+    ["flash_attention_2", "sdpa", pytest.param("flex_attention", marks=COMPILED)],
 )
 def test_shared_prefixes_differ_from_padded_batches_by_rounding(record_property, implementation):
-    model = flash_or_skip(implementation, torch.bfloat16)
+    try:
+        model = model_on(implementation, False, torch.bfloat16)
+    except (ImportError, ValueError, OSError, RuntimeError) as error:  # whatever of its packages is missing
+        pytest.skip(str(error).splitlines()[0])
     exact, batch = model_on("sdpa", False, torch.float32), rows_of(*LONG)
     assert why_form_fails("prefix", model, batch, DEVICE) is None
     right = gradient("padded", exact, batch)
@@ -117,9 +104,8 @@ def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, 
     monkeypatch.setattr(attention, "_CALL_COST" if TOY else "_ACCELERATOR_CALL_COST", call_cost)
     packed, padded = (model_on("sdpa", window, torch.float32) for _ in range(2))
     batch = rows_of(*LONG)
-    ours, theirs = (
-        run_rows(form, run, batch, DEVICE).logps_S for form, run in (("packed", packed), ("padded", padded))
-    )
+    forms = (("packed", packed), ("padded", padded))
+    ours, theirs = (run_rows(form, run, batch, DEVICE).logps_S for form, run in forms)
     assert (ours - theirs).norm() <= 1e-3 * theirs.norm()  # TF32, where it is on, has 10 bits
     a, b = gradient("packed", packed, batch), gradient("padded", padded, batch)
     assert (a - b).norm() <= 5e-3 * b.norm()

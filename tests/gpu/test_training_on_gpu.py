@@ -32,35 +32,20 @@ PROMPT, COMPLETION, GROUP = (16, 40, 8) if TOY else (128, 128, 8)
 def train(
     folder: Path, shape: dict[str, Any], adapter: Any = None, sampled: bool = False, **settings: Any
 ) -> tuple[GRPOTrainer, torch.Tensor]:
-    """A trainer after its run, and the update.
-
-    Args:
-        sampled: sample completions; otherwise they are given, so that nothing is sampled in half precision.
-    """
+    """A trainer after its run, and the update; unless `sampled`, completions are given."""
     gc.collect()
     torch.cuda.empty_cache()
     sizes = {"global_batch_size": 32, "num_generations": GROUP, "per_device_train_batch_size": 8}
     sizes |= {"max_steps": 3, "learning_rate": 1e-5, **settings}
-    args = GRPOConfig(  # before CUDA starts, which reads a setting of bitwise mode then
-        str(folder),
-        max_completion_length=COMPLETION,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        **sizes,
-    )
+    quiet: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+    # before CUDA starts, which reads a setting of bitwise mode then
+    args = GRPOConfig(str(folder), max_completion_length=COMPLETION, **quiet, **sizes)
     torch.manual_seed(0)
     with torch.device(DEVICE):  # half a billion random numbers take the CPU a while
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.float32)
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=letter_reward,
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["abcd" * (PROMPT // 4)] * 12, "answer": ["a"] * 12}),
-        processing_class=tiny_tokenizer(),
-        peft_config=adapter,
-    )
+    data = Dataset.from_dict({"prompt": ["abcd" * (PROMPT // 4)] * 12, "answer": ["a"] * 12})
+    parts: Any = {"processing_class": tiny_tokenizer(), "peft_config": adapter}
+    trainer = GRPOTrainer(model, letter_reward, args=args, train_dataset=data, **parts)
     rows = [[10 + (7 * row + 3 * i) % 30 for i in range(COMPLETION - row)] for row in range(32)]
     if not sampled:
         give_completions(trainer, rows)
@@ -129,9 +114,8 @@ def test_two_splits_have_the_same_bits_in_bitwise_mode(monkeypatch, tmp_path, fi
     """With the tiled head: TRL's Triton head is not used in this mode."""
     monkeypatch.setattr(lm_head, "triton_head", lambda: pytest.fail("TRL's Triton head was asked for"))
     settings = {"bitwise_invariant": True, "sampled": True, **filters}
-    splits = (("eight", 8), ("three", 3))
     eight, three = (
-        train(tmp_path / name, SMALL, per_device_train_batch_size=size, **settings)[1] for name, size in splits
+        train(tmp_path / str(size), SMALL, per_device_train_batch_size=size, **settings)[1] for size in (8, 3)
     )
     assert torch.equal(eight, three)
     other = train(tmp_path / "seed", SMALL, seed=1, **settings)[1]

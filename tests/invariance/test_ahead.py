@@ -70,8 +70,7 @@ def test_delays_change_nothing(bench, whole, processes, times, longest):
 
 
 @pytest.mark.parametrize(
-    ("lag", "processes", "steps"),
-    [(1, 1, (1, 2, 6)), (2, 2, (3, 4)), pytest.param(2, 3, (1, 5, 6, 7), marks=full)],
+    ("lag", "processes", "steps"), [(1, 1, (1, 2, 6)), (2, 2, (3, 4)), pytest.param(2, 3, (1, 5, 6, 7), marks=full)]
 )
 def test_a_resumed_run_trains_the_rollout_batches_that_were_sampled_ahead(bench, whole, lag, processes, steps):
     runs = [

@@ -1,7 +1,6 @@
 """In bfloat16 one step from the same completions is the same for every split of whole groups, as it is in float32."""
 
 import itertools
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from grpo_ext.batching.micro_batches import MicroBatchLayout, StepSizes, plan_step
-from grpo_ext.precision import weight_gradients
 from grpo_ext.tools.check.comparison import describe_difference, update_error
 from tests.support.cases import LORA, Bench
 from tests.support.launches import REFERENCE, Launches
@@ -18,7 +16,6 @@ from tests.support.tiny import tiny_model
 from tests.support.trainers import change, error, far, log_of, native_fp16
 from tests.tolerances import DIFFERENT, UPDATE, UPDATE_BFLOAT16
 
-SETTING = "float32_weight_gradients"
 HALF: dict[str, Any] = {"bf16": True, "global_batch_size": 16, "max_completion_length": 12}
 SGD: dict[str, Any] = {
     **{"bf16": True, "optim": "sgd", "learning_rate": 10.0, "max_grad_norm": 0.0, "max_steps": 1},
@@ -111,23 +108,3 @@ def test_fp16_too(tmp_path, monkeypatch):
     fp16["float32_weight_gradients"] = False
     rounded = step(tmp_path, "qwen2", REFERENCE, **fp16)
     assert error(rounded, step(tmp_path, "qwen2", 4, **fp16)) > 10 * UPDATE
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_no_copy_of_a_weight_is_kept_for_the_backward_pass(on):
-    model = tiny_model("llama", tie_word_embeddings=False)
-    weights = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
-    copies = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        of_a_weight = any(tensor.shape in (p.shape, p.mT.shape) for p in weights.values() if p.dim() == 2)
-        copies.append(of_a_weight and tensor.untyped_storage().data_ptr() not in weights)
-        return tensor
-
-    ids = torch.arange(3, 10)[None]
-    exact = weight_gradients.float32_weight_gradients(model) if on else nullcontext()
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with exact, torch.autocast("cpu", torch.bfloat16), hooks:
-        model.model(ids)
-    assert copies
-    assert any(copies) != on

@@ -9,14 +9,7 @@ from tests.support.cases import CASES, FULL, SETTINGS, Bench
 from tests.support.float64 import float64_throughout
 from tests.support.launches import REFERENCE, SIZES, Launches, run_all
 from tests.support.tiny import STOCK_SCORES, stock_scores
-from tests.tolerances import (
-    DIFFERENT,
-    METRIC,
-    METRIC_BFLOAT16,
-    UPDATE,
-    UPDATE_BFLOAT16,
-    UPDATE_FLOAT64,
-)
+from tests.tolerances import DIFFERENT, METRIC, METRIC_BFLOAT16, UPDATE, UPDATE_BFLOAT16, UPDATE_FLOAT64
 
 NAMES = list(CASES)
 full = pytest.mark.full
@@ -85,8 +78,7 @@ def test_update_and_log_do_not_depend_on_the_split(launches, name, processes, si
 
 @stock_scores
 @pytest.mark.parametrize(
-    ("name", "processes", "size"),
-    [*STOCK_CONTROLS, *(pytest.param(*control, marks=full) for control in FULL_CONTROLS)],
+    ("name", "processes", "size"), [*STOCK_CONTROLS, *(pytest.param(*control, marks=full) for control in FULL_CONTROLS)]
 )
 def test_stock_trl_learns_something_else(launches, name, processes, size):
     """Against itself in one process with one micro-batch."""

@@ -50,10 +50,7 @@ HEAR = "import os, sys; sys.stderr = sys.stdout; "
 @pytest.mark.parametrize(
     ("code", "printed"),
     [
-        (
-            "from grpo_ext.tools.cli import load_libraries as f; f(); f()",
-            "Loading torch, transformers and TRL ...\n",
-        ),
+        ("from grpo_ext.tools.cli import load_libraries as f; f(); f()", "Loading torch, transformers and TRL ...\n"),
         ("os.environ['RANK'] = '1'; import grpo_ext.tools.starting", ""),
         ("sys.modules['torch'] = None; import grpo_ext.tools.starting", ""),
     ],

@@ -84,10 +84,6 @@ def test_commands_work_outside_the_repository(installed):
     helped = call(command, "--help", cwd=installed.outside)
     assert helped.returncode == 0, helped.stderr
     assert all(name in helped.stdout for name in ("plan", "check", "report", "export"))
-
-
-def test_a_plan_is_made_outside_the_repository(installed):
-    command = installed.python.with_name("grpo-ext")
     planned = call(command, "plan", "--global_batch_size", "16", "--num_generations", "4", cwd=installed.outside)
     assert planned.returncode == 0, planned.stderr
     assert "16 completions = 4 prompts x 4" in planned.stdout

@@ -31,18 +31,11 @@ GROUP, ROWS = 4, 8  # generations, completions of a rollout batch
 
 @dataclass(frozen=True)
 class Known:
-    """A difference that is meant.
+    """A difference that is meant."""
 
-    Attributes:
-        part: of a `Run`.
-        name: of the key; a star stands for any text.
-        extra: grpo_ext has a key that TRL has not; otherwise the values may differ, or the key be missing.
-        reason: why.
-    """
-
-    part: str
-    name: str
-    extra: bool
+    part: str  # of a `Run`
+    name: str  # of a key; a star stands for any text
+    extra: bool  # TRL has no such key; otherwise the values may differ, or the key be missing
     reason: str
 
     def covers(self, part: str, name: str) -> bool:
@@ -77,17 +70,9 @@ BY_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_lo
 
 @dataclass
 class Run:
-    """What a trainer did.
+    """What a trainer did."""
 
-    Attributes:
-        outputs: by call of the scoring, its mode and dictionary; rows: by call, the rows it was given, afterwards.
-        metrics, tables: TRL's records whenever something is logged, with the mode.
-        lines: of the log.
-        timings: names that trackers get, without the trainer's class.
-        journal: what the test's functions wrote.
-        update: what acting changed in the parameters, float64.
-    """
-
+    # by call of the scoring, with the mode: its dictionary, and the rows it was given as they were afterwards
     outputs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     rows: list[tuple[str, Any]] = field(default_factory=list)
     metrics: list[tuple[str, dict[str, list[float]]]] = field(default_factory=list)
@@ -99,11 +84,7 @@ class Run:
 
 
 def recording(base: type, run: Run, scoring: bool) -> type:
-    """A trainer that writes into `run`.
-
-    Args:
-        scoring: it overrides `_generate_and_score_completions`, as a user may.
-    """
+    """A trainer that writes into `run`; with `scoring` it overrides `_generate_and_score_completions`, as users may."""
 
     class Recorder(base):  # type: ignore[misc]
         def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
@@ -148,11 +129,7 @@ def train(trainer: Any) -> None:
 
 
 def run_one(package: Any, folder: Path, parts: Parts, scoring: bool = False, act: Act = train, **settings: Any) -> Run:
-    """Build a trainer of a package (trl, grpo_ext) and act with it; see `alike`.
-
-    Args:
-        scoring: the trainer overrides `_generate_and_score_completions`.
-    """
+    """Build a trainer of a package (trl, grpo_ext) and act with it; see `alike`."""
     run = Run()
     steps = settings.get("steps_per_generation", 1)
     common = {"per_device_train_batch_size": ROWS // steps, "steps_per_generation": steps, "shuffle_dataset": False}
@@ -201,13 +178,8 @@ def differences(stock: Run, scored: Run, ours: Run, known: Sequence[Known] = ())
 def alike(folder: Path, parts: Parts, act: Act = train, known: Sequence[Known] = (), **settings: Any) -> Run:
     """Run a case with stock TRL and with grpo_ext, and assert that they do the same; the run of stock TRL.
 
-    Args:
-        parts: from a journal to the arguments of a trainer: model, reward_funcs, train_dataset, processing_class, ...
-        act: what is done with the trainer.
-        known: differences that are meant in this case, beside `KNOWN`.
-        settings: of both configurations. One step on one rollout batch of ROWS completions by default; with
-            `steps_per_generation=2`, two. The rows of an epoch are whole rollout batches: TRL drops the rest, which
-            grpo_ext trains as a smaller step.
+    One step on one rollout batch of ROWS completions by default; with `steps_per_generation=2`, two. The rows of an
+    epoch are whole rollout batches: TRL drops the rest, which grpo_ext trains as a smaller step.
     """
     runs = three_runs(folder, parts, act, **settings)
     lines = differences(*runs, known)

@@ -40,11 +40,7 @@ Reply = Callable[[int, int, str], str]  # (turn, place among rows with the same 
 
 
 class Journal(list[tuple[str, Any]]):
-    """What a test's own functions got: (channel, entry), in order. Entries are copied.
-
-    Attributes:
-        trainer: that calls them; None while it is built.
-    """
+    """What a test's own functions got: (channel, entry), in order. Entries are copied."""
 
     trainer: Any = None
 
@@ -58,11 +54,7 @@ class Journal(list[tuple[str, Any]]):
 
 
 def chat_tokenizer(parses: bool = True) -> Any:
-    """One token for each character and mark; the template shows the names of tools.
-
-    Args:
-        parses: calls of tools are read from completions.
-    """
+    """One token for each character and mark; the template shows the names of tools."""
     tokenizer = tiny_tokenizer()
     characters = [chr(code) for code in range(33, 127) if chr(code) not in tokenizer.get_vocab()]
     tokenizer.add_tokens([MODEL, TOOL, CALL, END_CALL, *characters])
@@ -81,11 +73,7 @@ def call(name: str, kind: str = "function", **arguments: Any) -> str:
 
 
 class Script:
-    """The `generate` of a model, and the answers of a server.
-
-    Args:
-        reply: what is said; `<eos>` ends it, and without one it goes on until it is truncated.
-    """
+    """The `generate` of a model, and the answers of a server."""
 
     def __init__(self, tokenizer: Any, reply: Reply) -> None:
         self.tokenizer, self.reply = tokenizer, reply
@@ -176,12 +164,7 @@ def entry_of(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def parts_of(journal: Journal, reply: Reply = letters, tokenizer: Any = None, **parts: Any) -> dict[str, Any]:
-    """Arguments of a trainer: a model that says what is written, two rows, and a reward that writes down its own.
-
-    Args:
-        tokenizer: rows are messages where it has a template, otherwise text.
-        parts: further arguments, and others in the place of these.
-    """
+    """Arguments of a trainer: a model that says what is written, two rows, and a reward that writes down its own."""
     tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
     return {
         "model": scripted_model(tokenizer, reply),

@@ -38,16 +38,12 @@ NO_VLLM: Overrides = {
     "use_vllm": (False, "vLLM is not installed here; tests/vllm trains with it"),
     "bf16": (False, "float32, as the other toy runs"),
 }
+TWO_STEPS: Overrides = {"rollout_batch_size": (32, "toy size; two steps, as in the file")}
 # file: (processes it is for, prompts in its data or None, rows of the toy data, overrides)
 REAL = {
     "gsm8k_lora": (1, 7473, question_rows, {**SMALL, **NO_FP16}),
     "gsm8k_7b_fsdp2_vllm": (8, 7473, question_rows, {**SMALL, **NO_VLLM}),
-    "math_full_8x80gb": (
-        8,
-        None,
-        conversation_rows,
-        {**SMALL, **NO_VLLM, "rollout_batch_size": (32, "toy size; two steps, as in the file")},
-    ),
+    "math_full_8x80gb": (8, None, conversation_rows, {**SMALL, **NO_VLLM, **TWO_STEPS}),
 }
 DEMO = ["demo_lora", "demo_two_rewards", "demo_custom_reward"]
 
@@ -113,9 +109,7 @@ def test_a_preset_sets_what_the_paper_says_and_parses_with_the_demo(recipe, name
     assert demo
     assert training.geometry.steps_per_rollout == UPDATES_PER_ROLLOUT[name]
     assert training.seed == 42, "the demo's own settings fill in what the preset leaves open"
-    assert script.rewards == settings(CONFIGS / f"{name}.yaml").get(
-        "rewards", ["grpo_ext.demo.task.sorted_letters_reward"]
-    )
+    assert script.rewards == preset.get("rewards", ["grpo_ext.demo.task.sorted_letters_reward"])
 
 
 FEW = ("gsm8k_lora", "dapo")  # what `make test` trains

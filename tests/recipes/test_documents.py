@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from grpo_ext import GRPOConfig
 from grpo_ext.algorithms.advantages import ESTIMATORS
 from grpo_ext.tools.cli import app
+from grpo_ext.tools.options import OPTIONS
 from tests.bench.__main__ import app as bench
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 PROGRAMS = "grpo-ext|make|accelerate launch|torchrun|python|pip install|jupyter"
 INLINE = re.compile(rf"`((?:{PROGRAMS})(?: [^`]+)?)`", re.DOTALL)
+OPTIONS_OF_A_RUN = {name for kind in OPTIONS for name in kind.__dataclass_fields__}
 VARIABLE = re.compile(r"\$\(\([^)]*\)\)|\$\([^)]*\)|\$\w+")
 
 
@@ -37,26 +40,11 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def broken_links(page: str) -> list[str]:
-    broken = []
-    for target in LINK.findall(text_of(page)):
-        path, _, anchor = target.partition("#")
-        if "://" in target:
-            continue
-        file = (ROOT / page).parent / path if path else ROOT / page
-        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
-            broken.append(target)
-    return broken
-
-
 def commands(page: str) -> list[str]:
     """Every command a page shows, in a block or in a line, as one line each."""
     text = text_of(page)
-    shown = []
-    for _, language, body in FENCE.findall(text):
-        if language == "bash":
-            joined = body.replace("\\\n", " ")
-            shown += [line.split(" #")[0].strip() for line in joined.splitlines() if line.strip()]
+    blocks = [body.replace("\\\n", " ") for _, language, body in FENCE.findall(text) if language == "bash"]
+    shown = [line.split(" #")[0].strip() for body in blocks for line in body.splitlines() if line.strip()]
     shown += [" ".join(command.split()) for command in INLINE.findall(re.sub(FENCE, "", text))]
     return list(dict.fromkeys(shown))
 
@@ -75,21 +63,11 @@ def check_tool(words: list[str]) -> None:
     if words:
         name, *options = words
         assert name in commands, f"grpo-ext {name}"
-        if not {"--help"} & set(options):
-            named = [option.split("=")[0] for option in options if option.startswith("--")]
-            known = {flag for parameter in commands[name].params for flag in parameter.opts}
-            spelt = {flag.replace("_", "-") for flag in known}
-            if name in ("check", "plan", "bench"):
-                spelt |= {f"--{option}".replace("_", "-") for option in options_of_a_run()}
-            assert {flag.replace("_", "-") for flag in named} <= spelt, f"grpo-ext {name} {named}"
-
-
-def options_of_a_run() -> set[str]:
-    from trl import ModelConfig
-
-    from grpo_ext.tools.options import ScriptArguments
-
-    return {name for kind in (ScriptArguments, GRPOConfig, ModelConfig) for name in kind.__dataclass_fields__}
+        known = {"--help", *(flag for parameter in commands[name].params for flag in parameter.opts)}
+        if name in ("check", "plan", "bench"):
+            known |= {f"--{option}" for option in OPTIONS_OF_A_RUN}
+        named = {option.split("=")[0].replace("_", "-") for option in options if option.startswith("--")}
+        assert named <= {flag.replace("_", "-") for flag in known}, f"grpo-ext {name} {named}"
 
 
 def check_recipe(words: list[str]) -> None:
@@ -99,7 +77,7 @@ def check_recipe(words: list[str]) -> None:
         return
     options = words[words.index("recipes/grpo.py") + 1 :]
     names = {option[2:] for option in options if option.startswith("--")}
-    assert names - {"config", "help"} <= options_of_a_run(), names
+    assert names - {"config", "help"} <= OPTIONS_OF_A_RUN, names
 
 
 def check_launch(words: list[str]) -> None:
@@ -153,7 +131,12 @@ def check_command(line: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    assert broken_links(page) == []
+    for target in LINK.findall(text_of(page)):
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if "://" not in target:
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file.read_text()), target
 
 
 def test_the_readme_has_at_most_150_lines():
@@ -165,11 +148,10 @@ def test_the_index_links_to_every_page(page):
     assert Path(page).name in [target.partition("#")[0] for target in LINK.findall(text_of("docs/README.md"))]
 
 
-def shown_commands() -> list:
-    return [pytest.param(line, id=f"{page}: {line[:60]}") for page in PAGES for line in commands(page)]
+SHOWN = [(page, line) for page in PAGES for line in commands(page)]
 
 
-@pytest.mark.parametrize("line", shown_commands())
+@pytest.mark.parametrize("line", [pytest.param(line, id=f"{page}: {line[:60]}") for page, line in SHOWN])
 def test_a_shown_command_is_one(line):
     check_command(line)
 
@@ -196,9 +178,7 @@ def test_the_check_of_commands_can_fail(line):
         check_command(line)
 
 
-@pytest.mark.parametrize(
-    "line", [line for page in PAGES for line in commands(page) if line.startswith("grpo-ext plan")]
-)
+@pytest.mark.parametrize("line", [line for _, line in SHOWN if line.startswith("grpo-ext plan")])
 def test_a_shown_plan_runs(line, tmp_path, monkeypatch):
     (tmp_path / "my_run.yaml").write_text("global_batch_size: 64\n")
     monkeypatch.chdir(tmp_path)
@@ -211,21 +191,12 @@ def test_a_shown_plan_runs(line, tmp_path, monkeypatch):
     assert "optimizer step" in result.output
 
 
-def python_blocks() -> list:
-    return [
-        pytest.param(body, id=f"{page}-{i}")
-        for page in PAGES
-        for i, (_, language, body) in enumerate(FENCE.findall(text_of(page)))
-        if language == "python"
-    ]
+BLOCKS = [(page, *block) for page in PAGES for block in FENCE.findall(text_of(page))]
 
 
-@pytest.mark.parametrize("body", python_blocks())
+@pytest.mark.parametrize("body", [pytest.param(body, id=page) for page, _, kind, body in BLOCKS if kind == "python"])
 def test_shown_code_uses_names_and_settings_that_exist(body):
-    lines = body.splitlines()
-    indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
-    tree = ast.parse("\n".join(line[indent:] for line in lines))
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(textwrap.dedent(body))):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             exec(ast.unparse(node), {})
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GRPOConfig":

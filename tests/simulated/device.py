@@ -41,22 +41,14 @@ _ATEN = torch.library.Library("aten", "IMPL")
 
 @dataclass
 class Ledger:
-    """What was recorded since the last `reset`, by the line that asked for it.
+    """What was recorded since the last `reset`, by the line that asked for it, some with the operator's name."""
 
-    Attributes:
-        launches: operators that would launch a kernel.
-        waits: operators for which the host waits, as (name, line).
-        to_device, to_host: copies.
-        mixed: operators that were given tensors of both devices, as (name, line); CUDA refuses them.
-        refused: operators that torch refuses on CUDA under deterministic algorithms, as (name, line).
-    """
-
-    launches: Counter[str] = field(default_factory=Counter)
-    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    to_device: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)  # operators that would launch a kernel
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # operators for which the host waits
+    to_device: Counter[str] = field(default_factory=Counter)  # copies
     to_host: Counter[str] = field(default_factory=Counter)
-    mixed: Counter[tuple[str, str]] = field(default_factory=Counter)
-    refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    mixed: Counter[tuple[str, str]] = field(default_factory=Counter)  # operators of both devices, which CUDA refuses
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)  # by CUDA under deterministic algorithms
 
     def reset(self) -> None:
         """Forget what each step does; what is wrong stays."""
@@ -214,14 +206,7 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if _is_device(value) else value
 
 
-def _record(
-    name: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    ours: Sequence[SimulatedTensor],
-    others: Sequence[torch.Tensor],
-    on_device: bool,
-) -> None:
+def _record(name: str, args: Any, kwargs: Any, ours: list[Any], others: list[Any], on_device: bool) -> None:
     if (ours or on_device) and name not in _NO_LAUNCH:
         LEDGER.launches[_place()] += 1
     if name in _COPIES:
@@ -271,7 +256,7 @@ def _device(value: Any) -> Any:
     return torch.device("simulated", 0) if named or _is_device(value) else value
 
 
-def _attention(
+def reference_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -281,6 +266,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    """Attention with the same bits on the CPU and on the simulated device."""
     repeats = query.size(1) // key.size(1)
     key, value = (t.repeat_interleave(repeats, dim=1, output_size=query.size(1)) for t in (key, value))
     scores = (query.float() @ key.float().transpose(-1, -2)) * (scale or query.size(-1) ** -0.5)
@@ -291,11 +277,6 @@ def _attention(
         masked = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -1e9) if masked else scores + attn_mask  # padding may see nothing
     return (scores.softmax(-1) @ value.float()).to(query.dtype)
-
-
-def reference_kernels() -> Any:
-    """Inside, attention is a reference, so that it has the same bits on the CPU and on the simulated device."""
-    return mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
 
 
 _tensor, _Generator = torch.tensor, torch.Generator
@@ -319,10 +300,6 @@ def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor
         return _new_tensor(data, dtype=dtype, device=device)
     wanted = {name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None}
     return data.to(**wanted) if wanted else data
-
-
-def _new_generator(device: Any = "cpu") -> torch.Generator:
-    return _Generator("cpu")
 
 
 @contextmanager
@@ -349,7 +326,8 @@ def simulated_gpu() -> Iterator[Ledger]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=answer))
-        for name, function in (("tensor", _new_tensor), ("as_tensor", _as_tensor), ("Generator", _new_generator)):
+        made = {"tensor": _new_tensor, "as_tensor": _as_tensor, "Generator": lambda device=None: _Generator("cpu")}
+        for name, function in made.items():
             stack.enter_context(mock.patch.object(torch, name, function))
         stack.enter_context(thread_modes())
         yield LEDGER

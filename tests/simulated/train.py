@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ import transformers
 
 from grpo_ext.forward import attention, lm_head, shared_prefix
 from grpo_ext.rollouts import ahead
-from tests.simulated.device import LEDGER, SimulatedTensor, reference_kernels, simulated_gpu, thread_modes
+from tests.simulated.device import LEDGER, SimulatedTensor, reference_attention, simulated_gpu, thread_modes
 from tests.support import varlen
 from tests.support.architectures import architecture
 from tests.support.images import FAMILIES, image_model, image_processor, image_rows, picture_reward
@@ -41,16 +41,6 @@ class Steps(transformers.TrainerCallback):
 
     def __init__(self) -> None:
         self.recorded: list[dict[str, Any]] = []
-
-    def begin_after(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """`_prepare_inputs` of a trainer, after which a step begins."""
-
-        def prepared(rows: Any) -> Any:
-            completions = prepare(rows)
-            LEDGER.reset()
-            return completions
-
-        return prepared
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         waits = {f"{name} {place}": count for (name, place), count in LEDGER.waits.items()}
@@ -77,10 +67,8 @@ def _kernel(reference: Any) -> Any:
 def kernels(varlen_operator: bool) -> Iterator[None]:
     """Inside, packs attend as on a GPU, and attention has the same bits everywhere.
 
-    TRL's Triton head needs a real GPU. The tiled head takes its place, also where Triton is installed.
-
-    Args:
-        varlen_operator: of torch runs. It takes no float32, and older GPUs (T4, V100) do not have it.
+    TRL's Triton head needs a real GPU. The tiled head takes its place, also where Triton is installed. The varlen
+    operator of torch takes no float32, and older GPUs (T4, V100) do not have it.
     """
     with (
         mock.patch.object(attention, "takes_varlen", return_value=varlen_operator),
@@ -88,7 +76,7 @@ def kernels(varlen_operator: bool) -> Iterator[None]:
         mock.patch.object(shared_prefix, "_varlen", _kernel(varlen.forward)),
         mock.patch.object(shared_prefix, "_varlen_backward", _kernel(varlen.backward)),
         mock.patch.object(ahead.RolloutThread, "_run", _in_thread),
-        reference_kernels(),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", reference_attention),
     ):
         yield
 
@@ -143,13 +131,20 @@ def train(
     sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 24}
     others = {"max_steps": max_steps, "seed": 42, "use_cpu": False}
     trainer = make(folder, network, **parts, **sizes, **others, **settings)
-    trainer._prepare_inputs = steps.begin_after(trainer._prepare_inputs)
+    prepare = trainer._prepare_inputs
+
+    def prepared(rows: Any) -> Any:
+        completions = prepare(rows)
+        LEDGER.reset()  # a step begins
+        return completions
+
+    trainer._prepare_inputs = prepared
     trainer.train()
     if evaluate:
         trainer.evaluate()
-    weights = [p.on_cpu if isinstance(p, SimulatedTensor) else p for p in trainer.model.parameters()]
     digest = hashlib.sha256()
-    for weight in weights:
+    for p in trainer.model.parameters():
+        weight = p.on_cpu if isinstance(p, SimulatedTensor) else p
         digest.update(weight.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return steps.recorded, digest.hexdigest()
 

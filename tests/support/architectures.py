@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, for forms of the forward that should run on all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -47,9 +45,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "olmo_hybrid": {},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
-    "lfm2": {
-        **{"layer_types": ["conv", "full_attention"] * 2, "block_dim": 32, "block_ff_dim": 48},
-    },
+    "lfm2": {**{"layer_types": ["conv", "full_attention"] * 2, "block_dim": 32, "block_ff_dim": 48}},
     "granitemoehybrid": {
         **{**_MAMBA, **_LOCAL_EXPERTS, "mamba_expand": 2, "shared_intermediate_size": 16},
         **{"layer_types": ["mamba", "attention"] * 2, "layers_block_type": ["mamba", "attention"] * 2},
@@ -74,7 +70,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
     "minimax": {**_LOCAL_EXPERTS, "block_size": 8},
     "mamba2": {
-        **{"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16, "chunk_size": 8, "num_hidden_layers": 2},
+        **{"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16, "chunk_size": 8, "num_hidden_layers": 2}
     },
 }
 REFUSING = ("jamba", "minimax", "mamba2")

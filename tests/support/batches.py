@@ -1,14 +1,11 @@
 """Rollout batches of tests, from lists of token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from grpo_ext.rollouts.batch import ROW_IMAGES, Column, RolloutBatch
-from grpo_ext.rollouts.ragged import Ragged
+from grpo_ext.rollouts.batch import ROW_IMAGES, Column, Ragged, RolloutBatch
 
 
 def batch_of_rows(

@@ -1,7 +1,5 @@
 """Trainers of stock TRL and of grpo_ext with a user's overrides, on the same completions, and what they learn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -43,14 +41,7 @@ LOSS_CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
 
 
 def build(folder: Any, base: type, mixin: Mixin = None, size: int = 16, parts: Parts = dict, **settings: Any) -> Any:
-    """A trainer; both packages sample the same completions, because the model's own `generate` does it.
-
-    Args:
-        mixin: the user's overrides.
-        size: completions of a micro-batch.
-        parts: arguments of the trainer in place of those here; a model of theirs samples as it does.
-        settings: stock TRL is given those that it has.
-    """
+    """A trainer; both packages sample the same completions, because the model's own `generate` does it."""
     cls = type("Own", (mixin, base), {}) if mixin else base
     changes = {"train_dataset": prompts(8), **SETTINGS, "per_device_train_batch_size": size, **settings, **parts()}
     model = changes.pop("model", None) or sampling_model()
@@ -88,11 +79,7 @@ def changing(change: Callable[[Any], None], at: int = 2) -> type:
 
 
 def learns_as_in_trl(folder: Any, mixin: Mixin, parts: Parts = dict, differs: bool = True, **settings: Any) -> None:
-    """Assert that overrides count, and as in stock TRL, also in micro-batches that do not divide the step.
-
-    Args:
-        differs: what is learned without the overrides is something else.
-    """
+    """Assert that overrides count, and as in stock TRL, also in micro-batches that do not divide the step."""
 
     def of_trl() -> tuple[torch.Tensor, torch.Tensor, list[float]]:
         stock = build(folder / "stock", trl.GRPOTrainer, mixin, parts=parts, **settings)

@@ -5,8 +5,6 @@ loss type and most terms in one process with one micro-batch, and on several wit
 all cases (those in `FULL` too), each with one micro-batch size for each number of processes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from importlib.util import find_spec

@@ -27,12 +27,7 @@ class Params(SimpleNamespace):
 
 
 class Engine:
-    """Samples by the seed of each row, as vLLM's engine with `logprobs_mode="processed_logprobs"`.
-
-    Attributes:
-        options: what it was started with.
-        asked: the parameters of every row.
-    """
+    """Samples by the seed of each row, as vLLM's engine with `logprobs_mode="processed_logprobs"`."""
 
     started: list[Engine] = []
 
@@ -96,11 +91,7 @@ class Generation(vllm_generation.VLLMGeneration):
 
 
 def stand_in(put: Callable[..., None], kind: Callable[..., Any] = Engine) -> list[Engine]:
-    """Let trainers of this process start a stand-in with `vllm_mode="colocate"`; returns those that were started.
-
-    Args:
-        put: sets an attribute (`monkeypatch.setattr`).
-    """
+    """Let trainers of this process start a stand-in with `vllm_mode="colocate"`; returns those that were started."""
     put(Engine, "started", [])
     put(grpo_trainer, "VLLMGeneration", Generation)
     put(vllm_generation, "is_vllm_available", lambda: True)

@@ -1,7 +1,5 @@
 """Data, an environment and a tokenizer as users of TRL have them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import trl

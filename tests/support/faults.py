@@ -1,25 +1,16 @@
 """Planted faults: one line of the package changed, and the tests of `make test` that have to fail then."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One line that is changed.
+    """One line that is changed."""
 
-    Attributes:
-        path: of the file, under grpo_ext/.
-        before: text that occurs once in the file.
-        after: what stands there instead.
-        tests: pytest arguments of the tests that catch it, in `make test`.
-    """
-
-    path: str
-    before: str
+    path: str  # under grpo_ext/
+    before: str  # occurs once in the file
     after: str
-    tests: str
+    tests: str  # pytest arguments of the tests that catch it, in `make test`
 
 
 ADVANTAGES = "tests/unit/algorithms/test_advantages.py"

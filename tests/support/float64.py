@@ -1,7 +1,5 @@
 """A model in float64 throughout, for the repetition of a split that differs in float32."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

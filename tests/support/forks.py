@@ -10,8 +10,6 @@ What libraries read while they are imported cannot change any more: a launch tha
 server's gets fresh interpreters. So do launches on a machine with accelerators, and without fork.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -148,11 +146,7 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
 def run_forked_by(
     launcher: Sequence[str], command: Sequence[str], environment: dict[str, str], timeout_s: float
 ) -> tuple[int | None, str]:
-    """As `launcher command`, on forked processes: the launcher starts a script that tells what it was given.
-
-    Args:
-        launcher: an interpreter, `-m`, and a module with its arguments; it is forked too.
-    """
+    """As `launcher command`, on forked processes: the launcher starts a script that tells what it was given."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "tell.py"
         script.write_text(TELL)
@@ -169,11 +163,7 @@ def run_forked_by(
 def python(
     *command: object, cwd: Path = ROOT, timeout_s: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python command` with its output and errors apart, forked where it can be.
-
-    Args:
-        environment: what the command finds beside the environment of the tests; only what nothing reads at its import.
-    """
+    """`python command`, forked where it can be; `environment` has only what nothing reads at its import."""
     parts, here = [str(part) for part in command], {**os.environ, **SERVED}
     if not serves(here):
         return subprocess.run(

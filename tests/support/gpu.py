@@ -1,7 +1,5 @@
 """Where the tests of tests/gpu run: on CUDA, or with GRPO_EXT_TOY=1 at toy size on the CPU, to rehearse them."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

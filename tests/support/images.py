@@ -1,7 +1,5 @@
 """Tiny models that take images, one for each rule of how images meet tokens, with their processors and data."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -158,10 +156,7 @@ _TOWER = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MODELS: dict[str, dict[str, Any]] = {
-    "llava": {
-        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
-        "text_config": {"model_type": "llama"},
-    },
+    "llava": {"vision_config": {**_VISION, "model_type": "clip_vision_model"}, "text_config": {"model_type": "llama"}},
     "idefics3": {
         "vision_config": {**_VISION, "patch_size": 2},
         "text_config": {"model_type": "llama"},
@@ -220,18 +215,9 @@ def image(number: int, width: int = 8, height: int = 8) -> Image.Image:
 
 
 def image_rows(
-    count: int = 8,
-    per_prompt: tuple[int, ...] = (1,),
-    shapes: tuple[tuple[int, int], ...] = ((8, 8),),
-    first: int = 0,
+    count: int = 8, per_prompt: tuple[int, ...] = (1,), shapes: tuple[tuple[int, int], ...] = ((8, 8),), first: int = 0
 ) -> Dataset:
-    """Conversations with images before the question.
-
-    Args:
-        per_prompt: how many images prompts have, in turn.
-        shapes: of the images, in turn.
-        first: the pictures are numbered from here.
-    """
+    """Conversations with images before the question: `per_prompt` of `shapes` in turn, numbered from `first`."""
     rows = []
     for number in range(count):
         wanted = per_prompt[number % len(per_prompt)]

@@ -4,8 +4,6 @@ They change with the libraries, the machine and the tests, all of which are in t
 computes is kept.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os
@@ -62,11 +60,7 @@ def source_of(test_file: str) -> str:
 
 
 def of_stock(compute: Callable[[], T]) -> T:
-    """What stock TRL computes in the test that runs, of an earlier run of the tests where that is the same.
-
-    Args:
-        compute: trains with stock TRL, and returns what can be pickled.
-    """
+    """What stock TRL computes in the test that runs, of an earlier run of the tests where that is the same."""
     test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
     if test not in _calls:
         _calls.clear()

@@ -4,8 +4,6 @@ They score like `letter_reward` and carry its name, so the run they stand in is 
 travel to the processes of a launch by value.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -20,7 +18,7 @@ import torch.distributed as dist
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.rollouts import engine
-from grpo_ext.run import checkpoint, writing
+from grpo_ext.run import checkpoint, state
 from grpo_ext.step import gradients
 from tests.support.tiny import letter_reward
 
@@ -30,9 +28,9 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "rewards": (None, "", 24),  # the reward function itself, for each rollout chunk
     "window": (gradients.NativeGradients, "finish", 24),
     "optimizer": (sys.modules["torch.optim.adam"], "adam", 24),
-    "writing": (writing, "save_state", 24),
+    "writing": (state, "save_state", 24),
     "listing": (checkpoint, "file_hash", 240),
-    "publishing": (writing, "publish", 24),
+    "publishing": (state, "publish", 24),
 }
 
 

@@ -1,7 +1,5 @@
 """Starts a script on real CPU processes through Accelerate's launcher, as a user does."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

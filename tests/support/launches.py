@@ -1,7 +1,5 @@
 """Launches of the invariance tests: the splits they compare, the runs of a launch together, and one long run."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What operators allocate, measured without a profiler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

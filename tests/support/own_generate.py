@@ -1,7 +1,5 @@
 """A `generate` that a test puts in the place of a model's own."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

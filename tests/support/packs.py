@@ -1,7 +1,5 @@
 """Rows of tokens, and gradients of a loss in each form of the forward."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

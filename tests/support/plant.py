@@ -6,8 +6,6 @@ python -m tests.support.faults 3 7     some, by their numbers
 Prints "caught" or "MISSED" for each. Exit status 1 where one was missed, or where its text does not occur once.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

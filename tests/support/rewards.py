@@ -1,7 +1,5 @@
 """What tests of reward functions share: the runner on rows of letters, a loop for asynchronous functions, workers."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,7 +1,5 @@
 """A trainer's rollouts under a test's hand: completions that are given, and forwards that count as collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,20 +1,18 @@
 """Planted faults of rollouts, resumes and processes, which tests of whole runs catch; see faults.py."""
 
-from __future__ import annotations
-
 from tests.support.faults import Fault
 
 RUN_FAULTS = [
     Fault(
-        "rollouts/dynamic_sampling.py",
+        "rollouts/rounds.py",
         "starts[number] + place * group + i for",
         "place * group + i for",
         "tests/trainer/test_dynamic_sampling.py",
     ),
     Fault(
-        "rollouts/dynamic_sampling.py",
-        "further_rows(sum(map(len, has_variance[1:])), open_places)",
-        "further_rows(0, open_places)",
+        "rollouts/rounds.py",
+        "sum(map(len, has_variance[1:])), open_places)",
+        "0, open_places)",
         "tests/trainer/test_dynamic_sampling.py",
     ),
     Fault(

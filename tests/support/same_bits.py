@@ -8,8 +8,6 @@ one process, some of them on two processes, and some in bitwise mode. Of each ru
 lines are hashed, without times and rates. The control is a run with another seed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

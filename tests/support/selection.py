@@ -1,7 +1,5 @@
 """Which cases `make test` takes, where `make test-full` takes all."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Processes share it through a folder. Weights come in by TRL's own `VLLMGeneration.sync_weights`, and slowly.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -115,12 +113,7 @@ class StandIn:
 
 
 def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr, kind: type[StandIn] = StandIn) -> StandIn:
-    """Let trainers of this process ask a stand-in.
-
-    Args:
-        folder: shared by the processes of a run, and of no other run.
-        put: sets an attribute (`monkeypatch.setattr`).
-    """
+    """Let trainers of this process ask a stand-in; the folder is shared by the processes of one run."""
     folder.mkdir(parents=True, exist_ok=True)
     client = kind(folder, tiny_model())
 

@@ -1,7 +1,5 @@
 """Tiny models, data and rewards that the tests share; everything is made locally, nothing is downloaded."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from importlib.metadata import version

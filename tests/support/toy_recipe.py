@@ -1,7 +1,5 @@
 """The recipe as a module, and what it takes to run a configuration for a large model at toy size, made locally."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

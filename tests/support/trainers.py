@@ -1,7 +1,5 @@
 """Trainers in this process with the settings that most of tests/trainer share, and what they have learned."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -30,13 +28,7 @@ TRLS_SETTINGS = {spec.name for spec in dataclasses.fields(trl.GRPOConfig)}
 
 
 def make(folder: Any, model: Any = "qwen2", reward: Any = letter_reward, cls: Any = GRPOTrainer, **changes: Any) -> Any:
-    """A trainer.
-
-    Args:
-        model: a kind of tiny model, a path, or a model.
-        cls: of grpo_ext or of stock TRL, which is given the settings that it has.
-        changes: arguments of the trainer in place of those here, and settings.
-    """
+    """A trainer of a tiny model (a kind, a path, or itself); `changes` are arguments of the trainer and settings."""
     parts: dict[str, Any] = {
         "model": tiny_model(model) if isinstance(model, str) and model in TINY else model,
         "reward_funcs": reward,

@@ -5,8 +5,6 @@ silently wrong: a log-sum-exp that is not contiguous, sequences without keys, on
 Shapes: n rows, H heads of queries (a multiple of those of keys), D head dimension.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models with adapters, and what of them is sent to vLLM; without an engine."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

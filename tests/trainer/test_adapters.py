@@ -22,14 +22,6 @@ def update(folder, adapter, **settings) -> torch.Tensor:
     return change(make(folder, adapter, **settings))
 
 
-def test_an_adapter_that_was_loaded_for_inference_is_refused_before_training(tmp_path):
-    peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(**LORA)).save_pretrained(tmp_path / "adapter")
-    loaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapter")
-    trainer = make(tmp_path, None, model=loaded)
-    with pytest.raises(ModelError, match="is_trainable=True"):
-        trainer.train()
-
-
 def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_settings(tmp_path, caplog):
     # aLoRA: active from the invocation tokens of a row on
     tokens = tiny_tokenizer()(">").input_ids  # which every prompt ends with
@@ -60,3 +52,11 @@ def test_an_adapter_that_depends_on_the_micro_batch_is_refused(tmp_path, adapter
         for size in (16, 3)
     )
     assert error(whole, rows) > DIFFERENT  # it is refused for a reason
+
+
+def test_an_adapter_that_was_loaded_for_inference_is_refused_before_training(tmp_path):
+    peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(**LORA)).save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapter")
+    trainer = make(tmp_path, None, model=loaded)
+    with pytest.raises(ModelError, match="is_trainable=True"):
+        trainer.train()

@@ -87,17 +87,6 @@ def test_the_same_rows_are_the_same_data_however_they_are_held(tmp_path):
         other(tmp_path, train_dataset=backwards, max_steps=1).train(resume_from_checkpoint=str(checkpoint))
 
 
-def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
-    checkpoint = saved_run(tmp_path / "out", save_only_model=True)
-    for wanted in (str(checkpoint), "latest", "auto"):
-        with pytest.raises(CheckpointError, match="no optimizer state and no learning-rate schedule") as refused:
-            other(tmp_path / "out", save_only_model=True).train(resume_from_checkpoint=wanted)
-        assert f"model='{checkpoint}'" in str(refused.value)
-    with pytest.raises(CheckpointError, match=r"out is a run, not a checkpoint; the newest in it is .*checkpoint-1"):
-        other(tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out"))
-    make(tmp_path / "new", model=type(tiny_model()).from_pretrained(checkpoint)).train()
-
-
 def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything(tmp_path, caplog):
     folder = tmp_path / "out"
     make(folder, **SAVE, max_steps=3).train()
@@ -111,3 +100,14 @@ def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything
     assert "checkpoint-2 holds no learning-rate schedule" in caplog.text
     assert [line["step"] for line in trainer.state.log_history if "loss" in line] == [1, 2, 3]
     assert (folder / "checkpoint-2.replaced-1").is_dir()
+
+
+def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
+    checkpoint = saved_run(tmp_path / "out", save_only_model=True)
+    for wanted in (str(checkpoint), "latest", "auto"):
+        with pytest.raises(CheckpointError, match="no optimizer state and no learning-rate schedule") as refused:
+            other(tmp_path / "out", save_only_model=True).train(resume_from_checkpoint=wanted)
+        assert f"model='{checkpoint}'" in str(refused.value)
+    with pytest.raises(CheckpointError, match=r"out is a run, not a checkpoint; the newest in it is .*checkpoint-1"):
+        other(tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out"))
+    make(tmp_path / "new", model=type(tiny_model()).from_pretrained(checkpoint)).train()

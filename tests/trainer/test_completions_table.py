@@ -7,7 +7,6 @@ from typing import Any
 import pyarrow.parquet as parquet
 import pytest
 
-from tests.support.tiny import tiny_tokenizer
 from tests.support.trainers import SAVE, make, on
 
 SHARED: list[Any] = []
@@ -51,23 +50,6 @@ def test_odd_cells_become_text_and_others_stay_as_they_are(tmp_path, resumes):
     assert written["types"][:4] == ["1", "a", None, "[2]"]
     assert written["surrogate"][:4] == ["\\ud83d", "b", "ü", None]
     assert {name: written[name][:4] for name in PLAIN} == PLAIN
-
-
-def test_a_message_whose_arguments_have_several_types_is_text(tmp_path):
-    """What a model writes as arguments of its calls is up to the model."""
-    chat, arguments = tiny_tokenizer(chat=True), [{"x": 1}, {"x": "1"}, {"x": [1, "a"]}, {}]
-
-    def parse(ids: Any, **kwargs: Any) -> dict[str, Any]:
-        call = {"type": "function", "function": {"name": "f", "arguments": arguments[sum(ids) % 4]}}
-        return {"role": "assistant", "content": chat.decode(ids), "tool_calls": [call]}
-
-    chat.response_template, chat.parse_response = {}, parse
-    rows = make(tmp_path).train_dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    settings = {"max_steps": 1, "log_completions": True, "reward": lambda completions, **_: [1.0] * len(completions)}
-    make(tmp_path, train_dataset=rows, processing_class=chat, **settings).train()
-    written = table(tmp_path, 1)
-    assert all(isinstance(cell, str) and '"tool_calls"' in cell for cell in written["completion"])
-    assert set(written["prompt"][0][0]) == {"content", "role"}
 
 
 def test_a_table_that_cannot_be_written_is_a_warning_and_an_error_of_a_callback_is_one(tmp_path, caplog):

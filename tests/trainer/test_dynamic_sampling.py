@@ -82,13 +82,6 @@ def test_rounds_are_limited_and_free_places_keep_their_group(tmp_path):
     assert len(rollouts[0]) == GROUP * PROMPTS_PER_STEP
 
 
-def test_a_data_set_without_further_prompts_ends_the_rounds(tmp_path):
-    trainer, _ = trained(tmp_path, Recorder(share=100), count=6, max_steps=1)
-    line = lines_of(trainer)[0]
-    assert line["dynamic_sampling/sampled_groups"] == 6
-    assert line["dynamic_sampling/rounds"] == 1
-
-
 def test_with_groups_that_all_teach_nothing_changes(tmp_path):
     plain, _ = trained(tmp_path / "plain", Recorder(share=1), dynamic_sampling=False)
     dynamic, _ = trained(tmp_path / "dynamic", Recorder(share=1))
@@ -104,3 +97,10 @@ def test_a_subclass_whose_advantages_would_be_lost_is_refused(tmp_path):
     trainers.make(tmp_path, cls=subclass, dynamic_sampling=True)
     with pytest.raises(ConfigError, match="would be lost; use an estimator"):
         trainers.make(tmp_path, cls=subclass, dynamic_sampling=True, scale_rewards="batch")
+
+
+def test_a_data_set_without_further_prompts_ends_the_rounds(tmp_path):
+    trainer, _ = trained(tmp_path, Recorder(share=100), count=6, max_steps=1)
+    line = lines_of(trainer)[0]
+    assert line["dynamic_sampling/sampled_groups"] == 6
+    assert line["dynamic_sampling/rounds"] == 1

@@ -9,13 +9,7 @@ from transformers import TrainingArguments
 
 from grpo_ext import GRPOTrainer
 from tests.support.kept import of_stock
-from tests.support.tiny import (
-    letter_reward,
-    prompts,
-    sparse_reward,
-    stock_scores,
-    tiny_model,
-)
+from tests.support.tiny import letter_reward, prompts, sparse_reward, stock_scores, tiny_model
 from tests.support.trainers import make
 
 # set in a run below, which logs what stock TRL logs with the same settings

@@ -18,11 +18,7 @@ from tests.tolerances import UPDATE
 
 PLAIN: dict[str, Any] = {"forward": "padded", "skip_zero_contribution": False, "compact_rollouts": False}
 FULL: dict[str, Any] = {"forward": "auto", "skip_zero_contribution": True, "compact_rollouts": True}
-SWITCHES: list[dict[str, Any]] = [
-    {"micro_batch_tokens": 50},
-    {"gradient_checkpointing": True},
-    FULL,
-]
+SWITCHES: list[dict[str, Any]] = [{"micro_batch_tokens": 50}, {"gradient_checkpointing": True}, FULL]
 
 
 @pytest.fixture(scope="module")
@@ -69,20 +65,6 @@ def test_completions_without_a_contribution_are_not_run(tmp_path):
         ran[skip] = sum(rows)
     assert ran[False] == 3 * 16
     assert 0 < ran[True] < ran[False]
-
-
-@pytest.mark.parametrize("term", [{"beta": 0.1}, {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.5}], ids=str)
-def test_with_another_term_everything_is_run(tmp_path, term):
-    trainer = make(tmp_path, reward=sparse_reward, max_steps=1, forward="padded", **term)
-    rows = sizes_of_forwards(trainer, 0)
-    trainer.train()
-    assert sum(rows) == 16
-
-
-def test_a_step_without_any_contribution_changes_nothing(tmp_path):
-    learned, trainer = update(tmp_path, reward=lambda completions, **kwargs: [1.0] * len(completions))
-    assert not learned.any()
-    assert log_of(trainer, "loss") == [0.0, 0.0, 0.0]
 
 
 def test_the_budget_holds_in_every_forward(tmp_path):
@@ -178,3 +160,17 @@ def test_a_loss_computed_outside_a_step_does_not_run_packs_under_checkpointing(t
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None]))
     assert error(gradients[1], gradients[0]) <= UPDATE
+
+
+@pytest.mark.parametrize("term", [{"beta": 0.1}, {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.5}], ids=str)
+def test_with_another_term_everything_is_run(tmp_path, term):
+    trainer = make(tmp_path, reward=sparse_reward, max_steps=1, forward="padded", **term)
+    rows = sizes_of_forwards(trainer, 0)
+    trainer.train()
+    assert sum(rows) == 16
+
+
+def test_a_step_without_any_contribution_changes_nothing(tmp_path):
+    learned, trainer = update(tmp_path, reward=lambda completions, **kwargs: [1.0] * len(completions))
+    assert not learned.any()
+    assert log_of(trainer, "loss") == [0.0, 0.0, 0.0]

@@ -117,19 +117,6 @@ def test_scoring_and_generation_halve_too(tmp_path):
     assert failed == ["generation", "computing log-probabilities"]
 
 
-def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path, caplog):
-    exact = {"bitwise_invariant": True}
-    _, reference = enough(tmp_path / "a", **exact)
-    trainer = limited(tmp_path / "b", **exact)
-    trainer.fails_at = range(2, 3)
-    trainer.train()
-    assert "Memory ran out 1 time(s)" in caplog.text
-    assert torch.equal(parameters(reference), parameters(trainer))
-    always = limited(tmp_path / "c", **exact)
-    with pytest.raises(MemoryShortageError, match="canonical_unit_size"):
-        always.train()
-
-
 @pytest.mark.parametrize(
     "change",
     [{}, {"device": "another"}, {"gradient_checkpointing": True}, {"per_device_train_batch_size": 16}],
@@ -206,3 +193,16 @@ def test_an_evaluation_that_can_not_fit_does_not_lose_the_checkpoint_of_its_step
     undisturbed.train()
     assert torch.equal(parameters(resumed), parameters(undisturbed))
     assert evaluations(resumed) == evaluations(undisturbed)  # that of the first step too
+
+
+def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path, caplog):
+    exact = {"bitwise_invariant": True}
+    _, reference = enough(tmp_path / "a", **exact)
+    trainer = limited(tmp_path / "b", **exact)
+    trainer.fails_at = range(2, 3)
+    trainer.train()
+    assert "Memory ran out 1 time(s)" in caplog.text
+    assert torch.equal(parameters(reference), parameters(trainer))
+    always = limited(tmp_path / "c", **exact)
+    with pytest.raises(MemoryShortageError, match="canonical_unit_size"):
+        always.train()

@@ -70,14 +70,6 @@ def test_answers_of_every_shape_are_taken_as_trl_takes_them(tmp_path, shape):
     assert error(stock, same) < UPDATE
 
 
-def test_one_that_is_replaced_after_the_trainer_is_built_is_found(tmp_path, caplog):
-    trainer = make(tmp_path, max_steps=1, rollout_chunk_size=8)
-    sampler = trainer.model.generate = Sampler()
-    trainer.train()
-    assert len(sampler.given) == 2
-    assert "not sampled by key" in caplog.text
-
-
 def adapted(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(**LORA))
 

@@ -91,14 +91,6 @@ class Halves(Loss):
         return sum(inner(rows_of(inputs, part)) * (len(part) / size) for part in parts)
 
 
-class Turned(Loss):
-    """The rows in another order, each twice."""
-
-    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
-        rows = list(range(len(inputs["completion_ids"])))[::-1]
-        return inner(rows_of(inputs, rows)) * 0.5 + inner(rows_of(inputs, rows * 2)) * 0.5
-
-
 class Summed(Loss):
     """Parts that are added up, as TRL's token mean allows."""
 
@@ -112,7 +104,6 @@ MEANS: list[Any] = [
     (Halves, {"loss_type": "sapo"}),
     (Halves, {"loss_type": "grpo", "top_entropy_quantile": 0.4}),
     (Halves, {"loss_type": "grpo", "model": "moe", "router_aux_loss_coef": 1.0}),
-    (Turned, {"loss_type": "grpo", "top_entropy_quantile": 0.4}),
     (Summed, {"loss_type": "dapo"}),
 ]
 
@@ -143,11 +134,6 @@ def test_parts_with_weights_are_scaled_as_in_trl(tmp_path, loss):
     assert error(expected, change(build(tmp_path / "plain", GRPOTrainer, **settings))) > DIFFERENT
 
 
-def test_parts_of_a_mean_over_prompts_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="prompt_mean' needs whole groups"):
-        build(tmp_path, GRPOTrainer, OneThird, loss_aggregation="prompt_mean").train()
-
-
 def odd_rows(inputs: Any) -> torch.Tensor:
     return (inputs["completion_ids"].sum(1) % 2)[:, None]
 
@@ -155,20 +141,6 @@ def odd_rows(inputs: Any) -> torch.Tensor:
 class Masked(Loss):
     def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
         return inner({**inputs, "completion_mask": inputs["completion_mask"] * odd_rows(inputs)})
-
-
-class MaskedTool(Loss):
-    """Tokens that the model sees, and that carry no loss."""
-
-    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
-        return inner({**inputs, "tool_mask": (inputs["completion_ids"] % 2)})
-
-
-class MaskedHalves(Loss):
-    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
-        mask, odd = inputs["completion_mask"], odd_rows(inputs)
-        parts = [inner({**inputs, "completion_mask": mask * part}) for part in (odd, 1 - odd)]
-        return 0.3 * parts[0] + 0.9 * parts[1]
 
 
 class FirstToken(Loss):
@@ -181,8 +153,6 @@ MASKS: list[Any] = [
     (Masked, 16, {"loss_type": "bnpo"}),
     (Masked, 16, {"loss_type": "dapo", **BONUS}),
     (Masked, 16, {"loss_type": "grpo", "model": "moe", "router_aux_loss_coef": 1.0}),
-    (MaskedTool, 16, {"loss_type": "bnpo", **BONUS}),
-    (MaskedHalves, 16, {"loss_type": "dapo", **BONUS}),
     (FirstToken, 5, {"loss_type": "bnpo", **BONUS}),  # one token for each row: the mean of micro-batches of any size
 ]
 

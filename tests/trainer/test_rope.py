@@ -83,18 +83,6 @@ def test_sampling_scores_what_training_scores(tmp_path, kind):
     assert not torch.allclose(sampled, scored, atol=1e-2)
 
 
-def test_a_second_run_of_the_same_object_has_its_own_length(tmp_path):
-    model, ids = of_kind("longrope"), torch.arange(3, 11)[None]
-    with torch.no_grad():
-        short = model(ids).logits
-    make(tmp_path, model)
-    with torch.no_grad():
-        assert not torch.allclose(model(ids).logits, short, atol=1e-2)
-    make(tmp_path, model, max_completion_length=SWITCH - 10)
-    with torch.no_grad():
-        assert torch.allclose(model(ids).logits, short, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["stream", "no limit"])
 def test_a_run_whose_lengths_are_not_known_is_refused(tmp_path, kind):
     rows, settings = prompts(), {}

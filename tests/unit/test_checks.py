@@ -1,7 +1,5 @@
 """Checks: randomness is found wherever it hides and can be switched off; bad models and data are refused by name."""
 
-from __future__ import annotations
-
 import copy
 
 import peft

@@ -1,7 +1,5 @@
 """An error that one process says, and the others raise."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A model in the cache of the Hub is found without a network, and another one is named."""
 
-from __future__ import annotations
-
 import json
 
 import huggingface_hub

@@ -3,8 +3,6 @@
 Behaviour rather than signatures: how they call what is overridden, gather, accumulate and generate.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

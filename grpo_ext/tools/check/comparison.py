@@ -1,4 +1,4 @@
-"""Compares two runs: their updates, gradients, logs and bits. The invariance tests use the same code.
+"""Compares two runs, for `grpo-ext check` and the invariance tests: their updates, gradients, logs and bits.
 
 The relative update error is `norm(dA - dB) / norm(dA)`, where d is the parameter change in float64 and A the reference.
 The gradient error is the same for the first gradient: weights and completions are the same in every split there, and
@@ -7,13 +7,14 @@ the optimizer has not amplified any rounding.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ..stock import STOCK
-from .report import Split, SplitResult
+from ..stock import OURS, STOCK
 from .runs import Run, RunResult
 
 # Float32 has 24 bits, and two orders of summation change a gradient by 1e-7 to 5e-6 of its norm (measured: the demo,
@@ -43,6 +44,72 @@ _TIMING = ("step_time", "total_flos")  # values that do not follow from the algo
 _TIMING_ENDS = ("_runtime", "_per_second")
 _LAYOUT_STARTS = ("time/", "layout/")  # values that depend on the split
 _SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that reveal different completions
+_GOOD = ("reference", "same", "same bits", "rounding")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A hardware split: completions per forward on one device, and processes."""
+
+    micro_batch_size: int
+    processes: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.processes} x {self.micro_batch_size}"
+
+
+@dataclass
+class SplitResult:
+    """How a split compares with the reference split of the same trainer; an error that was not measured is NaN."""
+
+    split: Split
+    trainer: str
+    verdict: str = "refused"  # "reference", "same", "same bits", "rounding", "differs", "nothing learned" or "refused"
+    reason: str = ""  # the cause, if it is known
+    update_error: float = math.nan  # relative
+    gradient_error: float = math.nan  # relative, of the first gradient
+    metric_error: float = math.nan  # the largest difference of a logged value
+
+    def __str__(self) -> str:
+        errors = {"gradient": self.gradient_error, "update": self.update_error}
+        known = [f"{name} {error:.1e}" for name, error in errors.items() if not math.isnan(error)]
+        shown = f" ({', '.join(known)})" if known and self.verdict != "reference" else ""
+        return f"{self.trainer}, {self.split}: {self.verdict}{shown}{self.reason and f': {self.reason}'}"
+
+
+@dataclass
+class CheckReport:
+    results: list[SplitResult]
+    steps: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether all splits of this package's trainer learned the same."""
+        return all(r.verdict in _GOOD for r in self.of(OURS))
+
+    def of(self, trainer: str) -> list[SplitResult]:
+        return [r for r in self.results if r.trainer == trainer]
+
+    def conclusion(self) -> str:
+        verdicts = {r.verdict for r in self.of(OURS)}
+        if "nothing learned" in verdicts:
+            return "Nothing was learned, so there is nothing to compare."
+        if not self.ok:
+            return "At least one split learns something else."
+        same = "Every split of grpo_ext learns the same"
+        if "rounding" in verdicts:
+            return (
+                "rounding: gradients agree within the run's precision (half precision: docs/precision.md says which "
+                "micro-batches agree best). Adam moves an element whose gradient is rounding noise by a whole learning "
+                f"rate; a larger adam_epsilon damps this.\n{same}, to rounding."
+            )
+        return f"{same}, to the bit." if "same bits" in verdicts else f"{same}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with None for NaN."""
+        results = [dataclasses.asdict(r) for r in self.results]
+        plain = [{n: None if isinstance(v, float) and math.isnan(v) else v for n, v in r.items()} for r in results]
+        return {"ok": self.ok, "steps": self.steps, "results": plain}
 
 
 def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -123,10 +190,8 @@ def _verdict(
 ) -> tuple[str, str]:
     only_log = f"only the log differs, most in {metric}"
     if not any(bool(d.any()) for d in other.delta.values()):
-        nothing = (
-            "no parameter moved: in every group all rewards are equal, or the learning rate is 0; train more steps"
-        )
-        return "nothing learned", nothing
+        why = "no parameter moved: in every group all rewards are equal, or the learning rate is 0; train more steps"
+        return "nothing learned", why
     if other is reference:
         return "reference", ""
     if run.trace:

@@ -65,8 +65,6 @@ class Run:
 
 @dataclass
 class RunResult:
-    """The outcome of a run."""
-
     name: str
     delta: dict[str, torch.Tensor] = field(default_factory=dict)  # trained parameters after minus before, float64
     log: list[dict[str, Any]] = field(default_factory=list)  # the Trainer's log lines

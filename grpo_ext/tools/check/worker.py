@@ -53,8 +53,6 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
 
 
 class _Recorder(TrainerCallback):
-    """Records the first gradient, or the hashes of every step, in the result."""
-
     def __init__(self, run: Run, trainer: trl.GRPOTrainer, result: RunResult) -> None:
         self.run, self.trainer, self.result = run, trainer, result
 
@@ -103,13 +101,10 @@ def _outcome(run: Run, folder: Path, processes: int) -> RunResult:
 
 
 def main(folder: Path, caller: Connection) -> None:
-    """Train every run of a launch; end when the caller closes its end of the pipe.
-
-    The main process sends results. Every process sends None at the end, or the text of an error.
-    """
+    """Train every run of a launch. The main process sends results; each sends None at the end, or an error's text."""
 
     def end_with_caller() -> None:
-        caller.poll(None)
+        caller.poll(None)  # it has closed its end of the pipe
         os._exit(1)
 
     threading.Thread(target=end_with_caller, daemon=True).start()

@@ -1,7 +1,5 @@
 """pass@k: the estimator is the share of draws that hold a passed completion, and its mean is over prompts."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations, product
 

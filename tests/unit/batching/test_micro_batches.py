@@ -1,7 +1,5 @@
 """Planning loses nothing, repeats nothing, stays within the limits, and is even."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -20,7 +18,6 @@ from grpo_ext.batching.micro_batches import (
     canonical_units,
     cut_by_count,
     cut_by_tokens,
-    cut_in_order,
     plan_step,
 )
 from grpo_ext.batching.sizes import group_numbers
@@ -51,25 +48,11 @@ def test_packs_are_few_and_even(seed):
     assert max(tokens) <= 1.25 * sum(tokens) / len(tokens)
 
 
-def test_cuts_by_count_fall_between_groups_where_they_can():
-    sizes = whole(8, [10] * 4, [10] * 32)
-    assert [len(part) for part in cut_by_count(sizes, range(32), 12)] == [8, 12, 12]
-    assert [len(part) for part in cut_by_count(sizes, range(32), 20)] == [16, 16]
-
-
 def test_one_group_is_cut_for_two_processes_when_that_pays():
     sizes, on_two = whole(4, [10], [200, 200, 200, 200]), MicroBatchLayout(1, cost=COST, processes=2)
     assert sorted(map(len, assign_rows(sizes, range(4), on_two))) == [2, 2]
     long_prompt = whole(4, [2000], [1, 1, 1, 1])
     assert sorted(map(len, assign_rows(long_prompt, range(4), on_two))) == [0, 4]
-
-
-def test_passes_without_gradients_are_cut_in_order():
-    sizes = StepSizes([0, 0, 0, 1], [10, 10, 10, 4], [5, 5, 5, 5])
-    assert cut_in_order(sizes, 2, None, "packed") == [[0, 1], [2, 3]]
-    assert cut_in_order(sizes, 9, 25, "packed") == [[0, 1, 2], [3]]
-    assert cut_in_order(sizes, 9, 30, "padded") == [[0, 1], [2, 3]]
-    assert cut_in_order(sizes, 9, 3, "packed") == [[row] for row in range(4)]
 
 
 # ---- Steps that cut groups ------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The layout of a pack: every token where it belongs, each prompt once."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Prompt order: a function of (seed, epoch) alone, the same for every process count; every process takes its share."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

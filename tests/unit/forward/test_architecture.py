@@ -1,7 +1,5 @@
 """Sizes of models, against counted weights and modules, for every kind of causal language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,11 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from grpo_ext.forward.architecture import (
-    cached_numbers,
-    experts_of,
-    weight_sizes,
-)
+from grpo_ext.forward.architecture import cached_numbers, experts_of, weight_sizes
 from tests.support.architectures import architecture
 
 

@@ -1,7 +1,5 @@
 """The check before a model's first pack: healthy models pass in every precision, planted faults do not."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from typing import Any
@@ -136,13 +134,6 @@ def test_a_lost_window_is_found(monkeypatch, kind, sizes, precision):
     _mask(monkeypatch, lambda whole, group, window, device: whole(group, None, device))
     model = model_of(kind, precision, max_position_embeddings=1024, **sizes)
     assert why_no_packs(model, precision) is not None
-
-
-def test_an_error_of_the_model_is_raised():
-    model = model_of("qwen2")
-    model.model.norm.forward = lambda hidden: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        why_no_packs(model, "float32")
 
 
 def test_the_check_leaves_the_model_and_the_random_numbers_alone():

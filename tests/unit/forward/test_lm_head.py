@@ -1,7 +1,5 @@
 """The language-model head: the logits of every model of transformers, and the forward that is installed."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

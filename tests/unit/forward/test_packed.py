@@ -1,13 +1,10 @@
 """The packed forward gives the log-probabilities, entropies, router counts and gradients of the padded one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig
 from transformers.models.mistral import modeling_mistral
 
 from grpo_ext.batching.packing import PackLayout
@@ -37,10 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"attn_logit_softcapping": 4.0, "attn_implementation": "eager"}),
     "gemma3": ("gemma3_text", _WINDOWS),
     "moe": ("qwen3_moe", _EXPERTS),
-    "window_in_the_mask": (
-        "qwen2_moe",
-        {**_SHARED_EXPERT, **_EXPERTS, **_WINDOWS},
-    ),
+    "window_in_the_mask": ("qwen2_moe", {**_SHARED_EXPERT, **_EXPERTS, **_WINDOWS}),
 }
 # grouped experts have no float64; eager attention masks with its smallest number
 FLOAT32 = ("moe", "gemma2", "window_in_the_mask")
@@ -84,14 +78,6 @@ def test_the_router_counts_what_the_padded_batch_counts():
     assert_same_router_counts("packed", model_of("moe"), rows_of(*SHAPES["masked_out"]))
 
 
-def test_a_model_that_drops_the_layout_is_refused():
-    model, batch = model_of("qwen2"), rows_of(*SHAPES["groups"])
-    forward = model.model.forward
-    model.model.forward = lambda *args, grpo_ext_pack=None, **kwargs: forward(*args, **kwargs)
-    with pytest.raises(PackRefused, match="is not given the layout"):
-        run_rows("packed", model, batch)
-
-
 def test_a_model_that_makes_its_own_mask_is_refused_where_its_window_does_not_show(monkeypatch):
     model, batch = model_of("mistral"), rows_of([2], [[2, 2]])  # a window of 6
     run_rows("packed", model, batch)
@@ -99,14 +85,6 @@ def test_a_model_that_makes_its_own_mask_is_refused_where_its_window_does_not_sh
     monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", lambda *args, **kwargs: mask)
     with pytest.raises(PackRefused, match="MistralAttention uses a mask that the model builds"):
         run_rows("packed", model, batch)
-
-
-def test_models_that_take_no_packs_say_why():
-    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 60}
-    assert "attention" in str(why_not_packed(AutoModelForCausalLM.from_config(MambaConfig(**sizes))))
-    flash = model_of("qwen2")
-    flash.config._attn_implementation = "flash_attention_2"
-    assert "flash_attention_2" in str(why_not_packed(flash))
 
 
 def test_a_group_is_attended_to_alike_whatever_runs_beside_it(monkeypatch):

@@ -3,8 +3,6 @@
 Over the whole vocabulary, and over the tokens that sampling kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -94,15 +92,6 @@ def test_scores_and_gradients_are_those_of_all_logits(kind, dtype, tolerance):
     for a, b in pairs:
         assert a.dtype == dtype
         assert (a - b).norm() <= tolerance * b.norm().clamp(min=1)
-
-
-@pytest.mark.usefixtures("tiles")
-def test_entropies_and_log_probabilities_keep_their_digits_where_logits_are_large():
-    hidden, weight, bias, targets = case(torch.float32)
-    bias = (bias + 500).detach()
-    exact = naive(hidden.double(), weight.double(), bias.double(), targets, LogitTransform())
-    for ours, theirs in zip(log_probs(hidden, weight, bias, targets, LogitTransform()), exact):
-        assert (ours - theirs).abs().max() < 500 * 2**-22  # a logit's last digit
 
 
 # ---- Precision ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Fixed-point sums have the same bits in every order and grouping, and find what they cannot hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The scaler that Accelerate drives: scaling and skipping, and its scale against DeepSpeed's."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 from unittest import mock

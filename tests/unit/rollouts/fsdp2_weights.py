@@ -1,7 +1,5 @@
 """Run by test_vllm_weights.py on two processes: the weights of a model that FSDP2 shards, whole on each of them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

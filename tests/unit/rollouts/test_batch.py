@@ -1,14 +1,12 @@
 """The rollout batch: what is stored is what was scored, and a micro-batch has of it what TRL would hand over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.rollouts.batch import RolloutBatch, gather_scored
+from grpo_ext.rollouts.batch import gather_scored
 from tests.support.batches import batch_of_rows
 
 PAD = 0
@@ -41,24 +39,6 @@ def test_rows_are_padded_to_the_longest_of_them_with_neutral_values():
         "importance_sampling_ratio": [[2.0, 2.0, 2.0], [2.0, 2.0, 1.0]],
         "advantages": [0.0, 0.5],
     }
-
-
-def test_fields_of_different_widths_are_padded_when_rounds_are_joined():
-    parts = []
-    for width in (2, 3):
-        changes = {"few": torch.ones(4, width), "prompt_few": torch.ones(4, width), "texts": [str(width)] * 4}
-        parts.append(gather_scored(scored_batch() | changes, 4, 2))
-    joined = RolloutBatch.joined(parts, 2)
-    assert joined["few"].sum(1).tolist() == [2.0] * 4 + [3.0] * 4
-    assert joined["few"][0].tolist() == [1.0, 1.0, 0.0]
-    assert joined["prompt_few"][0].tolist() == [0.0, 1.0, 1.0]
-    assert joined["texts"] == ["2"] * 4 + ["3"] * 4
-    assert joined.widths == (max(map(len, PROMPTS)), max(map(len, COMPLETIONS)))
-
-
-def test_another_number_of_rows_is_refused():
-    with pytest.raises(RolloutError, match="returned 4 completions for 8 rows"):
-        gather_scored(scored_batch(), 8, 2)
 
 
 def test_missing_fields_of_the_loss_are_named():

@@ -1,15 +1,16 @@
-"""Engines of TRL leave the model that is trained as it was."""
-
-from __future__ import annotations
+"""Engines leave the model that is trained as it was, and what does not fit into memory is sampled in parts."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_ext.rollouts import engine
 from grpo_ext.rollouts.engine import ContinuousBatching
 from grpo_ext.rollouts.transcript import Transcript
 from tests.support.tiny import tiny_model
+from tests.support.trainers import change, error, make
+from tests.tolerances import UPDATE
 
 
 def test_continuous_batching_leaves_the_weights_as_they_were():
@@ -25,3 +26,12 @@ def test_continuous_batching_leaves_the_weights_as_they_were():
     for parameter, (address, dtype, values) in zip(model.parameters(), before, strict=True):
         assert (parameter.data_ptr(), parameter.dtype) == (address, dtype)
         assert torch.equal(parameter, values)
+
+
+def test_a_cache_that_is_not_expected_to_fit_is_sampled_in_parts(tmp_path, monkeypatch, caplog):
+    expected = change(make(tmp_path / "whole", max_steps=1, rollout_chunk_size=16))
+    assert "expected to exceed" not in caplog.text
+    monkeypatch.setattr(engine, "available_bytes", lambda device: 50_000)
+    parts = change(make(tmp_path / "parts", max_steps=1, rollout_chunk_size=16))
+    assert "generation of 16 completions at their longest is expected to exceed the free memory" in caplog.text
+    assert error(expected, parts) <= UPDATE

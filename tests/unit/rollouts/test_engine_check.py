@@ -1,7 +1,5 @@
 """The check of an engine: the same weights pass whatever is filtered, other weights end the run."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -9,9 +7,8 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.rollouts.batch import RolloutBatch
+from grpo_ext.rollouts.batch import Ragged, RolloutBatch
 from grpo_ext.rollouts.engine_check import EngineCheck, rounding_bound, surplus_of
-from grpo_ext.rollouts.ragged import Ragged
 from tests.support.server import generation_settings
 
 TOKENS, VOCABULARY = 400, 64

@@ -1,7 +1,5 @@
 """Settings of `generate`: with those that are covered, a row depends on its key and on its own tokens alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -105,14 +103,6 @@ def test_a_row_is_the_same_at_two_widths_of_padding(model, name, compact):
     moves_nothing = {"remove_invalid_values", "renormalize_logits", "use_cache", "prefill_chunk_size"}
     if not moves_nothing & CASES[name].keys() and name != "cache_implementation":
         assert rows != sample(model, PROMPTS, sampling(), compact)  # the setting is in force
-
-
-def test_a_long_neighbour_does_not_shorten_a_row_without_max_new_tokens(model):
-    config = sampling(max_new_tokens=None)
-    long = [2 + place % 10 for place in range(model.config.max_position_embeddings - 4)]
-    rows = sample(model, PROMPTS, config, compact=False)
-    assert sample(model, [*PROMPTS, long], config, compact=False)[:-1] == rows
-    assert max(map(len, rows)) == 20
 
 
 @pytest.mark.parametrize("name", ["no_repeat_ngram_size", "sequence_bias", "bad_words_ids", "min_length"])

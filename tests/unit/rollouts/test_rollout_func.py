@@ -1,7 +1,5 @@
 """A `rollout_func` that returns something else than completions is an error that says what, on every process."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.rollouts.rollout_func import checked_rollout
+from grpo_ext.rollouts.trl_shapes import checked_rollout
 
 GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs": None}
 

@@ -1,6 +1,4 @@
-"""Tools that hang, and environments whose rows or `reset` cannot be used; tests/parity compares the others with TRL."""
-
-from __future__ import annotations
+"""Tools that hang, and environments whose `reset` cannot be used; tests/parity compares the others with TRL."""
 
 import logging
 import threading
@@ -9,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from grpo_ext.errors import DataError, RolloutError
+from grpo_ext.errors import RolloutError
 from grpo_ext.rollouts.chat import Chat
-from grpo_ext.rollouts.environments import Environments
-from grpo_ext.rollouts.tools import Toolbox, TurnLimits
+from grpo_ext.rollouts.tools import Environments, Toolbox, TurnLimits
 from grpo_ext.rollouts.transcript import Transcript
-from tests.support.tool_runs import Shop, count, sampled
+from tests.support.tool_runs import count, sampled
 
 SECONDS = 0.1
 LIMITS = TurnLimits(10**5, seconds=SECONDS)
@@ -57,11 +54,6 @@ ROW = {"prompt": [{"role": "user", "content": "a"}]}
 
 def transcripts(*rows: dict[str, Any]) -> list[Transcript]:
     return [Transcript(dict(row), key=0) for row in rows]
-
-
-def test_a_row_of_an_unknown_environment_is_refused():
-    with pytest.raises(DataError, match=r"a row has environment='shp', .* did you mean 'shop'"):
-        Environments({"shop": Shop}).begin(transcripts({**ROW, "environment": "shp"}))
 
 
 def test_a_reset_that_hangs_ends_the_run():

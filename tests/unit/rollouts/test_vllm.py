@@ -1,21 +1,14 @@
 """vLLM without an engine: seeds follow from keys alone, and answers of a server belong to their rows."""
 
-from __future__ import annotations
-
-import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.errors import RolloutError
-from grpo_ext.forward.routing import LIVE, Router
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.rollouts.vllm import seeds_of
-from grpo_ext.rollouts.vllm_replay import experts_of
 from tests.support.server import stand_in
 from tests.support.tool_runs import always_calling
 from tests.support.trainers import first_line, make
@@ -41,16 +34,6 @@ def test_seeds_follow_from_the_key_alone_and_fit_a_server():
     assert found[4:8] == [found[4] + i for i in range(4)]  # vLLM counts up within a request
     later = seeds_of([Transcript({}, key, ids=[0] * 7) for key in keys(range(500)).tolist()], 4)  # a second turn
     assert not set(found) & set(later)
-
-
-def test_experts_of_the_layers_with_a_router_are_taken_in_the_dtype_of_recorded_ones():
-    completion = SimpleNamespace(routed_experts=np.array([[[0, 0], [299, 5], [0, 0], [7, 8]]], np.uint16))
-    routers = [Router(slice(0, 2), 4, 300, 1), Router(slice(2, 4), 4, 300, 3)]
-    experts_NC = experts_of(completion, 2, routers)
-    assert experts_NC.tolist() == [[299, 5, 7, 8], [LIVE] * 4]
-    assert experts_NC.dtype == routers[0].dtype == torch.int16
-    with pytest.raises(RolloutError, match=r"layers \[1, -1\]"):  # a router whose layer is not known
-        experts_of(completion, 2, [routers[0], dataclasses.replace(routers[1], layer=-1)])
 
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "top_k": 0}

@@ -1,7 +1,5 @@
 """Weights for vLLM: merged into copies, as TRL names and merges them; which adapters vLLM can serve by themselves."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

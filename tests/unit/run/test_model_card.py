@@ -1,7 +1,5 @@
 """The cards of a run and of an export: the right base model, and code that runs as it is shown."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ import pytest
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
 
 from grpo_ext.tools.export import export
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -69,17 +66,3 @@ def test_the_cards_of_a_run_and_of_its_export_name_the_base_and_show_code_that_r
         else:
             (here / "first").symlink_to(here / "runs" / "first")
         run_shown(card, capsys)
-
-
-def test_the_id_of_a_model_is_the_base_of_an_object_that_was_loaded_by_it(here):
-    model = AutoModelForCausalLM.from_pretrained("models/tiny")
-    model.config._name_or_path = "some/model"
-    trainer = other(here / "run", model=model, max_steps=1)
-    trainer.train()
-    card = here / "run" / "README.md"
-    assert ModelCard.load(card).data.base_model == "some/model"
-    assert "fine-tuned version of [some/model](https://huggingface.co/some/model)" in card.read_text()
-    trainer.create_model_card(tags="mine", dataset_name="some/data")  # as after `save_model`: the model is beside it
-    assert 'from_pretrained("run")' in code_of(card)
-    assert {"mine", "grpo"} <= set(ModelCard.load(card).data.tags)
-    assert "some/data" in card.read_text()

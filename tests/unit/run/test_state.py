@@ -1,7 +1,5 @@
 """What a run remembers beside model, optimizer and scheduler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import torch
 
 from grpo_ext.forward.snapshot import Weights
 from grpo_ext.rollouts.batch import RolloutBatch
-from grpo_ext.rollouts.saved import batch_state, saved_batch, saved_waiting, waiting_state
+from grpo_ext.rollouts.source import batch_state, saved_batch, saved_waiting, waiting_state
 from grpo_ext.run.state import load_state, save_state
 from tests.support.batches import batch_of_rows
 
@@ -63,8 +61,3 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
     assert all(same(column, read.columns[name]) for name, column in written.columns.items())
     assert torch.equal(read.constants.pop("shift"), written.constants.pop("shift"))
     assert read.constants == written.constants
-
-
-def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(caplog):
-    assert saved_batch(batch_state(rollout(kinds=[int, float]))) is None
-    assert "cannot hold kinds of this rollout batch" in caplog.text

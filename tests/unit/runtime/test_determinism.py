@@ -1,7 +1,5 @@
 """Bitwise mode's surroundings: where weights lie in memory."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -31,11 +29,6 @@ def test_weights_move_to_aligned_memory_with_their_values_and_ties():
     assert not any(t.data_ptr() % 64 for t in [*model.parameters(), *model.buffers()])
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert tied is (model.get_input_embeddings().weight is model.get_output_embeddings().weight)
-
-
-def test_bitwise_mode_turns_tf32_off(tmp_path):
-    assert GRPOConfig(str(tmp_path), use_cpu=True, bitwise_invariant=True).tf32 is False
-    assert GRPOConfig(str(tmp_path), use_cpu=True).tf32 is None
 
 
 def test_tf32_is_off_inside_and_as_it_was_afterwards():

@@ -1,7 +1,5 @@
 """What the package logs: shown by default, silenced like any logger, never twice."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Work that runs out of memory is halved, done again, and remembers what fitted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A step's gradients and logged numbers are the same for every partition into micro-batches."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

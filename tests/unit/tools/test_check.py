@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,22 @@ from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, LaunchError
 from grpo_ext.tools.check import runs, splits
-from grpo_ext.tools.check.comparison import compare, gradient_error, metric_difference, update_error
-from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
+from grpo_ext.tools.check.comparison import (
+    CheckReport,
+    Split,
+    SplitResult,
+    compare,
+    gradient_error,
+    metric_difference,
+    update_error,
+)
 from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.check.splits import check, splits_of
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.stock import OURS, STOCK
+from tests.support.cases import Bench
+from tests.support.forks import SERVED, serves
+from tests.support.launches import run_all
 from tests.support.launches import train as train_forked
 from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
@@ -75,23 +85,33 @@ def verdict(reference: RunResult, other: RunResult, trace: bool = False, **chang
     return compare(run, Split(1), reference, other)
 
 
+USUAL = {"norm": 0.2, "entropy": 2.0, "sampling/ratio_max": 1.1}
+NORM = "grad_norm differs by 1.0e-02 in the first log line, more than 16-bit rounding"
+
+
 @pytest.mark.parametrize(
-    ("changes", "expected", "reason"),
+    ("half", "gradient", "changes", "expected", "reason"),
     [
-        ({}, "same", ""),
-        ({"update": 1.005}, "rounding", ""),  # the gradient agrees, and Adam enlarges rounding
-        ({"loss": 1.005}, "rounding", ""),  # of a later step
-        ({"update": 1.02}, "differs", "largest difference 2.00e-02 (mean 2.00e-02) in w"),
-        ({"loss": 1.02}, "differs", "only the log differs, most in loss"),
-        ({"entropy": 2.005}, "differs", "only the log differs, most in entropy"),  # of the same weights
-        ({"norm": 1.0001}, "differs", "the gradient differs, but the update hides it"),
-        ({"update": 1.005, "norm": math.nan}, "differs", "largest difference"),
+        (False, 4.0, {}, "same", ""),
+        (False, 4.0, {"update": 1.005}, "rounding", ""),  # the gradient agrees, and Adam enlarges rounding
+        (False, 4.0, {"loss": 1.005}, "rounding", ""),  # of a later step
+        (False, 4.0, {"update": 1.02}, "differs", "largest difference 2.00e-02 (mean 2.00e-02) in w"),
+        (False, 4.0, {"loss": 1.02}, "differs", "only the log differs, most in loss"),
+        (False, 4.0, {"entropy": 2.005}, "differs", "only the log differs, most in entropy"),  # of the same weights
+        (False, 4.0, {"norm": 0.20002}, "differs", "the gradient differs, but the update hides it"),
+        (False, 4.0, {"update": 1.005, "norm": math.nan}, "differs", "largest difference"),
+        (True, 4.05, {"norm": 0.2004, "update": 1.2, "loss": 9.0}, "rounding", ""),  # other completions in later steps
+        (True, 4.05, {"sampling/ratio_max": 1.3}, "rounding", ""),  # of sampler and trainer: rounding itself
+        (True, 4.05, {"norm": 0.202}, "differs", NORM),
+        (True, 4.05, {"entropy": 2.02}, "differs", "entropy differs by 1.0e-02 in the first log line"),
+        (True, 4.05, {"update": 1.6}, "differs", "largest difference"),
+        (True, 4.6, {}, "differs", "the gradient differs by more than 16-bit rounding (0.1)"),
     ],
 )
-def test_verdicts(changes, expected, reason):
-    reference = with_gradient(1.0, entropy=2.0)
-    assert verdict(reference, reference).verdict == "reference"
-    result = verdict(reference, with_gradient(1.0, **{"entropy": 2.0, **changes}))
+def test_verdicts(half, gradient, changes, expected, reason):
+    reference, config = with_gradient(3.0, 4.0, **USUAL), {"bf16": half}
+    assert verdict(reference, reference, config=config).verdict == "reference"
+    result = verdict(reference, with_gradient(3.0, gradient, **{**USUAL, **changes}), config=config)
     assert result.verdict == expected
     assert result.reason.startswith(reason)
     assert bool(result.reason) is bool(reason)
@@ -100,9 +120,8 @@ def test_verdicts(changes, expected, reason):
 def test_a_token_that_was_sampled_differently_is_named_with_its_step():
     one, other = with_gradient(1.0), with_gradient(1.0, update=1.5)
     one.log[1]["num_tokens"], other.log[1]["num_tokens"] = 40, 41
-    assert (
-        verdict(one, other).reason == "completions differ from step 2 on, by rounding or a fault; --steps 1 tells which"
-    )
+    from_step = "completions differ from step 2 on, by rounding or a fault; --steps 1 tells which"
+    assert verdict(one, other).reason == from_step
     one.log[0]["num_tokens"], other.log[0]["num_tokens"] = 40, 41
     assert verdict(one, other).reason.startswith("largest difference")
     assert verdict(one, other, trainer=STOCK).reason.startswith("the first rollout differs")
@@ -110,9 +129,9 @@ def test_a_token_that_was_sampled_differently_is_named_with_its_step():
 
 def test_a_run_that_learned_nothing_is_not_ok():
     still = RunResult("a", delta(0.0), [{"loss": 0.0}])
-    result = verdict(still, still)
-    assert result.verdict == "nothing learned"
-    assert not CheckReport([result], steps=1).ok
+    report = CheckReport([verdict(still, still)], steps=1)
+    assert report.conclusion() == "Nothing was learned, so there is nothing to compare."
+    assert not report.ok
 
 
 def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
@@ -131,38 +150,17 @@ def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
     assert reason(trace, 1.0 + 1e-12) == "only the log differs, most in loss"
 
 
-def saved(folder: Path, config: dict[str, Any], model: Any = None, rewards: Sequence[Any] = (letter_reward,)) -> Run:
+def saved(folder: Path, config: dict[str, Any], model: Any = None) -> Run:
     (model or tiny_model()).save_pretrained(folder / "m")
     tiny_tokenizer().save_pretrained(folder / "m")
     prompts().save_to_disk(str(folder / "d"))
-    return Run("r", str(folder / "m"), str(folder / "d"), tuple(rewards), config)
+    return Run("r", str(folder / "m"), str(folder / "d"), (letter_reward,), config)
 
 
 @pytest.fixture
 def fork_launches(monkeypatch):
     """The launches of `check` come from the tests' server."""
     monkeypatch.setattr(splits, "train", train_forked)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected", "reason"),
-    [
-        ({"norm": 0.2004, "update": 1.2, "loss": 9.0}, "rounding", ""),  # other completions in later steps
-        ({"sampling/ratio_max": 1.3}, "rounding", ""),  # of sampler and trainer: rounding itself
-        ({"norm": 0.202}, "differs", "grad_norm differs by 1.0e-02 in the first log line, more than 16-bit rounding"),
-        ({"entropy": 2.02}, "differs", "entropy differs by 1.0e-02 in the first log line"),
-        ({"update": 1.6}, "differs", "largest difference"),
-    ],
-)
-def test_verdicts_in_half_precision(changes, expected, reason):
-    usual = {"norm": 0.2, "entropy": 2.0, "sampling/ratio_max": 1.1}
-    one, other = with_gradient(3.0, 4.0, **usual), with_gradient(3.0, 4.05, **{**usual, **changes})
-    result = verdict(one, other, config={"bf16": True})
-    assert result.verdict == expected
-    assert result.reason.startswith(reason)
-    assert bool(result.reason) is bool(reason)
-    far = verdict(one, with_gradient(3.0, 4.6, **usual), config={"bf16": True})
-    assert (far.verdict, far.reason) == ("differs", "the gradient differs by more than 16-bit rounding (0.1)")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +182,7 @@ def test_the_command_tells_rounding_from_a_fault_in_bfloat16(
     sizes = {"global_batch_size": 16, "num_generations": 4, "rollout_chunk_size": 8}
     config = {**TRAINED, **sizes, "learning_rate": 1e-3, "adam_epsilon": 1e-4, "bf16": True, **settings}
     run = saved(tmp_path, config)
-    monkeypatch.setattr("grpo_ext.tools.check.task.load_run", lambda *args: (run, ""))
+    monkeypatch.setattr("grpo_ext.tools.check.splits.load_run", lambda *args: (run, ""))
     command = ["check", "--processes", "1", "--micro-batch-sizes", "16,4,3", "--json", str(tmp_path / "json"), *options]
     done = CliRunner().invoke(app, command)
     report = json.loads((tmp_path / "json").read_text())
@@ -222,6 +220,19 @@ def test_no_process_is_left_of_a_launch_that_takes_too_long():
     with pytest.raises(LaunchError, match=r"1 run\(s\) on 2 process\(es\): one took more than 0.5 s"):
         list(runs.train([Hangs()], 2, timeout_s=0.5, start=start))
     assert [process.returncode for process in started] == [-9, -9]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not serves({**os.environ, **SERVED}), reason="launches are not forked here")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_forked_run_has_the_bits_of_a_launched_one(tmp_path, processes):
+    bench = Bench(tmp_path)
+    ours = [bench.run(name, 5, trace=True, max_steps=2) for name in ("kl", "moe")]
+    for one, other in zip(run_all(ours, processes), runs.train(ours, processes), strict=True):
+        assert one.error is None
+        assert one.trace == other.trace
+        assert one.log[0]["reward"] == other.log[0]["reward"]
+        assert all(torch.equal(one.delta[name], other.delta[name]) for name in other.delta)
 
 
 def test_wrong_sizes_and_names_are_refused_before_anything_starts():

@@ -67,12 +67,9 @@ def test_a_misspelt_setting_is_refused(tmp_path, command):
     assert str(result.exception) == said
     result = runner.invoke(app, [command, "--conversationl", "True"])
     assert str(result.exception) == "--conversationl is not an option; did you mean --conversational?"
-    if command != "plan":
-        result = runner.invoke(app, [command, "--json_fil", "a.json"])
-        assert str(result.exception) == "--json_fil is not an option; did you mean --json?"
-    own = {"plan": "num_prompts", "check": "micro_batch_sizes"}[command]
-    result = runner.invoke(app, [command, f"--{own}s", "4"])
-    assert f"did you mean --{own}?" in str(result.exception)
+    for own in {"plan": ["num_prompts"], "check": ["micro_batch_sizes", "json"]}[command]:
+        result = runner.invoke(app, [command, f"--{own}s", "4"])
+        assert f"did you mean --{own}?" in str(result.exception)
 
 
 @pytest.fixture
@@ -84,8 +81,8 @@ def checked(monkeypatch, tmp_path):
         seen.update(vars(run), dataset=load_from_disk(run.data_path), **options)
         raise ConfigError("stop here")
 
-    monkeypatch.setattr("grpo_ext.tools.check.check", check)
-    monkeypatch.setattr("grpo_ext.tools.check.task.find_model", lambda *names: None)
+    monkeypatch.setattr("grpo_ext.tools.check.splits.check", check)
+    monkeypatch.setattr("grpo_ext.tools.check.splits.find_model", lambda *names: None)
 
     def run(content, *flags):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
@@ -95,7 +92,7 @@ def checked(monkeypatch, tmp_path):
     return run
 
 
-def test_a_check_takes_model_data_rewards_and_adapter_of_the_run(checked, tmp_path):
+def test_a_check_takes_model_data_rewards_adapter_and_precision_of_the_run(checked, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "2", "answer": "2"}\n')
     adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
     data = {"dataset_name": str(tmp_path / "data.jsonl"), "prompt_column": "question", "max_samples": 1}
@@ -108,12 +105,8 @@ def test_a_check_takes_model_data_rewards_and_adapter_of_the_run(checked, tmp_pa
     assert seen["dataset"]["prompt"] == ["1 + 1"]
     assert [f.__name__ for f in seen["rewards"]] == ["exact_number", "length_penalty"]
     assert seen["rewards"][1](completion_ids=[[0] * 16]) == [-0.5]  # of 32 tokens
-    assert (
-        seen["peft"].to_dict()
-        == LoraConfig(
-            r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-        ).to_dict()
-    )
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    assert seen["peft"].to_dict() == lora.to_dict()
     loaded = seen["config"].pop("model_init_kwargs")
     assert loaded == {"revision": "main", "trust_remote_code": False, "attn_implementation": "eager"}
     expected = {"beta": 0.1, "seed": 7, "max_completion_length": 32, "bf16": False, "global_batch_size": 8}
@@ -122,13 +115,7 @@ def test_a_check_takes_model_data_rewards_and_adapter_of_the_run(checked, tmp_pa
     assert seen["quantization"] is None
     seen, _ = checked(file, "--model_name_or_path", "other/model", "--load_in_8bit", "True")  # an option wins
     assert (seen["model_path"], seen["quantization"].load_in_8bit) == ("other/model", True)
-
-
-def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_named(checked, tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
-    data = {"model_name_or_path": "some/model", "dataset_name": str(tmp_path / "data.jsonl"), "bf16": True}
-    options = ["--conversational", "True", "--prompt_column", "question", "--system_prompt", "Add up."]
-    seen, result = checked(data, *options)
+    seen, result = checked({**file, "bf16": True}, "--conversational", "True", "--system_prompt", "Add up.")
     messages = [{"role": "system", "content": "Add up."}, {"role": "user", "content": "1 + 1"}]
     assert seen["dataset"]["prompt"] == [messages]
     assert seen["config"]["bf16"] is True
@@ -139,9 +126,8 @@ def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_n
 def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     _, result = checked({"model_name_or_path": "some/model", "rewards": ["exact_number"]})
     assert "Only --model_name_or_path is set" in str(result.exception)
-    task = SimpleNamespace(
-        model_path="demo/model", train_dataset=Dataset.from_dict({"prompt": ["ba>"]}), about="letters"
-    )
+    rows = Dataset.from_dict({"prompt": ["ba>"]})
+    task = SimpleNamespace(model_path="demo/model", train_dataset=rows, about="letters")
     monkeypatch.setattr("grpo_ext.demo.task.load_demo", lambda: task)
     load = {"dtype": "bfloat16", "attn_implementation": "eager"}
     seen, result = checked({"learning_rate": 0.5, **load, "output_dir": "out"})
@@ -158,8 +144,7 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
 
     def planned(content, *flags):
         file.write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path / "config.json"), **content}))
-        arguments = ["plan", "--config", str(file), *flags]
-        result = runner.invoke(app, arguments)
+        result = runner.invoke(app, ["plan", "--config", str(file), *flags])
         assert result.exit_code == 0, result.exception
         return result.output
 

@@ -17,6 +17,7 @@ def prompts_of(source, seed=0, **options):
     return load_prompts(DataArguments(str(source), **options), seed)
 
 
+QUESTION = {"prompt_column": "question"}
 ROWS = [{"question": f"{n} + 1?", "solution": f"{n} + 1\n#### {n + 1}", "level": n} for n in range(10)]
 
 
@@ -65,7 +66,7 @@ def test_a_template_fills_columns_and_keeps_them(jsonl):
 
 def test_prompts_become_messages_with_the_system_prompt_first_and_messages_stay(jsonl, tmp_path):
     system = {"role": "system", "content": "Be brief."}
-    options = {"prompt_column": "question", "system_prompt": "Be brief."}
+    options = {**QUESTION, "system_prompt": "Be brief."}
     train, _ = prompts_of(jsonl, **options, conversational=True)
     assert train["prompt"][0] == [system, {"role": "user", "content": "0 + 1?"}]
     assert prompts_of(jsonl, **options)[0]["prompt"][0] == "Be brief.\n\n0 + 1?"
@@ -74,16 +75,13 @@ def test_prompts_become_messages_with_the_system_prompt_first_and_messages_stay(
 
 
 def test_held_out_rows_are_a_partition_chosen_by_the_seed(jsonl):
-    options = {"prompt_column": "question", "eval_fraction": 0.3, "max_samples": 9}
+    options = {**QUESTION, "eval_fraction": 0.3, "max_samples": 9}
     train, held_out = prompts_of(jsonl, **options, seed=1)
     assert (len(train), len(held_out)) == (6, 3)
     assert sorted(train["level"][:] + held_out["level"][:]) == list(range(9)), "the first rows"
     assert prompts_of(jsonl, **options, seed=1)[1].to_list() == held_out.to_list()
     others = {tuple(prompts_of(jsonl, **options, seed=seed)[1]["level"]) for seed in range(5)}
     assert len(others) > 1
-
-
-QUESTION = {"prompt_column": "question"}
 
 
 @pytest.mark.parametrize(
