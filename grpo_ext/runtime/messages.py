@@ -23,7 +23,8 @@ class ConsoleHandler(logging.Handler):
         if logging.root.handlers:
             return
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        with suppress(OSError, RuntimeError):  # the console is gone, or a signal came in the middle of a line
+        # the console may be gone, closed or None, or a signal may come in the middle of a line
+        with suppress(OSError, ValueError, AttributeError, RuntimeError):
             tqdm.write(self.format(record).removeprefix(MAIN_PROCESS), file=stream)
             stream.flush()
 
