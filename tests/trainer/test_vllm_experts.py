@@ -11,8 +11,10 @@ import torch
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed
 from grpo_ext.rollouts.batch import EXPERTS
+from tests.support import server
 from tests.support.colocated import Engine, stand_in
 from tests.support.tiny import tiny_model
+from tests.support.tool_runs import always_calling
 from tests.support.trainers import make, train_and_keep_first
 from tests.tolerances import METRIC
 
@@ -100,6 +102,17 @@ def test_the_experts_of_the_engine_are_replayed(tmp_path, engines, monkeypatch, 
     assert (log["sampling/sampling_logp_difference/mean"] > METRIC) == (chosen == "others")
 
 
+def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path, engines):
+    few = {"global_batch_size": 4, "max_completion_length": 48, "vllm_importance_sampling_correction": False}
+    trainer = trained(tmp_path, **{**always_calling(), **few})
+    assert trainer.state.log_history[0]["tools/call_frequency"] > 0
+    assert trainer.state.log_history[0]["routing/changed_share"] == 0.0
+    for (ids, experts_NC), mask in zip(rows_of(trainer), trainer.first["tool_mask"], strict=True):
+        assert len(experts_NC) == len(ids)
+        ended = len(ids) - len(mask) + (int(mask.nonzero().max()) if mask.any() else 0)
+        assert bool((experts_NC[:ended] != LIVE).all())
+
+
 @pytest.mark.parametrize(
     ("routed_of", "problem"),
     [
@@ -138,6 +151,12 @@ def test_experts_that_the_engine_does_not_return_are_recorded_and_the_run_says_s
     for (ids, experts_NC), (other_ids, other_NC) in zip(recorded, returned, strict=True):
         assert ids == other_ids
         assert torch.equal(experts_NC, other_NC)
+
+
+def test_a_server_says_that_experts_are_recorded(tmp_path, monkeypatch, caplog):
+    server.stand_in(tmp_path / "server", monkeypatch.setattr)
+    make(tmp_path / "run", **{**COLOCATE, "vllm_mode": "server"}, model=tiny_model("moe"))
+    assert caplog.text.count("TRL's client of a vLLM server returns no experts, so they are recorded") == 1
 
 
 def test_a_vllm_that_cannot_return_experts_of_this_model_is_refused_by_name(tmp_path, engines, monkeypatch):
