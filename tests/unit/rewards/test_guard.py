@@ -190,18 +190,6 @@ def test_an_invalid_reward_is_not_retried():
     assert len(calls) == 1
 
 
-INPUTS = [
-    {"prompt": p, "completion": "left out", "answer": p[::-1], "level": i} for i, p in enumerate(["ab", "c", "de"])
-]
-
-
-IDS = [[3, 4, 4, 3], [5, 5], [7, 6, 6]]
-
-
-def rows(**settings: Any) -> RewardRows:
-    return RewardRows(INPUTS, ["ab", "c", "de"], ["abba", "cc", "edd"], IDS, **settings)
-
-
 def test_an_asynchronous_function_that_fails_for_good_ends_those_that_run_or_wait_for_another_try():
     events: list[str] = []
 
@@ -228,7 +216,7 @@ def test_an_asynchronous_function_that_fails_for_good_ends_those_that_run_or_wai
         before = set(threading.enumerate())
         runner = RewardRunner(torch.device("cpu"), Faults(retries=1), async_loop=loop)
         with pytest.raises(RewardError, match="'function_0' raised ValueError: no score today"):
-            runner.compute(functions_of([fails, waits, tries]), rows())
+            runner.compute(functions_of([fails, waits, tries]), RewardRows([{}] * 3, ["p"] * 3, ["c"] * 3, [[1]] * 3))
         for thread in set(threading.enumerate()) - before:
             thread.join(5)
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # after the cancellation
