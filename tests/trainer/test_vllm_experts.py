@@ -11,7 +11,6 @@ import torch
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed
 from grpo_ext.rollouts.batch import EXPERTS
-from tests.support import server
 from tests.support.colocated import Engine, stand_in
 from tests.support.tiny import tiny_model
 from tests.support.tool_runs import always_calling
@@ -151,12 +150,6 @@ def test_experts_that_the_engine_does_not_return_are_recorded_and_the_run_says_s
     for (ids, experts_NC), (other_ids, other_NC) in zip(recorded, returned, strict=True):
         assert ids == other_ids
         assert torch.equal(experts_NC, other_NC)
-
-
-def test_a_server_says_that_experts_are_recorded(tmp_path, monkeypatch, caplog):
-    server.stand_in(tmp_path / "server", monkeypatch.setattr)
-    make(tmp_path / "run", **{**COLOCATE, "vllm_mode": "server"}, model=tiny_model("moe"))
-    assert caplog.text.count("TRL's client of a vLLM server returns no experts, so they are recorded") == 1
 
 
 def test_a_vllm_that_cannot_return_experts_of_this_model_is_refused_by_name(tmp_path, engines, monkeypatch):
