@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError, RolloutError
 from tests.support.tiny import letter_reward, prompts, tiny_config, tiny_model, tiny_tokenizer
-from tests.support.trainers import make
+from tests.support.trainers import make, train_and_keep_first
 
 USER = {"role": "user", "content": "ab"}
 REFUSES_SYSTEM = (
@@ -180,3 +180,19 @@ def test_an_end_token_that_the_embedding_lacks_is_found(tmp_path):
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer))
     make(tmp_path, model, processing_class=tokenizer, reward=letter_reward, max_steps=1).train()
+
+
+def test_prompts_that_are_alike_in_json_alone_are_tokenised_each(tmp_path):
+    first, second = {1: 5}, {"1": 5}
+
+    class Own(GRPOTrainer):
+        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+            return [[5 if prompt["value"] == first else 9] for prompt in prompts], None, {}
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    rows = stream([{"prompt": {"value": value}} for value in (first, second)] * 2)
+    trainer = make(tmp_path, cls=Own, reward=reward, train_dataset=rows, max_steps=1, shuffle_dataset=False)
+    batch = train_and_keep_first(trainer)
+    assert [ids.tolist() for ids in batch["prompt_ids"]] == ([[5]] * 4 + [[9]] * 4) * 2
