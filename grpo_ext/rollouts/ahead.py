@@ -255,7 +255,7 @@ class RolloutsAhead:
 # ---- Building it ----------------------------------------------------------------------------------------------------
 
 
-def described(view: TrainerView) -> str | None:
+def describe_lag(view: TrainerView) -> str | None:
     """The lag of a run and the memory that the weights of earlier steps take, in words; None without a lag."""
     lag, reference = view.args.rollout_lag, view.ref_model
     if not lag:

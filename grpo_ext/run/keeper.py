@@ -31,7 +31,7 @@ from ..errors import CheckpointError, MemoryShortageError
 from ..forward.reference import MovedReference
 from ..forward.runner import ForwardRunner
 from ..precision.loss_scaler import LossScaler
-from ..rollouts.ahead import described
+from ..rollouts.ahead import describe_lag
 from ..rollouts.keyed import most_kept
 from ..rollouts.settings import truncating_filters
 from ..rollouts.source import Rollouts
@@ -282,7 +282,7 @@ class RunKeeper(TrainerCallback):
             micro_batch_tokens=limits.tokens,
             form=self.forwards.choice.described(view.model),
             precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
-            ahead=described(view),
+            ahead=describe_lag(view),
             longest=None if args.use_vllm or continuous else view.max_completion_length,
             half=(args.bf16 or args.fp16) and not args.bitwise_invariant,
             most_kept=most_kept(truncating_filters(view)) if args.replay.masks else None,

@@ -105,18 +105,17 @@ class Attempt:
                     run(micro_batch)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class StepPlanner:
     forwards: ForwardRunner
     clock: PhaseClock
     collation: Collation
     cost: TokenCost  # by which groups are assigned to processes
-    limits: MicroBatchLimits = field(init=False)
+    limits: MicroBatchLimits  # those of training
     eval_limits: MicroBatchLimits = field(init=False)
 
     def __post_init__(self) -> None:
         args = self.forwards.args
-        self.limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
         self.eval_limits = MicroBatchLimits(args.per_device_eval_batch_size, args.micro_batch_tokens)
 
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
