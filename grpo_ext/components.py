@@ -33,8 +33,8 @@ class Components:
         if args.replay.experts:
             install_routers(base)
         limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
-        forwards, rollouts = build_rollouts(view, self.clock, limits)
-        self.forwards, self.rollouts, images = forwards, rollouts, rollouts.images
+        self.forwards, self.rollouts = forwards, rollouts = build_rollouts(view, self.clock, limits)
+        images = rollouts.images
         collation = Collation(images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
         self.step_planner = StepPlanner(forwards, self.clock, collation, token_cost(base), limits)
         self.trl_methods = TrlMethods(rollouts)

@@ -126,7 +126,7 @@ def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
     if may_be_shown and shards_parameters(view.accelerator):
         raise ConfigError(
             "images with tools or an environment under FSDP or DeepSpeed: every process has to run the image tower in "
-            "every forward or none, and tools may show an image to one alone; train with DDP."
+            "every forward or none, and tools may show an image to only one; train with DDP."
         )
     if may_be_shown and view.rollout_func is not None:
         raise ConfigError(
@@ -244,7 +244,7 @@ def _uncovered_sampling(view: TrainerView) -> str | None:
     override, reason = own_sampling(view), why_not_by_key(view)
     if override == "rollout_func":
         return (
-            "rollout_func may sample in its own way; only the update is covered. A resumed run goes on with the "
+            "rollout_func may sample in its own way; only the update is covered. A resumed run continues with the "
             "completions of its checkpoint, and with the random numbers of Python, NumPy and torch where it has as "
             "many processes; other random states that rollout_func uses are not restored"
         )

@@ -5,8 +5,8 @@ with those at the start). So which weights sample which prompts is fixed beforeh
 from asynchronous trainers that take what is ready first.
 
 A thread runs the local phase of a rollout batch on a `Snapshot` of the models, without a collective (see
-`local_collectives`). At the step that needs the rollout batch, the main thread joins the parts of all processes. So the
-main thread alone runs collectives, in one order.
+`local_collectives`). At the step that needs the rollout batch, the main thread joins the parts of all processes. So
+only the main thread runs collectives, in one order.
 
 First the thread and its queue, then what builds them from a trainer's models. Called by `Rollouts`.
 """
@@ -60,7 +60,7 @@ logger = get_logger(__name__)
 
 # what reward functions may read of the Trainer's state, as it was when the weights were taken
 PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
-_CLOSE_S, _EXIT_S = 5.0, 60.0  # a reward that hangs may not keep the run, or the program, for longer
+_CLOSE_S, _EXIT_S = 5.0, 60.0  # a reward that hangs must not keep the run, or the program, longer
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class RolloutsAhead:
         elif (submitted := job.rows.request.name) != request.name:
             raise RolloutError(
                 f"the loader is at (epoch, rollout batch) {request.name}, and what was sampled ahead is for {submitted}"
-                "; a subclass or a callback has put sampling out of step with the loader."
+                "; a subclass or a callback put sampling out of step with the loader."
             )
         self._wait_for([job])
         error = job.sampled.exception()

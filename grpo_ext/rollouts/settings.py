@@ -1,4 +1,4 @@
-"""What a rollout batch reads of the trainer when it begins, because users and callbacks may change it.
+"""Reads the settings of a rollout batch when it begins, because users and callbacks may change them.
 
 Called by `Rollouts`, where a rollout batch begins or is submitted to be sampled ahead; its functions by checks too.
 """

@@ -78,9 +78,6 @@ class Rollouts:
     def images(self) -> ImageSource:
         return self.worker.images
 
-    def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
-        self.batch, self.batch_name = batch, name
-
     def begin(self, geometry: BatchGeometry, threads: int | None) -> None:
         """Begin a run with these batch sizes: its first step samples, and nothing waits to be sampled ahead."""
         self.batch, self.batch_name, self.waiting = None, None, ()
@@ -100,7 +97,7 @@ class Rollouts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         name = state["batch_name"]
-        self.hold(saved_batch(state["batch"]), None if name is None else tuple(name))
+        self.batch, self.batch_name = saved_batch(state["batch"]), None if name is None else tuple(name)
         self.waiting, self.sampled_at = saved_waiting(state["waiting"]), state["sampled_at"]
 
     def slices(self, num_generations: int) -> ProcessSlices:
@@ -153,7 +150,7 @@ class Rollouts:
         if self.batch is None or self.batch_name != request.name:
             if not rows and self.ahead is None:  # a run that was resumed without its rollout batch
                 rows = self.rounds.steps.rows(request)
-            self.hold(self.make(rows), request.name)
+            self.batch, self.batch_name = self.make(rows), request.name
         if args.rollout_lag:
             if args.dynamic_sampling:
                 self._submit_ahead(args.rollout_lag)

@@ -1,4 +1,4 @@
-"""TRL's sampling methods, with TRL's arguments and results, for users who call them: mostly by `super()`.
+"""TRL's sampling methods, with TRL's arguments and results, for users who call them, mostly by `super()`.
 
 A call by an override that runs (`UserCalls`) belongs to its rollout batch. Any other call is a rollout of its own, with
 random numbers of its own. Called by the trainer.

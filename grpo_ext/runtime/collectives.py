@@ -34,26 +34,26 @@ _REMEDY = "Collectives in code of yours have to run on every process equally oft
 _KEPT = (errors.RolloutError, errors.PrecisionError, errors.MemoryShortageError, StepOutOfMemory)
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
 _PULSE = 0.5  # seconds in which processes ask each other whether they are done
-_alone: ContextVar[bool] = ContextVar("alone", default=False)
+_local: ContextVar[bool] = ContextVar("local", default=False)
 
 
 @contextmanager
 def local_collectives() -> Iterator[None]:
     """The collectives of the thread that samples ahead stay local: processes could run them in another order."""
-    token = _alone.set(True)
+    token = _local.set(True)
     try:
         yield
     finally:
-        _alone.reset(token)
+        _local.reset(token)
 
 
 def wait_for_all(accelerator: Accelerator) -> None:
-    _refuse_alone()
+    _refuse_local()
     accelerator.wait_for_everyone()
 
 
-def _refuse_alone() -> None:
-    if _alone.get():
+def _refuse_local() -> None:
+    if _local.get():
         raise ConfigError(
             "a collective on the thread that samples ahead: processes could run it and those of training in different "
             "orders, and hang. Use rollout_lag=0, or no collective in reward functions and tools."
@@ -61,7 +61,7 @@ def _refuse_alone() -> None:
 
 
 def _processes() -> int:
-    return 1 if _alone.get() else PartialState().num_processes
+    return 1 if _local.get() else PartialState().num_processes
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def _collectives() -> int:
 @contextmanager
 def of_ours() -> Iterator[None]:
     """Inside, collectives are not a user's; see `uneven_collectives`."""
-    if _alone.get():
+    if _local.get():
         yield
         return
     before = _Counter.ours - _collectives()
@@ -166,14 +166,14 @@ def together(place: str, sharded: bool = False, again: bool = False) -> Iterator
 @of_ours()
 def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
     """Stack tensors of one shape over all processes: (processes, ...)."""
-    return values[None] if _alone.get() else gather(values[None])
+    return values[None] if _local.get() else gather(values[None])
 
 
 @of_ours()
 def gather_lists(items: list[Any]) -> list[Any]:
     """For objects that can be pickled; in process order."""
     _meet("an exchange of lists")
-    return items if _alone.get() else gather_object(items)
+    return items if _local.get() else gather_object(items)
 
 
 def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor:
@@ -210,7 +210,7 @@ class UsersAccelerator(Accelerator):
     def _meet(self, name: str) -> _Uneven | None:
         """Where rows are uneven, meet the other processes; None elsewhere."""
         if self.num_processes > 1:
-            _refuse_alone()
+            _refuse_local()
         if self.uneven is None:
             return None
         if self.uneven.refused_in is not None:
@@ -288,7 +288,7 @@ def uneven_collectives(
 
 
 def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    _refuse_alone()
+    _refuse_local()
     if PartialState().num_processes > 1:
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             tensor.data.copy_(broadcast(tensor.data.to(device).contiguous()))
@@ -296,7 +296,7 @@ def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torc
 
 
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
-    _refuse_alone()
+    _refuse_local()
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
     return values
@@ -304,7 +304,7 @@ def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
 
 @of_ours()
 def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
-    _refuse_alone()
+    _refuse_local()
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat)
@@ -330,7 +330,7 @@ def first_of_all_processes(value: Any) -> Any:
 
 def without_long_waits(work: Callable[[], Any]) -> Any:
     """The result of `work`, which holds no collectives, once all are done; a single wait would meet the timeout."""
-    _refuse_alone()
+    _refuse_local()
     if _processes() == 1:
         return work()
     result = ThreadPoolExecutor(1).submit(work)

@@ -177,7 +177,7 @@ def export(
     from .export import export as export_model
 
     if checkpoint.is_dir() and not (checkpoint / LISTING).is_file():
-        typer.echo(f"{checkpoint} has no checksums, so it is read unverified.")
+        typer.echo(f"{checkpoint} has no checksums, so it is read without verification.")
     kind = export_model(checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, trust_shards=trust_shards)
     typer.echo(f"{out}: {kind}")
 

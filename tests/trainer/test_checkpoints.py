@@ -72,7 +72,7 @@ def test_nothing_whole_is_an_error(copy, tmp_path):
     with pytest.raises(CheckpointError, match=r"optimizer.pt has changed since it was written.*'latest'"):
         make(copy, **SAVE).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     for word in (True, "auto"):  # what is broken is no reason to start anew
-        with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
             make(copy, **SAVE).train(resume_from_checkpoint=word)
     with pytest.raises(CheckpointError, match="does not exist"):
         make(copy, **SAVE).train(resume_from_checkpoint=str(tmp_path / "gone"))
@@ -111,7 +111,7 @@ def test_another_run_is_refused_and_each_change_is_named(copy, changes, named):
         assert trainer.state.global_step == 3
     else:
         trainer = other(copy, **changes, allow_changed_on_resume=["model"])
-        with pytest.raises(CheckpointError, match=r"goes on with the checkpoint's model\.parameters\."):
+        with pytest.raises(CheckpointError, match=r"keeps the checkpoint's model\.parameters\."):
             trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
 
 
@@ -206,7 +206,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, caplog):
     assert again.state.global_step == steps
     assert torch.equal(parameters(whole), parameters(again))
     assert [int(folder.name.split("-")[1]) for folder in checkpoints(tmp_path)][-1] == steps
-    assert f"Going on after step {steps} of {steps}." in caplog.text
+    assert f"Resuming after step {steps} of {steps}." in caplog.text
 
 
 @pytest.mark.parametrize(
