@@ -137,7 +137,7 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
 def run_rows(
     form: Form, model: Callable[..., Any], rows: TokenRows, device: torch.device | str = "cpu", **options: Any
 ) -> LogProbs:
-    """`options` as of `lay_out`."""
+    """Lay rows out and run them in a form; `options` are those of `lay_out`."""
     batch = lay_out(form, base_model_of(model), rows, device, **options)
     output = run_batch(model, batch)
     if output.routing is None or not options.get("record_experts"):

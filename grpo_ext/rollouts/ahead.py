@@ -170,7 +170,7 @@ class RolloutsAhead:
     jobs: deque[Job] = field(default_factory=deque, init=False)
     pools: Pools = field(default_factory=dict, init=False)  # the thread's environments, to use again
     # the state of the trainer's tokenizer, and the thread's copies; None before the first
-    own_tokenizer: tuple[Any, Any] | None = field(default=None, init=False)
+    _tokenizers: tuple[Any, Any] | None = field(default=None, init=False)
     _sent: Weights | None = field(default=None, init=False)
     _next: int | None = field(default=None, init=False)  # the first step of the next rollout batch to submit
 
@@ -237,6 +237,15 @@ class RolloutsAhead:
         self.clock.add(seconds)
         return local
 
+    def own_chat(self, chat: Chat) -> Chat:
+        """The chat with a copy of the tokenizer, which threads may not share; copied again after a change."""
+        parts = chat.processing_class, chat.tokenizer
+        state = parts, [dict(vars(part)) for part in parts], chat.tokenizer.special_tokens_map, len(chat.tokenizer)
+        if self._tokenizers is None or self._tokenizers[0] != state:
+            self._tokenizers = state, copy.deepcopy(parts)
+        processing_class, tokenizer = self._tokenizers[1]
+        return replace(chat, processing_class=processing_class, own_tokenizer=tokenizer)
+
     def drain(self) -> None:
         """Wait until the thread has no work; once all processes have done so, a server may be sent other weights."""
         self._wait_for(self.jobs)
@@ -282,20 +291,10 @@ def settings_ahead(rollouts: Rollouts, ahead: RolloutsAhead, weights: Weights) -
             sampling,
             generation_config=config,
             toolbox=replace(sampling.toolbox, environments=environments),
-            chat=_own_chat(ahead, sampling.chat),
+            chat=ahead.own_chat(sampling.chat),
         ),
         rewards=replace(rewards, functions=replace(rewards.functions, processing_classes=processors), state=state),
     )
-
-
-def _own_chat(ahead: RolloutsAhead, chat: Chat) -> Chat:
-    """The chat with a copy of the tokenizer, which threads may not share; copied again after a change."""
-    parts = chat.processing_class, chat.tokenizer
-    state = parts, [dict(vars(part)) for part in parts], chat.tokenizer.special_tokens_map, len(chat.tokenizer)
-    if ahead.own_tokenizer is None or ahead.own_tokenizer[0] != state:
-        ahead.own_tokenizer = state, copy.deepcopy(parts)
-    processing_class, tokenizer = ahead.own_tokenizer[1]
-    return replace(chat, processing_class=processing_class, own_tokenizer=tokenizer)
 
 
 def build_ahead(rollouts: Rollouts) -> RolloutsAhead:

@@ -171,7 +171,7 @@ def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
 
 @of_ours()
 def gather_lists(items: list[Any]) -> list[Any]:
-    """For objects that can be pickled; in process order."""
+    """Gather lists of objects that can be pickled, in process order."""
     _meet("an exchange of lists")
     return items if _local.get() else gather_object(items)
 
@@ -208,7 +208,7 @@ class UsersAccelerator(Accelerator):
         return users
 
     def _meet(self, name: str) -> _Uneven | None:
-        """Where rows are uneven, meet the other processes; None elsewhere."""
+        """Meet the other processes where rows are uneven; None elsewhere."""
         if self.num_processes > 1:
             _refuse_local()
         if self.uneven is None:
@@ -266,7 +266,7 @@ def uneven_collectives(
     refused_in: str | None = None,
     others_refused: str | None = None,
 ) -> Iterator[None]:
-    """Inside, those of `accelerator` take a different number of rows from every process, for a user's overrides.
+    """Inside, collectives of `accelerator` accept a different number of rows from every process, for a user's overrides.
 
     Args:
         accelerator: a trainer's, which is a `UsersAccelerator`.
