@@ -266,7 +266,7 @@ def uneven_collectives(
     refused_in: str | None = None,
     others_refused: str | None = None,
 ) -> Iterator[None]:
-    """Inside, collectives of `accelerator` accept a different number of rows from every process, for a user's overrides.
+    """Inside, collectives of `accelerator` accept different numbers of rows from processes, for a user's overrides.
 
     Args:
         accelerator: a trainer's, which is a `UsersAccelerator`.
