@@ -82,11 +82,13 @@ class Attempt:
             return step
         measured: list[MicroBatchStatistics] = []
         with self.forwards.without_gradients(accelerator.unwrap_model(self.model)):
-            for inputs in self.micro_batches(step):
-                scores = self.forwards.micro_batch_log_probs(model, inputs.columns, inputs.rows, settings.router)
-                router, mask_BT = scores.router, loss_mask(inputs.columns)
+            for micro_batch in self.micro_batches(step):
+                scores = self.forwards.micro_batch_log_probs(
+                    model, micro_batch.columns, micro_batch.rows, settings.router
+                )
+                router, mask_BT = scores.router, loss_mask(micro_batch.columns)
                 experts = None if router is None else router_statistics(router.logits, router.counts_BL, top_k)
-                measured.append(MicroBatchStatistics(inputs.part, scores.entropies, mask_BT, experts))
+                measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies, mask_BT, experts))
         set_statistics(step, measured, settings.top_entropy_quantile)
         return step
 
