@@ -34,11 +34,10 @@ class Components:
             install_routers(base)
         limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
         self.forwards, self.rollouts = forwards, rollouts = build_rollouts(view, self.clock, limits)
-        images = rollouts.images
-        collation = Collation(images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
+        collation = Collation(rollouts.images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
         self.step_planner = StepPlanner(forwards, self.clock, collation, token_cost(base), limits)
         self.trl_methods = TrlMethods(rollouts)
-        self.loss_overrides = LossOverrides(view, forwards, images)
+        self.loss_overrides = LossOverrides(view, forwards, rollouts.images)
         self.pass_at_k = PassAtK(args)
         self.keeper = RunKeeper(view, user_args, rollouts, forwards, limits, self.pass_at_k)
         view.add_callback(self.keeper)

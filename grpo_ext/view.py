@@ -138,6 +138,10 @@ class TrainerView:
         return dict(self.args.generation_kwargs or {})  # type: ignore[arg-type]
 
     @property
+    def corrects_sampling(self) -> bool:
+        return self.use_vllm and self.vllm_importance_sampling_correction
+
+    @property
     def takes_images(self) -> bool:
         """A processor, not a tokenizer."""
         return isinstance(self.processing_class, ProcessorMixin)

@@ -127,12 +127,10 @@ class RolloutWorker:
             return
         local.has_mask = True
         active = [] if local.request.empty else transcripts
-        while self._any(active := sampling.toolbox.answer(active, sampling.chat, sampling.limits)):
+        any_active = any_process if self.settings.sharded else bool
+        while any_active(bool(active := sampling.toolbox.answer(active, sampling.chat, sampling.limits))):
             for transcript, turn in zip(active, self.generate(local, active), strict=True):
                 continue_with(transcript, turn, sampling.chat, sampling.limits)
-
-    def _any(self, active: Sequence[Transcript]) -> bool:
-        return any_process(bool(active)) if self.settings.sharded else bool(active)
 
     def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """Sample one turn of some transcripts; all processes call it for every turn where a forward is a collective."""

@@ -83,10 +83,9 @@ class Attempt:
         measured: list[MicroBatchStatistics] = []
         with self.forwards.without_gradients(accelerator.unwrap_model(self.model)):
             for micro_batch in self.micro_batches(step):
-                scores = self.forwards.micro_batch_log_probs(
-                    model, micro_batch.columns, micro_batch.rows, settings.router
-                )
-                router, mask_BT = scores.router, loss_mask(micro_batch.columns)
+                columns = micro_batch.columns
+                scores = self.forwards.micro_batch_log_probs(model, columns, micro_batch.rows, settings.router)
+                router, mask_BT = scores.router, loss_mask(columns)
                 experts = None if router is None else router_statistics(router.logits, router.counts_BL, top_k)
                 measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies, mask_BT, experts))
         set_statistics(step, measured, settings.top_entropy_quantile)
@@ -117,8 +116,7 @@ class StepPlanner:
     eval_limits: MicroBatchLimits = field(init=False)
 
     def __post_init__(self) -> None:
-        args = self.forwards.args
-        self.eval_limits = MicroBatchLimits(args.per_device_eval_batch_size, args.micro_batch_tokens)
+        self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
 
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
         """Yield attempts, each with smaller micro-batches, until one fits into memory."""
