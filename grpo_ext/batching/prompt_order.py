@@ -1,6 +1,6 @@
 """Loaders: one item per optimizer step, with the rows that this process samples for the step's rollout batch.
 
-Differs from TRL's `RepeatSampler`: the order depends on (seed, epoch) alone, no prompt is dropped, and every process
+Differs from TRL's `RepeatSampler`: the order depends only on (seed, epoch), no prompt is dropped, and every process
 takes its part of the same order, so the number of processes changes nothing. Feeds rollouts.source.
 """
 
@@ -40,7 +40,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class StepRows(Sequence[dict[str, Any]]):
-    """This process's rows of a rollout batch, in the place of TRL's list of rows."""
+    """This process's rows of a rollout batch, instead of TRL's list of rows."""
 
     rows: list[dict[str, Any]]  # one per completion; empty if a map-style set's step continues a rollout batch
     request: RolloutRequest
@@ -159,7 +159,7 @@ class StepDataset(_OverPrompts, Dataset):
     def further_rows(self, request: RolloutRequest, taken: int, count: int) -> StepRows | None:
         """Rows of up to `count` further prompts, after the first `taken`; None if none are left.
 
-        The order of the rest of the data set depends on (seed, epoch, rollout) alone: not on the number of processes,
+        The order of the rest of the data set depends only on (seed, epoch, rollout): not on the number of processes,
         nor on prompts that other rollouts took.
         """
         layout, order = request.layout, self._order(request)

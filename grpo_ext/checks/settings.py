@@ -145,7 +145,7 @@ def remarks(view: TrainerView) -> list[str]:
     thinks = "think_format_reward" in names and _end_of_prompt(view).endswith("<think>")
     sentences = {
         f"Several reward functions are named {', '.join(twice)}, so their metrics are merged; rename one.": twice,
-        "load_best_model_at_end=True loads the checkpoint of the lowest eval_loss, which does not follow the reward; "
+        "load_best_model_at_end=True loads the checkpoint with the lowest eval_loss, which does not follow the reward; "
         "set metric_for_best_model='eval_reward'.": best,
         "think_format_reward is always 0, because prompts end in the <think> that it looks for in the completion; use "
         "another reward or template.": thinks,

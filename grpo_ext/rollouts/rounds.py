@@ -1,7 +1,7 @@
 """One round of a rollout batch: this process's part and the join with the others', or what a user's override returns.
 
 A rollout batch is one round. Dynamic sampling adds some: groups of further prompts replace groups without variance;
-which group takes which place depends on rewards and the data alone, never on the split. Called by `Rollouts`, and by
+which group takes which place depends only on rewards and the data, never on the split. Called by `Rollouts`, and by
 users through TRL's methods.
 """
 

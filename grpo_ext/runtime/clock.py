@@ -28,7 +28,7 @@ class PhaseClock(TrainerCallback):
             self.seconds[name] += time.perf_counter() - start
 
     def stopped(self) -> AbstractContextManager[None]:
-        """Inside, nothing is counted: the phases of training alone are logged."""
+        """Inside, nothing is counted: only phases of training are logged."""
         return assigned(self, seconds=defaultdict(float))
 
     def add(self, seconds: dict[str, float]) -> None:

@@ -1,6 +1,6 @@
 """The console of the logger "grpo_ext": what the package logs is shown without any logging configuration.
 
-Differs from a bare logger, which shows warnings alone. `logging.getLogger("grpo_ext").setLevel(logging.WARNING)`
+Differs from a bare logger, which shows only warnings. `logging.getLogger("grpo_ext").setLevel(logging.WARNING)`
 silences the plan of a run and its other messages.
 """
 

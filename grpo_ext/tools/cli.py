@@ -1,7 +1,7 @@
 """The command line `grpo-ext`: what people run beside training.
 
 `check` and `plan` take the configuration file and options of recipes/grpo.py: options that a command does not define go
-to the recipe's parser. Libraries are imported when a command needs them: a `plan` of sizes alone imports no torch.
+to the recipe's parser. Libraries are imported when a command needs them: a `plan` of sizes does not import torch.
 """
 
 from __future__ import annotations
