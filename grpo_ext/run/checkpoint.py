@@ -166,7 +166,7 @@ def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
     raise CheckpointError(
         f"{searched}{'; '.join(reasons) or 'no run has saved one'}, so nothing can be resumed from it; use "
         "resume_from_checkpoint='latest' for the newest complete checkpoint of output_dir, 'auto' for that or a "
-        "new run where there is none, or leave it out to start anew."
+        "new run where there is none, or leave it out to start a new run."
     )
 
 

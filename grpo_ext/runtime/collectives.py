@@ -29,7 +29,7 @@ from .attributes import assigned
 from .out_of_memory import StepOutOfMemory, is_out_of_memory
 
 _MAGIC = 0x67727065  # a header begins with it
-_REMEDY = "Collectives in code of yours have to run on every process equally often; see docs/overrides.md."
+_REMEDY = "Collectives in your code have to run equally often on every process; see docs/overrides.md."
 # errors that are raised as what they are on the other processes too
 _KEPT = (errors.RolloutError, errors.PrecisionError, errors.MemoryShortageError, StepOutOfMemory)
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
@@ -282,7 +282,7 @@ def uneven_collectives(
         yield
     if others_refused and _collectives() - _Counter.ours != before:
         raise ConfigError(
-            f"code of yours ran a collective of accelerate.utils or torch.distributed, and {others_refused}. Use "
+            f"your code ran a collective of accelerate.utils or torch.distributed, and {others_refused}. Use "
             "accelerator.gather, reduce or gather_for_metrics, which leave these rows out; see docs/overrides.md."
         )
 

@@ -63,7 +63,7 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}.")
     if target.exists():
-        raise ConfigError(f"{target} exists already; name a new folder, so that nothing of yours is overwritten.")
+        raise ConfigError(f"{target} exists already; name a new folder, so that none of your files is overwritten.")
     adapter = _holds_adapter(source, trust_shards)
     if not adapter and (merge_adapter or base is not None):
         raise ConfigError(f"merge_adapter and base are for adapters, and {source} holds a whole model; leave them out.")
