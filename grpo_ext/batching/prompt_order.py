@@ -27,7 +27,7 @@ class RolloutRequest:
     epoch: int
     layout: StepLayout
     prompts: range  # positions in the rollout batch
-    empty: bool  # the process has no prompts; its rows are stand-ins that must not reach any result
+    stands_in: bool  # the process has no prompts; its rows are stand-ins that must not reach any result
     num_generations: int  # completions per prompt; rows repeat each prompt this often
     first_prompt: int = 0  # number of the first prompt of a further round (dynamic sampling), for keys
     columns: Sequence[str] = ()  # the keys of all rows of all processes
@@ -82,12 +82,12 @@ class ProcessSlices:
     def request(
         self, epoch: int, layout: StepLayout, num_prompts: int | None = None, first_prompt: int = 0
     ) -> RolloutRequest:
-        """This process's part of a rollout batch, or of a further round of `num_prompts`; never empty, see `empty`."""
+        """This process's part of a rollout batch, or of a further round of `num_prompts`; see `stands_in`."""
         num_prompts = len(layout.rollout_prompts) if num_prompts is None else num_prompts
         prompts = process_prompts(num_prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
-        empty = len(prompts) == 0
-        prompts = range(1) if empty else prompts
-        return RolloutRequest(epoch, layout, prompts, empty, self.num_generations, first_prompt)
+        stands_in = len(prompts) == 0
+        prompts = range(1) if stands_in else prompts
+        return RolloutRequest(epoch, layout, prompts, stands_in, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, prompts: Any, numbers: Sequence[int] | None = None) -> StepRows:
         """Rows of a request, a copy for each completion, because rewards and tools may write to it.

@@ -130,7 +130,7 @@ class LocalRollout:
 
     @property
     def real_transcripts(self) -> list[Transcript]:
-        return [] if self.request.empty else self.transcripts
+        return [] if self.request.stands_in else self.transcripts
 
     @property
     def first(self) -> int:

@@ -66,7 +66,7 @@ class RolloutWorker:
         `repeat` is how often a user's override has called TRL's method before; each call draws other random numbers.
         """
         local, sampling = LocalRollout(rows.request, settings), settings.sampling
-        if not rows.request.empty or sampling.hooks.need_all_processes or self.shards_vision:
+        if not rows.request.stands_in or sampling.hooks.need_all_processes or self.shards_vision:
             local.transcripts = self.begin(rows, sampling, repeat)
         self.converse(local)
         if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
@@ -126,7 +126,7 @@ class RolloutWorker:
         if not sampling.chat.tools:
             return
         local.has_mask = True
-        active = [] if local.request.empty else transcripts
+        active = [] if local.request.stands_in else transcripts
         any_active = any_process if self.settings.sharded else bool
         while any_active(bool(active := sampling.toolbox.answer(active, sampling.chat, sampling.limits))):
             for transcript, turn in zip(active, self.generate(local, active), strict=True):
@@ -146,7 +146,7 @@ class RolloutWorker:
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """Sample one turn, in chunks by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
         turn, sharded = local.settings.sampling.hooks.turn, self.settings.sharded
-        if turn is None or (sharded and (local.request.empty or not transcripts)):  # runs the forwards of others too
+        if turn is None or (sharded and (local.request.stands_in or not transcripts)):  # the forwards of others too
             return self.sample_by_engine(local, transcripts)
         group = local.request.num_generations
         sampled: list[Sampled] = []
@@ -171,7 +171,7 @@ class RolloutWorker:
     def sample_by_engine(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """Sample with the engine; a process without prompts gets one token for each stand-in."""
         request, config = local.request, local.settings.sampling.generation_config
-        real = rows = [] if request.empty else transcripts
+        real = rows = [] if request.stands_in else transcripts
         if not real and self.shards_vision and config is not None:
             # other processes run the image tower, so this one has to; vLLM has weights of its own
             rows = [transcript.prompt_alone() for transcript in local.transcripts[:1]]
