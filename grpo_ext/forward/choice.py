@@ -25,6 +25,7 @@ from .rows import TokenRows
 
 logger = get_logger(__name__)
 
+_TAKES_LONG = 256  # tokens of a prompt; on a CPU the comparison then takes seconds
 _NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes"}
 _MEANINGS: dict[Form, str] = {
     "packed": "packs: a prompt once for its completions, no padding",
@@ -137,6 +138,8 @@ class ForwardChoice:
             batches = make_rows(base_model_of(model))
         except Exception as error:  # a processor may expect prompts like the user's
             return f"rows to compare it on could not be made ({type(error).__name__}: {error})"
+        if (longest := max(max(rows.prompts_B) for rows in batches)) > _TAKES_LONG:
+            logger.info(f"Comparing {_NAMES[form]} with padded batches on rows of over {longest} tokens, once.")
         try:
             reasons = (why_form_fails(form, model, rows, self.device, self.checkpointing_kwargs) for rows in batches)
             return next(filter(None, reasons), None)

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import reprlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -274,14 +273,20 @@ class RolloutWorker:
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:
-    """A key that transcripts with the same prompt share; images count by number, other objects by identity."""
-    images, number = transcript.images, transcript.number
+    """A key that transcripts with the same prompt share; images count by number."""
+    number = transcript.number
+    images = (number, transcript.place if number is None else None) if transcript.images else ()
+    return transcript.environment_name, images, _frozen(transcript.prompt, transcript.images)
 
-    def name_of(value: Any) -> Any:
-        return None if any(value is image for image in images) else id(value)
 
-    shown = (number, transcript.place if number is None else None) if images else ()
-    return transcript.environment_name, shown, json.dumps(transcript.prompt, default=name_of)
+def _frozen(value: Any, images: Sequence[Any]) -> Hashable:
+    """A key that equal JSON values share; any other object, except one of the images, has a key of its own."""
+    if isinstance(value, Mapping):
+        value = [type(value), *value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), *(_frozen(part, images) for part in value)
+    plain = value is None or isinstance(value, str | int | float)
+    return type(value), value if plain else None if any(value is image for image in images) else id(value)
 
 
 def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[Any], list[Any], list[list[int]]]:

@@ -21,7 +21,8 @@ class ConsoleHandler(logging.Handler):
         if logging.root.handlers:
             return
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        with suppress(OSError, RuntimeError):  # the console is gone, or a signal came in the middle of a line
+        # the console may be gone, closed or None, or a signal may come in the middle of a line
+        with suppress(OSError, ValueError, AttributeError, RuntimeError):
             # Accelerate's loggers name the process, even the one that usually logs
             tqdm.write(self.format(record).removeprefix("[RANK 0] "), file=stream)
             stream.flush()

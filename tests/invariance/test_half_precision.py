@@ -1,6 +1,7 @@
 """In bfloat16 one step from the same completions is the same for every split of whole groups, as it is in float32."""
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from grpo_ext.batching.micro_batches import MicroBatchLayout, StepSizes, plan_step
+from grpo_ext.precision import weight_gradients
 from grpo_ext.tools.check.comparison import describe_difference, update_error
 from tests.support.cases import LORA, Bench
 from tests.support.launches import REFERENCE, Launches
@@ -67,6 +69,17 @@ def test_the_reference_scores_parts_of_groups_as_training_does(tmp_path, size):
     assert log_of(trainer, "kl")[1] > DIFFERENT
 
 
+def test_a_weight_that_is_left_out_shows(tmp_path, monkeypatch):
+    covered = weight_gradients._linear
+
+    def all_but_some(func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        left_out = weight.shape == (64, 32)  # gate and up projections
+        return func(input, weight, bias) if left_out else covered(func, input, weight, bias)
+
+    monkeypatch.setattr(weight_gradients, "_linear", all_but_some)
+    assert error(step(tmp_path, "qwen2", REFERENCE), step(tmp_path, "qwen2", 4)) > 10 * UPDATE
+
+
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory) -> Launches:
     together = Launches(Bench(tmp_path_factory.mktemp("half")))
@@ -108,3 +121,23 @@ def test_fp16_too(tmp_path, monkeypatch):
     fp16["float32_weight_gradients"] = False
     rounded = step(tmp_path, "qwen2", REFERENCE, **fp16)
     assert error(rounded, step(tmp_path, "qwen2", 4, **fp16)) > 10 * UPDATE
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_no_copy_of_a_weight_is_kept_for_the_backward_pass(on):
+    model = tiny_model("llama", tie_word_embeddings=False)
+    weights = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
+    copies = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        of_a_weight = any(tensor.shape in (p.shape, p.mT.shape) for p in weights.values() if p.dim() == 2)
+        copies.append(of_a_weight and tensor.untyped_storage().data_ptr() not in weights)
+        return tensor
+
+    ids = torch.arange(3, 10)[None]
+    exact = weight_gradients.float32_weight_gradients(model) if on else nullcontext()
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with exact, torch.autocast("cpu", torch.bfloat16), hooks:
+        model.model(ids)
+    assert copies
+    assert any(copies) != on

@@ -137,3 +137,25 @@ def test_environments_give_rewards_on_every_process_and_hang_and_fail_on_one(run
     assert 0 < len(hung) <= here[1]["hung"]  # an answer for which there is no room is left out
     assert not any(asked[row] or math.isnan(table["transcript_reward"][row]) for row in hung)
     assert sum(asked) == sum(counts["Broken"] for counts in here)
+
+
+def test_a_run_that_dies_while_a_tool_answers_goes_on_as_if_it_had_not(tmp_path):
+    settings = {"global_batch_size": 8, "rollout_batch_size": 16, "max_steps": 4, "save_strategy": "steps"}
+    case = ("environments", 3, {**settings, "save_steps": 1})
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    whole, killed = folders
+    assert not (output := launched(whole, 1, case)), output
+    calls = torch.load(whole / "environments-3-0.pt", weights_only=False)["calls"]
+    case[2]["dies_at"] = {"0": calls - 1}  # in the second rollout batch, between its turns
+    assert launched(killed, 1, case)
+    saved = sorted(path.name for path in (killed / "environments").glob("checkpoint-*"))
+    assert saved == ["checkpoint-1", "checkpoint-2"]
+    assert not list(killed.glob("*.pt"))
+    case[2].pop("dies_at")
+    assert not (output := launched(killed, 1, ("environments", 3, {**case[2], "resume": "latest"}))), output
+    one, other = (torch.load(folder / "environments-3-0.pt", weights_only=False) for folder in folders)
+    assert torch.equal(one["weights"], other["weights"])
+    assert one["table"]["transcript"][-8:] == other["table"]["transcript"][-8:]
+    assert metric_difference(one["log"][2:4], other["log"][-3:-1])[0] == 0.0

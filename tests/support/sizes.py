@@ -10,7 +10,7 @@ from pathlib import Path
 
 FILE, FUNCTION = 400, 50
 LARGER = {"trainer.py": 450}  # the override points
-WHOLE = {"grpo_ext": ("*.py", 19_220), "tests": ("*.py", 23_700), "docs": ("*.md", 1_950)}
+WHOLE = {"grpo_ext": ("*.py", 19_230), "tests": ("*.py", 24_900), "docs": ("*.md", 1_900)}
 
 
 def too_large_files(package: Path) -> Iterator[str]:

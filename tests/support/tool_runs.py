@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -70,11 +71,18 @@ async def refuse(number: int) -> str:
 calls_here = [0]
 happened: list[str] = []  # on this process: the environments that were asked for a reward, what hung, what failed
 HANGS, FAILS = 3, 1  # sizes of rows
+DIES_AT: dict[str, int] = {}  # the call that kills the process, by the number of the process
+
+
+def note_call() -> None:
+    calls_here[0] += 1
+    if calls_here[0] == DIES_AT.get(os.environ.get("RANK", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @tool
 def leak(number: int) -> str:  # knows its process: no split could learn the same
-    calls_here[0] += 1
+    note_call()
     return str(calls_here[0])
 
 
@@ -87,11 +95,13 @@ class Game:
 
     @tool
     def count(self, number: int) -> str:
+        note_call()
         self.calls += 1
         return count(number)
 
     @tool
     def tell(self, number: int) -> str:
+        note_call()
         self.calls += 2
         return "so " * (self.size + number % 3)
 
@@ -247,7 +257,7 @@ def parts(name: str) -> dict[str, Any]:
     return {**arguments, **case.parts}
 
 
-def train(folder: Path, name: str, size: int, **settings: Any) -> dict[str, Any]:
+def train(folder: Path, name: str, size: int, resume: str | None = None, **settings: Any) -> dict[str, Any]:
     """Train on this process; returns the results, and for every sampled turn its key, place, prompt and tokens."""
     case, turns = CASES[name], []
     arguments = parts(name)
@@ -271,7 +281,7 @@ def train(folder: Path, name: str, size: int, **settings: Any) -> dict[str, Any]
     happened.clear()
     before = parameters(trainer)
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     finally:
         engine.sample_chunk = sample
     rollout: Any = trainer._rollouts.batch
@@ -288,14 +298,18 @@ def train(folder: Path, name: str, size: int, **settings: Any) -> dict[str, Any]
         "log": log,
         "table": table,
         "rollout": {key: list(rollout.columns[key]) for key in tokens},
+        "weights": parameters(trainer),
         "turns": turns,
+        "calls": calls_here[0],
         "happened": list(happened),
     }
 
 
 def main(folder: Path, runs: list[list[Any]]) -> None:
-    """Runs are (case, micro-batch size, settings)."""
+    """Runs are (case, micro-batch size, settings); `dies_at` among these is `DIES_AT`."""
     for name, size, settings in runs:
+        DIES_AT.clear()
+        DIES_AT.update(settings.pop("dies_at", {}))
         torch.save(train(folder, name, size, **settings), folder / f"{name}-{size}-{os.environ.get('RANK', '0')}.pt")
 
 

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from datasets import IterableDataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError, ModelError, ProcessError, RewardError
+from grpo_ext.forward.snapshot import Abandoned, Snapshot
 from grpo_ext.runtime.determinism import computing_with
 from tests.support.architectures import architecture
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
-from tests.support.trainers import SAVE, batches_of, log_of, make, on, other, parameters
+from tests.support.trainers import LORA, SAVE, batches_of, log_of, make, on, other, parameters
 
 
 def log_probs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
@@ -96,6 +98,35 @@ def test_an_error_in_the_thread_is_the_error_of_the_run(tmp_path, reward, error,
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
 
 
+def test_copies_compute_in_the_precision_of_training(tmp_path):
+    kinds: dict[str, set[torch.dtype]] = {"training": set(), "sampling": set()}
+    trainer = make(tmp_path, rollout_lag=1, bf16=True)
+
+    def note(module: Any, args: Any, output: torch.Tensor) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        kinds["training" if main else "sampling"].add(output.dtype)
+
+    trainer.model.model.layers[0].self_attn.q_proj.register_forward_hook(note)
+    trainer.train()
+    assert kinds == {"training": {torch.bfloat16}, "sampling": {torch.bfloat16}}
+
+
+def test_an_adapter_shares_the_weights_that_are_not_trained(tmp_path):
+    trainer = other(tmp_path, peft_config=LoraConfig(**LORA), rollout_lag=1, beta=0.1)
+    live = trainer.model
+    snapshot = Snapshot(live, None, False, "cpu", lambda model: model)
+    pairs = list(zip(live.named_parameters(), snapshot.policy.parameters()))
+    for (name, own), copied in pairs:
+        assert own is not copied
+        assert own.data_ptr() == copied.data_ptr(), name  # until weights are put in place
+        assert not copied.requires_grad
+    weights = snapshot.take({"global_step": 0})
+    assert set(weights.policy) == {name for name, p in live.named_parameters() if p.requires_grad}
+    snapshot.put_in_place(weights)
+    for (name, own), copied in pairs:
+        assert (own.data_ptr() == copied.data_ptr()) == (not own.requires_grad), name
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch) -> StandIn:
     return stand_in(tmp_path / "server", monkeypatch.setattr)
@@ -116,6 +147,19 @@ def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, ev
         assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4)
     assert max(log_of(trainer, "sampling/ratio_max")) > 1.2
     assert server.sent >= 5 - lag
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_what_was_abandoned_stops_at_its_next_forward(adapter):
+    model = tiny_model()
+    model = get_peft_model(model, LoraConfig(**LORA)) if adapter else model
+    snapshot = Snapshot(model, None, False, "cpu", lambda twin: twin)
+    ids = torch.tensor([[3, 4]])
+    snapshot.policy.generate(input_ids=ids, max_new_tokens=2)
+    snapshot.abandoned.set()
+    for run in (snapshot.policy, snapshot.policy.generate):
+        with pytest.raises(Abandoned):
+            run(input_ids=ids)
 
 
 def test_the_threads_of_a_cpu_are_divided(tmp_path):

@@ -1,5 +1,6 @@
 """Sampling ahead of training beside what users do: subclasses, callbacks, contexts around `train()`, exits."""
 
+import contextvars
 import threading
 import time
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, ModelError
 from tests.support.tiny import letter_reward, tiny_model
 from tests.support.trainers import log_of, make, on, parameters, passing_on
 
@@ -66,6 +67,36 @@ def test_rewards_are_joined_and_logged_as_at_the_submission(tmp_path, dynamic):
     assert log_of(trainer, "reward") == [1.0, 1.0, 1.0, 32.0, 32.0]
     assert log_of(trainer, "rewards/one/mean") == [1.0] * 3
     assert log_of(trainer, "rewards/three/mean") == [3.0] * 2
+
+
+request: contextvars.ContextVar[str] = contextvars.ContextVar("request")
+
+
+def test_what_is_set_around_training_is_set_for_sampling(tmp_path):
+    seen: set[tuple[str, str]] = set()
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        seen.add((threading.current_thread().name, request.get()))
+        return letter_reward(prompts, completions)
+
+    token = request.set("seven")
+    try:
+        trainer = make(tmp_path, reward=reward, rollout_lag=1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            trainer.train()
+    finally:
+        request.reset(token)
+    assert seen == {("rollouts", "seven")}
+    # nothing has been trained yet: old log-probabilities are those of the policy only in the same precision
+    assert log_of(trainer, "sampling/ratio_max")[0] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_what_cannot_be_copied_is_refused_before_training(tmp_path):
+    model = tiny_model()
+    model.lock = threading.Lock()
+    with pytest.raises(ModelError, match="cannot be copied"):
+        make(tmp_path / "one", model=model, rollout_lag=1)
+    make(tmp_path / "two", model=model)
 
 
 def test_noise_that_speed_would_order_is_refused(tmp_path):

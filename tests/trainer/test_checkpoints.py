@@ -1,11 +1,14 @@
 """What a trainer resumes from, refuses to resume from, and leaves behind."""
 
 import ast
+import gc
 import json
 import os
 import re
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,13 @@ from peft import LoraConfig
 from transformers import Trainer
 
 from grpo_ext.errors import CheckpointError
+from grpo_ext.forward.snapshot import Weights
+from grpo_ext.rollouts.source import saved_waiting
 from grpo_ext.run import checkpoint
-from grpo_ext.run.checkpoint import checkpoints, why_broken, write_listing
+from grpo_ext.run.checkpoint import checkpoints, run_to_resume, take_folder, why_broken, write_listing
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
+from grpo_ext.run.state import load_state
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, SAVE, make, on, other, parameters
 
@@ -196,6 +202,35 @@ def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy, caplog):
     assert [folder.name for folder in checkpoints(copy)] == [folder.name for folder in checkpoints(run)]
 
 
+def test_a_run_that_started_later_is_named(copy, caplog):
+    make(copy, **SAVE, max_steps=1).train()
+    make(copy, max_steps=1).train()  # saves nothing
+    make(copy, **SAVE, max_steps=1).train("latest")
+    assert f"Resuming from {copy}-2/checkpoint-1.\n" in caplog.text
+    assert f"Going on in {copy}-2. Runs that started later have no checkpoint: {copy}-3." in caplog.text
+    caplog.clear()
+    make(copy, **SAVE).train(copy / "checkpoint-2")  # a path says which
+    make(copy, **SAVE).train("latest")
+    assert "started later" not in caplog.text
+
+
+def test_a_resume_that_is_refused_does_not_become_the_run_that_started_last(copy):
+    make(copy, **SAVE).train()
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        make(copy, **SAVE, seed=4).train(str(copy / "checkpoint-2"))
+    assert run_to_resume("latest", str(copy)) == Path(f"{copy}-2")
+
+
+def test_another_run_of_the_same_trainer_belongs_to_its_output_dir(copy):
+    trainer = make(copy, **SAVE, max_steps=1)
+    for number in (2, 3):
+        trainer.train()
+        assert trainer.args.output_dir == f"{copy}-{number}"
+    trainer.args.output_dir = f"{copy}-b"  # the user's
+    trainer.train()
+    assert (Path(f"{copy}-b") / "checkpoint-1").is_dir()
+
+
 def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, caplog):
     usual = {"lr_scheduler_type": "constant", "max_steps": -1, "num_train_epochs": 1}
     whole = other(tmp_path, **usual)
@@ -271,6 +306,24 @@ def test_a_checkpoint_is_pushed_under_the_name_it_has_once_it_is_whole(tmp_path,
     assert pushed == [("checkpoint-1", None), ("checkpoint-2", None)]
 
 
+def test_what_a_checkpoint_has_loaded_is_freed(tmp_path):
+    """The weights that sampled ahead among it; the control holds them."""
+
+    def states() -> int:
+        gc.collect()
+        return sum(type(thing) is Weights for thing in gc.get_objects())
+
+    settings = {**SAVE, "rollout_lag": 1}
+    make(tmp_path, **settings).train()
+    trainer = make(tmp_path, **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert states() == 0
+    saved = load_state(tmp_path / "checkpoint-1")
+    assert saved is not None
+    held = saved_waiting(saved["rollouts"]["waiting"])
+    assert states() == 1, held
+
+
 def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(checkpoint, "_PATIENCE", 0.0)
     folder, refusals = tmp_path / "out", []
@@ -291,6 +344,27 @@ def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monk
     assert "out belongs to another run, which" in caplog.text
     assert "two runs would overwrite each other's checkpoints" in refusals[0]
     make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # free again
+
+
+def test_latest_is_looked_for_once_the_folder_is_free(tmp_path):
+    folder = tmp_path / "out"
+    make(folder, **SAVE).train()
+    (folder / "checkpoint-3").rename(tmp_path / "checkpoint-3")
+    _, lock = take_folder(str(folder), in_place=True)
+
+    def other_run() -> None:
+        time.sleep(0.5)
+        (tmp_path / "checkpoint-3").rename(folder / "checkpoint-3")  # it saves, and ends
+        lock.release()
+
+    thread = threading.Thread(target=other_run)
+    second = make(folder, **SAVE)
+    thread.start()
+    second.train(resume_from_checkpoint="latest")
+    thread.join()
+    assert second.state.global_step == 3
+    assert (folder / "checkpoint-3").is_dir()
+    assert not list(folder.glob("*.replaced-*"))
 
 
 def test_bitwise_mode_does_not_go_on_with_other_rounding(tmp_path):

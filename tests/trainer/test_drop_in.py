@@ -1,5 +1,6 @@
 """Drop-in: what works with `trl.GRPOTrainer` works here with the import changed."""
 
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -8,8 +9,9 @@ import trl
 from datasets import IterableDataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.errors import ModelError
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import log_of, make, parameters
+from tests.support.trainers import log_of, make, parameters, update
 
 
 def test_a_subclass_of_trls_config_is_taken_as_it_is(tmp_path):
@@ -49,6 +51,22 @@ def test_the_reference_of_a_bfloat16_object_is_like_it(tmp_path, tied, cast):
     assert torch.equal(flat(reference), start)
 
 
+def test_the_reference_of_a_name_takes_its_precision_and_attention(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "start")
+    kwargs = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    trainer = make(tmp_path, model=str(tmp_path / "start"), beta=0.1, bf16=True, model_init_kwargs=kwargs)
+    assert trainer.ref_model.dtype == trainer.model.dtype == torch.bfloat16
+    assert trainer.ref_model.config._attn_implementation == "eager"
+
+
+def test_an_object_that_cannot_be_copied_is_refused(tmp_path):
+    model = tiny_model()
+    model.lock = threading.Lock()
+    with pytest.raises(ModelError, match="a folder that"):
+        make(tmp_path, model=model, beta=0.1)
+    make(tmp_path, model=model)
+
+
 def test_the_users_settings_of_the_reference_stay(tmp_path):
     trainer = make(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1)
     assert (trainer.beta, trainer.args.beta, trainer.args.sync_ref_model) == (0.1, 0.1, True)
@@ -73,6 +91,17 @@ def test_a_stream_trains_and_resumes_like_the_data_set_it_streams(tmp_path):
     for trainer in (first, second):
         assert log_of(plain, "num_tokens") == log_of(trainer, "num_tokens")
         assert torch.allclose(parameters(plain), parameters(trainer), atol=1e-7)
+
+
+def test_a_subclass_may_shape_advantages_of_dynamic_sampling(tmp_path):
+    class Silent(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            scored = super()._generate_and_score_completions(inputs)
+            scored["advantages"] = 0 * scored["advantages"]
+            return scored
+
+    assert not update(tmp_path, cls=Silent, dynamic_sampling=True)[0].any()
+    assert update(tmp_path, dynamic_sampling=True)[0].any()
 
 
 @pytest.mark.parametrize("kind", ["moe", "mixtral"])

@@ -1,5 +1,6 @@
 """Each row ends where generation ended it, whatever ended it, and nothing in it depends on its neighbours in a call."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
 from tests.support.colocated import stand_in
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.support.trainers import batches_of, change, error, make
+from tests.support.trainers import batches_of, change, error, make, passing_on
 from tests.tolerances import DIFFERENT, UPDATE
 
 LIMIT = 12
@@ -109,11 +110,48 @@ def test_a_stop_string_is_not_found_in_padding(tmp_path, compact):
     assert others == rows
 
 
+def test_an_empty_stop_string_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="an empty text would end every completion"):
+        make(tmp_path, generation_kwargs={"stop_strings": [""]})
+
+
+def test_a_model_with_a_loop_of_its_own_runs_it(tmp_path, caplog):
+    calls: list[int] = []
+
+    class Own(transformers.Qwen2ForCausalLM):
+        def _sample(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return super()._sample(*args, **kwargs)
+
+    model = tiny_model()
+    model.__class__ = Own
+    make(tmp_path, model, max_steps=1).train()
+    assert calls
+    assert "Own._sample" in caplog.text
+
+
+def test_a_model_with_its_own_generate_ends_rows_before_their_padding(tmp_path):
+    model = tiny_model()
+    model.generate = functools.partial(model.generate, stopping_criteria=StoppingCriteriaList([OnLetters()]))
+    _, rows, log = run(tmp_path, model=model)
+    assert all(ENDS.isdisjoint(row[:-1]) for row in rows)
+    assert all(row[-1] in ENDS or len(row) == LIMIT for row in rows)
+    ended = [row[-1] == 1 or len(row) < LIMIT for row in rows]  # of a row of full length only the ids are known
+    assert log["completions/clipped_ratio"] == 1 - sum(ended) / len(rows)
+
+
 @pytest.mark.parametrize("stops", [{"stop_token_ids": sorted(STOPS)}, {"stop": LETTERS}], ids=str)
 def test_vllm_says_how_a_row_ended(tmp_path, monkeypatch, stops):
     stand_in(monkeypatch.setattr)
     _, rows, log = run(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs=stops, top_k=0)
     check(rows, log)
+
+
+def test_a_time_limit_cuts_rows_off(tmp_path):
+    for compact in (True, False):
+        _, rows, log = run(tmp_path, compact_rollouts=compact, generation_kwargs={"max_time": 1e-9})
+        assert {len(row) for row in rows} == {1}
+        assert log["completions/clipped_ratio"] == sum(row[-1] != 1 for row in rows) / len(rows) > 0
 
 
 @pytest.mark.parametrize("pad", ["a", "<eos>"])
@@ -131,6 +169,32 @@ def test_the_padding_token_is_a_token_like_any_other(tmp_path, pad, compact):
     assert error(update, run(tmp_path, rollout_chunk_size=8, **settings)[0]) < UPDATE
 
 
+def test_a_search_ends_at_a_stop_token_too(tmp_path):
+    _, rows, _ = run(tmp_path, generation_kwargs={"num_beams": 2, "eos_token_id": sorted(STOPS)})
+    assert len(rows) == 16
+    assert all(ENDS.isdisjoint(row[:-1]) and 0 not in row for row in rows)
+
+
+@pytest.mark.parametrize("hook", ["_generate_single_turn", "_generate"])
+def test_an_override_that_passes_rows_on_changes_no_end(tmp_path, hook):
+    settings = {"generation_kwargs": {"stop_strings": LETTERS}}
+    _, rows, log = run(tmp_path, cls=passing_on(hook), **settings)
+    check(rows, log)
+    assert rows == run(tmp_path, **settings)[1]
+
+
+class Own(GRPOTrainer):
+    """A user's sampling, of which only the ids are known: stop tokens end a row here too."""
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        return [[5, 6, 20] if place % 2 else [5] * LIMIT for place in range(len(prompt_ids))], None
+
+
+def test_ids_of_a_users_own_end_at_every_end_token(tmp_path):
+    assert run(tmp_path, cls=Own)[2]["completions/clipped_ratio"] == 1.0
+    assert run(tmp_path, cls=Own, generation_kwargs={"eos_token_id": [20]})[2]["completions/clipped_ratio"] == 0.5
+
+
 def test_several_rows_of_a_prompt_are_refused(tmp_path, monkeypatch):
     for settings in ({"generation_kwargs": {"num_return_sequences": 2}}, {"model": own_config(num_return_sequences=2)}):
         with pytest.raises(ConfigError, match="num_return_sequences=2"):
@@ -138,6 +202,13 @@ def test_several_rows_of_a_prompt_are_refused(tmp_path, monkeypatch):
     stand_in(monkeypatch.setattr)
     with pytest.raises(ConfigError, match=r"n=2 in generation_kwargs"):
         make(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs={"n": 2})
+
+
+def test_a_generate_that_returns_more_rows_is_refused(tmp_path):
+    model = tiny_model()
+    model.generate = functools.partial(model.generate, num_return_sequences=2)
+    with pytest.raises(RolloutError, match=r"generate returned 32 rows for 16 prompts"):
+        make(tmp_path, model, max_steps=1).train()
 
 
 class Doubled(GRPOTrainer):

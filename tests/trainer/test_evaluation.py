@@ -1,6 +1,7 @@
 """pass@k of an evaluation: of the whole set, under the set's name, whatever the split and whatever training does."""
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,22 @@ def test_evaluation_is_of_the_model_as_it_is(tmp_path, settings):
     assert logged[-1] == passes(trainer.evaluate())
     assert len(logged) == 3
     assert logged[0] != logged[1] != logged[2]  # of other weights
+
+
+EACH_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, **FOUR}
+
+
+def test_rewards_of_training_do_not_take_pass_at_k_from_an_evaluation(tmp_path):
+    data = prompts(4, seed=1)
+
+    def partly(prompts, completions, **kwargs):
+        held_out = set(prompts) <= set(data["prompt"])
+        return [reward * (1.0 if held_out else 0.5) for reward in solved(prompts, completions)]
+
+    trainer = make(tmp_path, reward=partly, eval_dataset=data, max_steps=2, **EACH_STEP)
+    trainer.train()
+    assert sum("eval_pass@4" in line for line in trainer.state.log_history) == 2
+    assert list(passes(trainer.evaluate(prompts(5, seed=2)))) == ["eval_mean@4"]  # the control
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError, PrecisionError
+from grpo_ext.errors import ConfigError, ModelError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
 from tests.support.rollouts import give_completions
 from tests.support.tiny import tiny_model
@@ -75,6 +75,16 @@ def test_a_skipped_step_moves_nothing_but_the_scale(tmp_path, fp16_on_the_cpu):
     assert [line["fp16/skipped_steps"] for line in lines] == [0.0, 1.0, 2.0, 2.0]
 
 
+def test_gradients_that_overflow_for_good_end_in_a_clear_error(tmp_path, fp16_on_the_cpu):
+    trainer = build(tmp_path, max_steps=100)
+    trainer.accelerator.scaler.value = 4.0
+    trainer.add_callback(Overflow(*range(100)))
+    before = parameters(trainer)
+    with pytest.raises(PrecisionError, match=r"loss scale of 1, its minimum; 4 of 4 steps were skipped"):
+        trainer.train()
+    assert torch.equal(parameters(trainer), before)
+
+
 def test_the_scale_is_resumed(tmp_path, fp16_on_the_cpu):
     save = {**SAVE, "max_steps": 4}
     whole, _ = run(tmp_path / "out", 0, 1, **save)
@@ -109,3 +119,8 @@ def test_a_weight_that_is_not_finite_is_named_in_any_precision(tmp_path):
 def test_without_an_accelerator_it_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="needs an accelerator"):
         build(tmp_path)
+
+
+def test_weights_in_float16_are_refused(tmp_path, fp16_on_the_cpu):
+    with pytest.raises(ModelError, match="is float16; load the model with dtype='float32'"):
+        build(tmp_path, tiny_model().half())

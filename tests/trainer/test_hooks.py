@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, RolloutError
 from tests.parity.scripts import EOS, by_turn, call, chat_tokenizer, conversations, scripted_model
 from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, sampling_model, setting
 from tests.support.tiny import letter_reward, stock_scores, tiny_model
@@ -95,6 +95,14 @@ def with_bonus(prompts: Any, completions: Any, bonus: Any = None, **kwargs: Any)
 @stock_scores
 def test_generate_makes_the_completions(tmp_path):
     learns_as_in_trl(tmp_path, overriding(_generate), lambda: {"reward_funcs": with_bonus})
+
+
+def test_generate_that_returns_something_else_is_an_error(tmp_path):
+    def _generate(self: Any, inner: Any, prompts: Any) -> Any:
+        return [], []
+
+    with pytest.raises(RolloutError, match="returned 2 values; return the tuple of 8"):
+        build(tmp_path, GRPOTrainer, overriding(_generate)).train()
 
 
 def rebuilt_rows(self: Any, inner: Any, inputs: Any) -> Any:

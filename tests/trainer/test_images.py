@@ -1,15 +1,18 @@
 """Models that take images: their update is that of one process and one micro-batch, and what stock TRL learns."""
 
+import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import trl
 from datasets import Dataset
+from PIL import Image
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.checks import trainer as checks
-from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.errors import ConfigError, DataError, ModelError
 from grpo_ext.forward.images import packed_images, unpacked_images
 from grpo_ext.run.state import load_state
 from tests.support import trainers
@@ -78,6 +81,17 @@ def resumed(trainer: Any) -> torch.Tensor:
     return parameters(trainer) - start
 
 
+def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
+    def evaluated(name: str, first: int, size: int) -> float:
+        sizes = {"per_device_eval_batch_size": size, "num_generations_eval": 2}
+        trainer = make(tmp_path / name, eval_dataset=image_rows(3, first=first), **sizes)
+        return trainer.evaluate()["eval_entropy"]
+
+    one = evaluated("one", 50, 6)
+    assert evaluated("two", 50, 1) == pytest.approx(one, rel=1e-5)
+    assert evaluated("three", 90, 6) != pytest.approx(one, rel=1e-5)
+
+
 @pytest.mark.parametrize("per_prompt", [(1, 2), (0,), (1, 0)])
 def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_path, per_prompt):
     trainer = make(tmp_path, train_dataset=image_rows(8, per_prompt), max_steps=1)
@@ -117,6 +131,18 @@ def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_
     assert error(expected, change(with_tools(tmp_path / "other", family, other))) > DIFFERENT
 
 
+def test_a_completion_that_is_masked_out_shows_nothing(tmp_path):
+    settings = {"mask_truncated_completions": True, "num_iterations": 2}
+
+    def masked(size: int) -> Any:
+        return with_tools(tmp_path / f"{size}", per_device_train_batch_size=size, **settings)
+
+    whole = masked(16)
+    expected = change(whole)
+    assert 0 < log_of(whole, "completions/clipped_ratio")[0] < 1
+    assert error(expected, change(masked(3))) <= UPDATE
+
+
 def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
     sizes = {"global_batch_size": 8, "rollout_batch_size": 16}  # the first checkpoint is within a rollout batch
     exact = {"bitwise_invariant": True, **SAVE, **sizes}
@@ -127,7 +153,7 @@ def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
 
 def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "shards_parameters", lambda accelerator: True)
-    with pytest.raises(ConfigError, match="tools may show an image to one alone; train with DDP"):
+    with pytest.raises(ConfigError, match="tools may show an image to only one; train with DDP"):
         with_tools(tmp_path)
 
 
@@ -159,6 +185,13 @@ def test_images_that_cannot_be_placed_are_refused(tmp_path, parts, words):
         make(tmp_path, **parts()).train()
 
 
+def test_a_stream_of_images_trains_like_a_data_set_with_a_length(tmp_path):
+    rows = image_rows(8, **MIXED)
+    whole = change(make(tmp_path / "whole", train_dataset=rows, shuffle_dataset=False))
+    stream = {"train_dataset": rows.to_iterable_dataset(), "shuffle_dataset": False, "per_device_train_batch_size": 3}
+    assert error(whole, change(make(tmp_path / "stream", **stream))) <= UPDATE
+
+
 def test_a_checkpoint_holds_the_images_of_a_prompt_once_and_a_resumed_run_has_the_same_bits(tmp_path):
     sizes = {"global_batch_size": 8, "rollout_batch_size": 16}  # the first checkpoint is within a rollout batch
     exact = {"bitwise_invariant": True, **SAVE, **sizes}
@@ -170,6 +203,22 @@ def test_a_checkpoint_holds_the_images_of_a_prompt_once_and_a_resumed_run_has_th
     assert torch.equal(whole, resumed(make(tmp_path / "whole", per_device_train_batch_size=3, **exact)))
 
 
+def test_a_processor_that_marks_tokens_in_its_own_way_is_refused(tmp_path):
+    processor = image_processor("qwen2_5_vl")
+    call = type(processor).__call__
+
+    class Marking(type(processor)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            output = call(self, *args, **kwargs)
+            if isinstance(types := output["mm_token_type_ids"], torch.Tensor):
+                output["mm_token_type_ids"] = 2 * types
+            return output
+
+    processor.__class__ = Marking
+    with pytest.raises(ModelError, match="returns mm_token_type_ids other than 1 for the image token"):
+        make(tmp_path, "qwen2_5_vl", processing_class=processor)
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "HSV"])
 def test_packed_images_keep_the_pixels_of_every_mode(mode):
     pictures = [image(1, 16, 8), image(2).convert("L").convert("I") if mode == "I;16" else image(2)]
@@ -177,6 +226,22 @@ def test_packed_images_keep_the_pixels_of_every_mode(mode):
     for picture, back in zip(pictures, unpacked_images(packed_images(pictures)), strict=True):
         expected = picture.convert("RGB") if picture.mode == "HSV" else picture
         assert (back.mode, back.size, back.tobytes()) == (expected.mode, expected.size, expected.tobytes())
+
+
+def test_packed_images_are_not_turned_and_arrays_may_have_their_channels_first():
+    file, picture = io.BytesIO(), image(3, 16, 8)
+    exif = picture.getexif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    picture.save(file, "PNG", exif=exif)
+    values = np.asarray(picture)
+    kinds = [Image.open(file), values, torch.tensor(values.transpose(2, 0, 1))]
+    assert all(np.array_equal(values, back) for back in unpacked_images(packed_images(kinds)))
+    assert not np.array_equal(values, unpacked_images(packed_images([image(4, 16, 8)]))[0])
+
+
+def test_images_that_cannot_be_packed_are_named():
+    with pytest.raises(DataError, match="shows images as Tensor, and one cannot be read"):
+        packed_images([torch.zeros(3, 8, 8)])
 
 
 def test_without_images_a_model_that_takes_some_runs_packs_with_its_tokenizer(tmp_path):

@@ -131,6 +131,24 @@ def test_an_evaluation_that_was_due_is_made_by_the_run_that_resumes(tmp_path, st
         assert Path(str(again.state.best_model_checkpoint)) == tmp_path / "stopped" / Path(best).name
 
 
+class StopEarly(TrainerCallback):
+    """A user's, which ends the run after its first evaluation."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+def test_an_evaluation_that_ends_the_run_ends_it_before_another_step(tmp_path):
+    settings = {"max_steps": 4, "eval_dataset": prompts(4, seed=1), **STEPS}
+    stopped = make(tmp_path, callbacks=[StopEarly(), signals(1, signal.SIGTERM)], **settings)
+    with pytest.raises(TrainingInterrupted):
+        stopped.train()
+    again = make(tmp_path, callbacks=[StopEarly()], **settings)
+    again.train(resume_from_checkpoint="latest")
+    assert again.state.global_step == 2
+    assert torch.equal(parameters(stopped), parameters(again))
+
+
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     trainer = make(tmp_path, max_steps=4)
     trainer.add_callback(signals(1, signal.SIGINT, signal.SIGINT))

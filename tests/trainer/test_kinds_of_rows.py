@@ -4,13 +4,14 @@ import re
 from typing import Any
 
 import pytest
+import transformers
 from datasets import Dataset, IterableDataset
 from transformers import AutoModelForSequenceClassification
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError, RolloutError
 from tests.support.tiny import letter_reward, prompts, tiny_config, tiny_model, tiny_tokenizer
-from tests.support.trainers import make
+from tests.support.trainers import make, train_and_keep_first
 
 USER = {"role": "user", "content": "ab"}
 REFUSES_SYSTEM = (
@@ -67,6 +68,26 @@ def test_a_reward_model_reads_each_row_as_it_is(tmp_path):
     trainer = make(tmp_path, reward=model, max_steps=1, global_batch_size=20, **parts)
     trainer.train()
     assert {type(completion) for completion in trainer._logs["completion"]} == {str, list}
+
+
+def test_columns_that_a_callback_gives_the_data_set_reach_the_reward(tmp_path):
+    """TRL's users set a transform on the loader's data set; ours is of steps over theirs."""
+    seen = []
+
+    def reward(completions, length=(), **kwargs):
+        seen.extend(length)
+        return [float(len(text)) for text in completions]
+
+    def begin(train_dataloader: Any, **kwargs: Any) -> None:
+        data = train_dataloader.dataset
+        assert data.column_names == ["prompt", "answer"]
+        data.set_transform(lambda rows: {**rows, "length": [len(prompt) for prompt in rows["prompt"]]})
+
+    callback = transformers.TrainerCallback()
+    callback.on_train_begin = lambda args, state, control, **kwargs: begin(**kwargs)
+    make(tmp_path, reward=reward, max_steps=1, callbacks=[callback]).train()
+    assert len(seen) == 16
+    assert min(seen) > 0
 
 
 def test_an_override_of_prepare_inputs_is_refused(tmp_path):
@@ -159,3 +180,19 @@ def test_an_end_token_that_the_embedding_lacks_is_found(tmp_path):
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer))
     make(tmp_path, model, processing_class=tokenizer, reward=letter_reward, max_steps=1).train()
+
+
+def test_prompts_that_are_alike_in_json_alone_are_tokenised_each(tmp_path):
+    first, second = {1: 5}, {"1": 5}
+
+    class Own(GRPOTrainer):
+        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+            return [[5 if prompt["value"] == first else 9] for prompt in prompts], None, {}
+
+    def reward(prompts, completions, completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    rows = stream([{"prompt": {"value": value}} for value in (first, second)] * 2)
+    trainer = make(tmp_path, cls=Own, reward=reward, train_dataset=rows, max_steps=1, shuffle_dataset=False)
+    batch = train_and_keep_first(trainer)
+    assert [ids.tolist() for ids in batch["prompt_ids"]] == ([[5]] * 4 + [[9]] * 4) * 2

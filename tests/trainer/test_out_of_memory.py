@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import MemoryShortageError
-from tests.support.tiny import prompts
+from grpo_ext.errors import MemoryShortageError, RewardError
+from grpo_ext.run.state import load_state
+from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import SAVE, change, error, make, parameters, update
 from tests.tolerances import METRIC, UPDATE
 
@@ -61,6 +62,13 @@ def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, caplog, settin
         if "entropy" in line:
             assert line["entropy"] == pytest.approx(other["entropy"], rel=1e-6)
             assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
+
+
+def test_without_throwing_the_gradients_away_the_update_would_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_ext.step.gradients.NativeGradients.discard", lambda self: None)
+    expected, _ = update(tmp_path / "a")
+    trainer = limited(tmp_path / "b")
+    assert error(expected, change(trainer)) > 1e-3
 
 
 class Watched(Limited):
@@ -193,6 +201,21 @@ def test_an_evaluation_that_can_not_fit_does_not_lose_the_checkpoint_of_its_step
     undisturbed.train()
     assert torch.equal(parameters(resumed), parameters(undisturbed))
     assert evaluations(resumed) == evaluations(undisturbed)  # that of the first step too
+
+
+def test_an_evaluation_whose_reward_function_fails_does_not_either(tmp_path):
+    held_out = prompts(5, seed=1)["prompt"]
+
+    def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        if set(prompts) <= set(held_out):
+            raise OSError("the judge cannot be reached")
+        return letter_reward(prompts, completions)
+
+    with pytest.raises(RewardError, match="judge"):
+        evaluating(tmp_path, reward=reward).train()
+    state = load_state(tmp_path / "checkpoint-1")
+    assert state is not None
+    assert state["interrupts"]["evaluation_due"]
 
 
 def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path, caplog):

@@ -71,6 +71,19 @@ def test_a_changed_dictionary_is_trained_on_as_stock_trl_does(tmp_path, mixin, k
     learns_as_in_trl(tmp_path, mixin, lambda: parts(kind))
 
 
+@stock_scores
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo", "gradient_checkpointing": True},
+        {"loss_type": "dr_grpo", "forward": "prefix"},
+    ],
+    ids=str,
+)
+def test_tokens_left_out_are_left_out_by_every_forward(tmp_path, settings):
+    learns_as_in_trl(tmp_path, WithoutTheMiddle, parts, **settings)
+
+
 class WithFields(Changed):
     """Fields of many shapes, all of which the loss depends on."""
 

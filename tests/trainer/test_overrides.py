@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import trl
+from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
 from tests.support.beside_trl import build, learns_as_in_trl
-from tests.support.tiny import letter_reward, stock_scores
+from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
 from tests.support.trainers import make, passing_on
 
 # Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `compute_loss` and
@@ -137,6 +138,16 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
     learns_as_in_trl(tmp_path, override, differs=override is not TrlsLoss, **settings)
 
 
+@pytest.mark.parametrize(("override", "padded"), [(None, False), (OwnTerm, True), (HalfLogps, True)], ids=str)
+def test_tokens_are_padded_for_a_loss_only_where_an_override_reads_them(tmp_path, override, padded):
+    class Seen(GRPOTrainer):
+        def _loss_of(self, model: Any, micro_batch: Any) -> torch.Tensor:
+            assert {"prompt_ids", "completion_ids"}.isdisjoint(micro_batch.columns) is not padded
+            return super()._loss_of(model, micro_batch)
+
+    build(tmp_path, Seen, override, max_steps=1).train()
+
+
 def test_what_is_not_called_is_said(tmp_path, caplog):
     build(tmp_path, passing_on("get_high_entropy_mask"))
     assert "Own.get_high_entropy_mask has no effect here" in caplog.text
@@ -155,3 +166,23 @@ def test_an_override_without_super_is_said_once_and_refused_in_bitwise_mode(tmp_
     assert caplog.text.count("_generate_and_score_completions does not call super(), so it may sample") == 1
     with pytest.raises(ConfigError, match="bitwise_invariant=True needs this trainer's own sampling"):
         make(tmp_path / "bitwise", cls=Alone, bitwise_invariant=True).train()
+
+
+def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "ab"}]} for _ in range(12)]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    seen: list[int] = []
+
+    def rollout(messages: list[Any], trainer: Any) -> dict[str, Any]:
+        for conversation in messages:
+            conversation.append({"role": "assistant", "content": "c"})
+        return given_rollout(["ab"] * len(messages), trainer)
+
+    def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        seen.extend(map(len, prompts))
+        return [float(i % 4) for i in range(len(completions))]
+
+    parts = {"reward_funcs": reward, "train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    make(tmp_path, max_steps=1, rollout_func=rollout, **parts).train()
+    assert seen == [1] * 16

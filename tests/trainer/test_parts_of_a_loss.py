@@ -134,6 +134,11 @@ def test_parts_with_weights_are_scaled_as_in_trl(tmp_path, loss):
     assert error(expected, change(build(tmp_path / "plain", GRPOTrainer, **settings))) > DIFFERENT
 
 
+def test_parts_of_a_mean_over_prompts_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="prompt_mean' needs whole groups"):
+        build(tmp_path, GRPOTrainer, OneThird, loss_aggregation="prompt_mean").train()
+
+
 def odd_rows(inputs: Any) -> torch.Tensor:
     return (inputs["completion_ids"].sum(1) % 2)[:, None]
 

@@ -12,7 +12,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.compat import as_reference
-from grpo_ext.errors import ConfigError, ModelError
+from grpo_ext.errors import CheckpointError, ConfigError, ModelError
 from grpo_ext.forward import reference
 from grpo_ext.run.checkpoint import checkpoints
 from grpo_ext.run.state import load_state
@@ -43,6 +43,10 @@ def moved(model: Any) -> Any:
     return model
 
 
+def merged(name: str) -> Any:
+    return peft.get_peft_model(load(name), lora(init_lora_weights=False)).merge_and_unload().requires_grad_()
+
+
 def resized(name: str, tokens: int = 64) -> Any:
     model = load(name)
     model.resize_token_embeddings(tokens)
@@ -58,6 +62,12 @@ def headless(name: str) -> str:
     return folder
 
 
+def changed_config(name: str) -> Any:
+    model = load(name)
+    model.model.layers[0].self_attn.scaling *= 2.0
+    return model
+
+
 def adapted(name: str, config: Any, adapter: str = "default") -> Any:
     return moved(peft.get_peft_model(load(name), config, adapter_name=adapter))
 
@@ -69,28 +79,54 @@ def with_two(name: str) -> Any:
     return moved(model)
 
 
+def seen_before(name: str) -> Any:
+    model = adapted(name, lora())
+    model.add_adapter("ref", lora())  # as an earlier trainer of TRL's leaves it
+    return model
+
+
 MODELS: dict[str, Callable[[str], Any]] = {
     "name": lambda name: name,
     "object": load,
+    "bfloat16": lambda name: load(name, dtype=torch.bfloat16),
+    "untied": lambda name: tiny_model("qwen2", tie_word_embeddings=False),
     "changed": lambda name: moved(load(name)),
+    "changed_config": changed_config,
+    "merged": merged,
     "resized": resized,
     "headless_name": headless,
+    "headless_object": lambda name: load(headless(name)),
 }
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "lora": lora,
+    "rslora": lambda: lora(use_rslora=True),
+    "dora": lambda: lora(use_dora=True, init_lora_weights=False),
+    "gaussian": lambda: lora(init_lora_weights="gaussian"),
     "random": lambda: lora(init_lora_weights=False),
     "pissa": lambda: lora(init_lora_weights="pissa"),
+    "olora": lambda: lora(init_lora_weights="olora"),
+    "orthogonal": lambda: lora(init_lora_weights="orthogonal"),
     "head": lambda: lora(modules_to_save=["lm_head"]),
     "biases": lambda: lora(bias="all"),
     "embedding": lambda: lora(target_modules=["embed_tokens", "q_proj"], init_lora_weights=False),
     "tokens": lambda: lora(trainable_token_indices=[4, 5], init_lora_weights="olora"),
+    "adalora": lambda: peft.AdaLoraConfig(total_step=9, init_lora_weights=False, **_ATTENTION),
     "ia3": lambda: peft.IA3Config(feedforward_modules=[], **_ATTENTION),
+    "unilora": lambda: peft.UniLoraConfig(init_theta_d_bound=0.5, **_ATTENTION),
+    "hra": lambda: peft.HRAConfig(**_ATTENTION),
 }
 LOADED: dict[str, Callable[[str], Any]] = {
+    "trained": lambda name: adapted(name, lora()),
     "other_name": lambda name: adapted(name, lora(), "mine"),
     "two": with_two,
+    "seen_before": seen_before,
     "ia3": lambda name: adapted(name, ADAPTERS["ia3"]()),
+    "vera": lambda name: adapted(name, peft.VeraConfig(**_ATTENTION)),
+    "embedding": lambda name: adapted(name, ADAPTERS["embedding"]()),
+    "pissa": lambda name: adapted(name, ADAPTERS["pissa"]()),
     "replicated": lambda name: adapted(name, lora(layer_replication=[(0, 2), (1, 2)])),
+    "dora": lambda name: adapted(name, ADAPTERS["dora"]()),
+    "head": lambda name: adapted(name, ADAPTERS["head"]()),
 }
 KINDS = {"model": MODELS, "adapter": ADAPTERS, "loaded": LOADED}
 QUICK = {"name", "changed", "resized", "headless_name", "random", "pissa", "biases", "other_name", "two", "replicated"}
@@ -183,6 +219,16 @@ def test_a_resumed_run_has_the_reference_that_a_callback_has_moved(tmp_path, sav
         state = load_state(folder)
         assert state is not None
         assert not state["reference"]  # it can be built again
+
+
+def test_a_run_is_not_resumed_with_another_start(tmp_path, saved):
+    trainer_of(tmp_path / "out", saved, "loaded", "other_name", **SAVE).train()
+    other = {"model": adapted(saved, lora(), "mine"), "beta": 0.1, "max_steps": 2, "learning_rate": 0.3, "optim": "sgd"}
+    settings = {**other, "max_grad_norm": 0.0}
+    checkpoint = str(tmp_path / "out" / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=r"model\.frozen.*\n.*allow_changed_on_resume=\['model\.frozen'\]"):
+        make(tmp_path / "out", **settings).train(checkpoint)
+    make(tmp_path / "out", **settings, allow_changed_on_resume=["model.frozen"]).train(checkpoint)
 
 
 def test_a_moving_reference_is_refused_with_an_adapter(tmp_path, saved):

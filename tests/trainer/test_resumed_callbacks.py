@@ -1,5 +1,6 @@
 """A resumed run goes on as the run would have: callbacks with a state, runs that were stopped early, data in order."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -112,6 +113,54 @@ def test_the_state_of_every_callback_is_restored_into_its_object(tmp_path, caplo
     assert [callback.total for callback in third] == [3, 30]
 
 
+class Converting(Counting):
+    """Has a tensor, which its own `from_state` makes of a list."""
+
+    def __init__(self, weight: int = 3) -> None:
+        super().__init__(weight)
+        self.total = torch.zeros(2)
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"weight": self.weight}, "attributes": {"total": self.total.tolist()}}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Converting":
+        made = cls(**state["args"])
+        made.total = torch.tensor(state["attributes"]["total"])
+        return made
+
+
+def test_a_state_that_a_class_changes_is_restored_and_saved_again(tmp_path, caplog):
+    def states(name: str, checkpoint: str | None = None) -> Any:
+        other(tmp_path / name, callbacks=[Converting()]).train(checkpoint)
+        return json.loads((tmp_path / name / "checkpoint-3" / "trainer_state.json").read_text())["stateful_callbacks"]
+
+    assert states("whole") == states("again", str(tmp_path / "whole" / "checkpoint-2"))
+    assert "was not restored" not in caplog.text
+
+
+class ReadOnly(Counting):
+    """Saves a property that cannot be set."""
+
+    double = property(lambda self: 2 * self.total)
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"weight": self.weight}, "attributes": {"double": self.double}}
+
+
+def test_a_state_that_cannot_be_restored_is_a_warning(tmp_path, caplog):
+    """And the other callbacks have theirs."""
+    other(tmp_path, callbacks=[ReadOnly(1), Counting(1)]).train()
+    assert "was not restored" not in caplog.text
+    again = [ReadOnly(1), Counting(1)]
+    trainer = other(tmp_path, callbacks=again)
+    trainer.train(str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 3
+    assert [callback.total for callback in again] == [1, 3]
+    assert "The state of ReadOnly in" in caplog.text
+    assert "was not restored (AttributeError: property 'double'" in caplog.text
+
+
 @pytest.mark.parametrize(("restored", "total"), [(False, 7), (True, 3)])
 def test_arguments_that_a_user_changed_count_unless_the_checkpoints_are_asked_for(tmp_path, caplog, restored, total):
     other(tmp_path, callbacks=[Counting(1)]).train()
@@ -129,3 +178,18 @@ def test_what_would_train_on_the_same_prompts_again_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"ignore_data_skip=True .* leave it out"):
         other(tmp_path, max_steps=2, ignore_data_skip=True).train(str(tmp_path / "checkpoint-1"))
     other(tmp_path / "new", max_steps=1, ignore_data_skip=True).train()  # nothing is skipped
+
+
+def test_pass_at_k_is_logged_after_a_resume_where_it_would_have_been(tmp_path):
+    """Rewards of an early evaluation that are not 0 or 1 say what later ones mean."""
+
+    def graded_at_first(prompts: list[str], completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        return [0.5 if trainer_state.global_step < 2 else float("a" in text) for text in completions]
+
+    settings = {"reward": graded_at_first, "callbacks": [], "num_generations_eval": 4, "max_steps": 3}
+    whole, again = (early(tmp_path / name, **settings) for name in ("whole", "again"))
+    whole.train()
+    again.train(str(tmp_path / "whole" / "checkpoint-2"))
+    names = [[line["step"], *sorted(line)] for line in whole.state.log_history if "eval_reward" in line]
+    assert names == [[line["step"], *sorted(line)] for line in again.state.log_history if "eval_reward" in line]
+    assert len(names) == 3

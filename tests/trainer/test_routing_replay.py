@@ -8,8 +8,9 @@ import torch
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError
 from grpo_ext.forward.routing import LIVE
 from grpo_ext.rollouts.batch import EXPERTS
+from grpo_ext.rollouts.transcript import Transcript, share_prompt_experts
 from tests.support.float64 import float64_throughout
-from tests.support.tiny import tiny_model
+from tests.support.tiny import given_rollout, tiny_model
 from tests.support.tool_runs import always_calling
 from tests.support.trainers import OtherMask, change, error, make, other, parameters, passing_on, train_and_keep_first
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
@@ -85,6 +86,24 @@ def test_experts_are_recorded_however_completions_are_sampled(tmp_path, recorded
             assert torch.equal(row_NC, expected_NC)
             assert bool((row_NC[-1] == LIVE).all())
         assert bool((row_NC[:-1] != LIVE).all())
+
+
+def test_a_group_shares_the_experts_of_its_prompt_and_no_other_group_has_them():
+    transcripts = [Transcript({}, key=0, place=n, prompt_ids=[5, 6]) for n in range(4)]
+    for number, transcript in enumerate(transcripts):
+        transcript.experts_NC = torch.full((3, 2), number)
+    share_prompt_experts(transcripts, num_generations=2)
+    assert [t.experts_NC[:, 0].tolist() for t in transcripts] == [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 2, 3]]
+
+
+def test_experts_are_recorded_with_the_log_probabilities_where_another_one_samples(tmp_path, recorded):
+    rows = experts_of(tmp_path / "override", cls=passing_on("_generate_single_turn"))
+    for row_NC, expected_NC in zip(rows, recorded, strict=True):
+        assert torch.equal(row_NC[:-1], expected_NC[:-1])
+    shares = [
+        e["routing/changed_share"] for e in logs(tmp_path / "func", rollout_func=given_rollout, **REPLAY, **REUSED)
+    ]
+    assert shares[0] == 0.0 < shares[1]
 
 
 def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path):

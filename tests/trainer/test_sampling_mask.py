@@ -21,6 +21,7 @@ FILTERS = [
     {"min_p": 0.3},
     pytest.param({"generation_kwargs": {"typical_p": 0.5}}, marks=pytest.mark.full),
     {"generation_kwargs": {"epsilon_cutoff": 0.02}},
+    pytest.param({"generation_kwargs": {"eta_cutoff": 0.05}}, marks=pytest.mark.full),
     {"generation_kwargs": {"top_h": 0.5}},
     {"generation_kwargs": {"suppress_tokens": [5, 9], "min_new_tokens": 4}},
     {"generation_kwargs": {"suppress_tokens": [5, 9], "min_new_tokens": 4}, "top_p": 0.9, "temperature": 0.7},
@@ -32,7 +33,7 @@ def test_the_ratio_of_training_to_sampling_is_one_for_every_filter(tmp_path, set
     replayed, plain = (first_line(tmp_path / name, **settings, **extra) for name, extra in (("r", REPLAY), ("p", {})))
     assert replayed["sampling/logp_difference"] < METRIC
     assert plain["sampling/logp_difference"] > 100 * METRIC  # the control
-    if settings != FILTERS[6]:  # suppression alone truncates nothing
+    if settings != FILTERS[7]:  # suppression alone truncates nothing
         assert 0.05 < plain["sampling/kept_mass"] < 0.99
 
 
@@ -105,6 +106,14 @@ def test_tools_answer_between_replayed_tokens(tmp_path):
     assert replayed["sampling/logp_difference"] < METRIC < plain["sampling/logp_difference"]
 
 
+def test_of_tokens_with_equal_scores_those_are_sampled_that_are_recorded(tmp_path):
+    model = tiny_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[1::2] = model.lm_head.weight[::2][: len(model.lm_head.weight[1::2])]
+    log = first_line(tmp_path, model, top_k=5, **REPLAY)  # of three pairs: transformers keeps six
+    assert log["sampling/logp_difference"] < METRIC
+
+
 class OwnCat(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         ids, mask = (torch.cat([inputs[f"{p}_{n}"] for p in ("prompt", "completion")], dim=1) for n in ("ids", "mask"))
@@ -118,3 +127,15 @@ def test_tokens_whose_masks_are_not_known_end_the_run(tmp_path, cls):
     with pytest.raises(ConfigError, match=r"sampling_mask='replay': .* no record of these"):
         trainer.train()
     make(tmp_path / "plain", cls=cls, top_p=0.6, max_steps=1).train()
+
+
+def test_one_token_that_is_kept_is_a_filter_too(tmp_path):
+    log = first_line(tmp_path, top_k=1, skip_zero_contribution=False, **REPLAY)
+    assert log["sampling/logp_difference"] < METRIC
+    assert log["entropy"] == 0.0
+    assert log["frac_reward_zero_std"] == 1.0  # the completions of a prompt are alike
+
+
+def test_an_end_token_that_generate_knows_alone_ends_the_record(tmp_path):
+    log = first_line(tmp_path, generation_kwargs={"eos_token_id": [1, 20]})
+    assert log["completions/mean_length"] > 1

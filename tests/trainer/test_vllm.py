@@ -93,6 +93,12 @@ def test_a_resumed_run_samples_with_its_own_adapter_on_a_server_that_has_an_olde
     assert ratios(resumed) == pytest.approx([1.0] * len(ratios(resumed)), abs=1e-4)
 
 
+def test_what_cannot_be_sent_alone_is_an_error_where_it_is_asked_for(tmp_path, serving):
+    serving.config["lora_config"] = None
+    with pytest.raises(ConfigError, match="started without --enable-lora"):
+        adapted(tmp_path, vllm_lora=True)
+
+
 def test_an_adapter_that_a_server_does_not_load_ends_the_run(tmp_path, serving):
     serving.status = 404
     with pytest.raises(RolloutError, match=r"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, .* or set vllm_lora=False"):
@@ -111,6 +117,20 @@ def test_a_server_with_other_weights_ends_the_run_in_its_first_rollout_batch(tmp
         trainer.train()
     assert trainer.state.global_step == 0
     make(tmp_path / "off", **settings, vllm_check=False).train()
+
+
+def test_weights_that_stop_arriving_end_the_run(tmp_path, server):
+    arrives, calls = server.update_named_params, []
+
+    def update(described: Any, parameters: Any) -> None:
+        calls.append(0)
+        arrives(described, parameters) if len(calls) == 1 else list(parameters)
+
+    server.update_named_params = update
+    trainer = make(tmp_path, **{**SERVER, "learning_rate": 1e-1, "max_steps": 5})
+    with pytest.raises(RolloutError, match="vLLM's log-probabilities"):
+        trainer.train()
+    assert trainer.state.global_step > 0
 
 
 def test_without_seeds_a_run_samples_other_completions_every_time(tmp_path, server):

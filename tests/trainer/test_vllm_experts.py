@@ -13,6 +13,7 @@ from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed
 from grpo_ext.rollouts.batch import EXPERTS
 from tests.support.colocated import Engine, stand_in
 from tests.support.tiny import tiny_model
+from tests.support.tool_runs import always_calling
 from tests.support.trainers import make, train_and_keep_first
 from tests.tolerances import METRIC
 
@@ -98,6 +99,17 @@ def test_the_experts_of_the_engine_are_replayed(tmp_path, engines, monkeypatch, 
     log = trainer.state.log_history[0]
     assert (log["routing/changed_share"] > 0) == (chosen == "others")
     assert (log["sampling/sampling_logp_difference/mean"] > METRIC) == (chosen == "others")
+
+
+def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path, engines):
+    few = {"global_batch_size": 4, "max_completion_length": 48, "vllm_importance_sampling_correction": False}
+    trainer = trained(tmp_path, **{**always_calling(), **few})
+    assert trainer.state.log_history[0]["tools/call_frequency"] > 0
+    assert trainer.state.log_history[0]["routing/changed_share"] == 0.0
+    for (ids, experts_NC), mask in zip(rows_of(trainer), trainer.first["tool_mask"], strict=True):
+        assert len(experts_NC) == len(ids)
+        ended = len(ids) - len(mask) + (int(mask.nonzero().max()) if mask.any() else 0)
+        assert bool((experts_NC[:ended] != LIVE).all())
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,13 @@ def test_an_advantage_is_the_centred_reward_over_its_scale(scale, groups):
     assert group_advantages(rewards, torch.ones(1), 4, scale).tolist() == pytest.approx(expected, abs=1e-9)
 
 
+def test_part_of_a_batch_has_other_advantages_under_batch_scaling():
+    # why advantages are computed before anything is split
+    rewards = batch(groups=6, generations=4)
+    together = group_advantages(rewards, torch.ones(2), 4, "batch")[:12]
+    assert (group_advantages(rewards[:12], torch.ones(2), 4, "batch") - together).abs().max() > 1e-3
+
+
 # ---- Named estimators -----------------------------------------------------------------------------------------------
 
 ONE = torch.ones(1)
@@ -115,6 +122,15 @@ def test_an_estimator_that_returns_something_else_is_named(estimators, returning
     estimators["broken"] = returning
     with pytest.raises(ConfigError, match=message):
         estimated("broken", 0, 1, 2, 3, 0, 1, 2, 3)
+
+
+def test_an_estimator_that_writes_to_its_rewards_scores_no_unscored_completion(estimators):
+    def filling(rewards):
+        rewards[torch.isnan(rewards)] = 0
+        return rewards - rewards.mean(1, keepdim=True)
+
+    estimators["filling"] = filling
+    assert estimated("filling", 1, NAN, 1, 1) == [0.25, 0.0, 0.25, 0.25]
 
 
 def test_groups_without_variance():

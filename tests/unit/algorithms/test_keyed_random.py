@@ -145,3 +145,12 @@ def test_blocks_choose_what_the_distribution_function_chooses(vocabulary):
     # float32 moves a boundary by 1e-7 at most
     assert (choose_by_blocks(scores, u)[0] != choose(scores, u)[0]).sum() <= 1
     assert (choose_by_blocks(scores, 1 - u)[0] != choose(scores, u)[0]).sum() > 1000
+
+
+def test_rare_tokens_of_a_block_are_as_frequent_as_they_are_probable():
+    probabilities = torch.full((4,), 2.0**-40)
+    probabilities[0] = 1 - 3 * 2.0**-40
+    scores = torch.full((1, 400), -torch.inf)
+    scores[0, [0, 130, 131, 390]] = probabilities.log()
+    u = 1 - torch.tensor([3.5, 2.5, 1.5, 0.5], dtype=torch.float64) * 2.0**-40
+    assert choose_by_blocks(scores.expand(4, -1), u)[0].tolist() == [0, 130, 131, 390]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from grpo_ext.algorithms.losses import (
     LOSS_TYPES,
@@ -16,6 +17,9 @@ from grpo_ext.algorithms.losses import (
     TokenBatch,
     adapted_entropy_coefficient,
     entropy_threshold,
+    load_balancing_loss,
+    off_policy_keep,
+    router_statistics,
     token_loss,
     token_weights,
 )
@@ -143,6 +147,14 @@ def test_averaging_parts_that_count_for_themselves_does_not_add_up(loss_type):
     assert abs(own - whole) > 1e-3
 
 
+def test_a_token_without_an_engine_score_does_not_mask_its_sequence():
+    mask = torch.ones(2, 3, dtype=torch.long)
+    logps = torch.zeros(2, 3, dtype=torch.float64)
+    sampling = torch.tensor([[math.nan, 0.0, 0.0], [math.nan, 5.0, 5.0]], dtype=torch.float64)
+    keep = off_policy_keep(torch.tensor([[-1.0], [-1.0]]), logps, sampling, mask, threshold=0.5)
+    assert keep.tolist() == [[1.0], [0.0]]
+
+
 # ---- Aggregations by hand -------------------------------------------------------------------------------------------
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
@@ -221,3 +233,46 @@ def test_tokens_with_one_entropy_in_exact_arithmetic_are_kept_or_left_together()
 def test_the_entropy_coefficient_moves_towards_the_target_within_bounds(coefficient, entropy, expected):
     bounds = (1.0, 0.01, 0.0, 0.2)  # target, change in a step, lowest, highest
     assert adapted_entropy_coefficient(coefficient, entropy, *bounds) == pytest.approx(expected, abs=1e-15)
+
+
+EXPERTS, TOP_K, LAYERS = 4, 2, 3
+
+
+def router_case() -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 0, 1, 0]])
+    logits = [torch.randn(mask.numel(), EXPERTS, generator=generator).requires_grad_() for _ in range(LAYERS)]
+    return tuple(logits), mask
+
+
+def balanced(logits, mask, parts) -> torch.Tensor:
+    """The load-balancing loss of the step as a sum over parts, as the trainer computes it."""
+    pieces = []
+    for rows in parts:
+        layers = tuple(layer.view(*mask.shape, EXPERTS)[rows].flatten(0, 1) for layer in logits)
+        pieces.append(router_statistics(layers, mask[rows], TOP_K))
+    rows = sum(piece[2] for piece in pieces)
+    share = sum(piece[0] for piece in pieces) / rows
+    return sum(load_balancing_loss(probs, share.to(probs), EXPERTS, rows) for _, probs, _ in pieces)
+
+
+@pytest.mark.parametrize(
+    "parts", [[[0, 1, 2, 3, 4]], [[0, 1], [2, 3, 4]], [[4], [2], [0, 3], [1]], [[0], [1], [2], [3], [4]]]
+)
+def test_the_load_balancing_loss_of_any_partition_is_transformers(parts):
+    logits, mask = router_case()
+    ours, theirs = balanced(logits, mask, parts), load_balancing_loss_func(logits, EXPERTS, TOP_K, mask)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    for mine, reference in zip(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits)):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-7)
+        assert reference.abs().max() > 1e-4
+
+
+def test_the_mean_of_the_parts_own_load_balancing_losses_is_another_number():
+    logits, mask = router_case()
+    whole = load_balancing_loss_func(logits, EXPERTS, TOP_K, mask)
+    means = []
+    for rows in ([0, 1], [2, 3, 4]):
+        layers = tuple(layer.view(*mask.shape, EXPERTS)[rows].flatten(0, 1) for layer in logits)
+        means.append(load_balancing_loss_func(layers, EXPERTS, TOP_K, mask[rows]))
+    assert abs(sum(means) / 2 - whole) > 1e-4

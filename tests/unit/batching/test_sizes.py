@@ -1,5 +1,7 @@
 """Geometry: sizes resolve as TRL means them, refusals name a remedy that works, layouts lose nothing."""
 
+from __future__ import annotations
+
 import math
 import re
 
@@ -8,7 +10,15 @@ import trl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.batching.sizes import CHUNK, CHUNKS, BatchGeometry, EpochLayout, ceil_div, geometry_of, process_prompts
+from grpo_ext.batching.sizes import (
+    CHUNK,
+    CHUNKS,
+    BatchGeometry,
+    EpochLayout,
+    ceil_div,
+    geometry_of,
+    process_prompts,
+)
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.rollouts.equal_shares import check_equal_shares
@@ -28,6 +38,12 @@ def refusal(**sizes) -> str:
 
 
 # ---- Refusals name a remedy that works; tests/trainer/test_bad_input.py reads the rest of the messages --------------
+
+
+@pytest.mark.parametrize("value", [0, 1.5, True])
+def test_sizes_must_be_positive_integers(value):
+    with pytest.raises(ConfigError, match=rf"^per_device_train_batch_size={value!r} .*whole number, 1 or more"):
+        resolve(micro_batch_size=value)
 
 
 SIX = {"micro_batch_size": 6, "accumulation_steps": 3}
@@ -55,6 +71,21 @@ def test_sizes_that_cut_groups_are_refused_with_sizes_that_work(settings, wrong,
         assert getattr(resolve(**settings, **{name: size}), name) == size
     if beside := re.search(r"rollout_batch_size to (\d+)", message):  # or the step stays, and rollouts are larger
         assert resolve(**settings, **wrong, rollout_batch_size=int(beside.group(1))).rollout_batch_size % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "remedy"),
+    [
+        ({"rollout_batch_size": 16, "generation_batch_size": 32}, "set rollout_batch_size alone"),
+        ({"rollout_batch_size": 8, "steps_per_generation": 2}, "set rollout_batch_size alone"),
+        # it would depend on the hardware
+        ({"global_batch_size": 18, "steps_per_generation": 2}, "set rollout_batch_size (a multiple of 36)"),
+    ],
+)
+def test_two_sizes_that_contradict_each_other_are_refused(sizes, remedy):
+    message = refusal(**sizes)
+    assert remedy in message
+    assert all(f"{name}={value}" in message for name, value in sizes.items())
 
 
 @given(st.integers(2, 9), st.integers(1, 40), st.integers(1, 17), st.integers(1, 9), st.integers(1, 4))
@@ -115,6 +146,18 @@ def test_the_default_chunks_are_whole_groups_that_up_to_eight_processes_share(ge
     assert g.sampled_share == generations * max(map(len, shares)) == g.generate_size
     assert g.generate_calls == 1
     assert g.idle_share == pytest.approx(1 - groups / (processes * max(map(len, shares))))
+
+
+@given(st.integers(2, 100), st.integers(1, 200))
+def test_bitwise_mode_and_a_chunk_size_of_the_users_have_a_call_for_each_chunk(generations, groups):
+    sizes = {"num_generations": generations, "global_batch_size": generations * groups}
+    bitwise = resolve(**sizes, bitwise_invariant=True)
+    assert bitwise.rollout_chunk_size == max(1, 64 // generations) * generations
+    mine = resolve(**sizes, rollout_chunk_size=2 * generations)
+    for g in (bitwise, mine):
+        assert not g.together
+        assert g.generate_size == min(g.rollout_chunk_size, g.rollout_batch_size)
+        assert g.generate_calls == ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
 
 
 # ---- Shares and micro-batches ---------------------------------------------------------------------------------------
@@ -181,6 +224,20 @@ def test_the_steps_of_a_rollout_tile_it_and_only_the_first_samples(layout):
         sampled = len(steps[0].rollout_prompts) * layout.geometry.num_generations
         assert 0 <= sampled - len(tiled) < (layout.geometry.num_generations if layout.drop_last else 1)
     assert trained == layout.trained_completions
+
+
+@given(LAYOUTS)
+def test_drop_last_drops_the_smaller_last_step_and_nothing_else(layout):
+    whole = EpochLayout(layout.geometry, layout.num_prompts, drop_last=False)
+    dropping = EpochLayout(layout.geometry, layout.num_prompts, drop_last=True)
+    unit = layout.geometry.global_batch_size
+    assert 0 <= whole.trained_completions - dropping.trained_completions < unit
+    full = [s for s in steps_of(whole) if len(s.step_rows) == unit]
+    places = [(s.rollout, s.iteration, s.step, s.step_rows) for s in full]
+    assert [(s.rollout, s.iteration, s.step, s.step_rows) for s in steps_of(dropping)] == places
+    # prompts that are dropped are not sampled either
+    trained = ceil_div(dropping.trained_completions, layout.geometry.num_generations)
+    assert all(s.rollout_prompts.stop <= trained for s in steps_of(dropping))
 
 
 def test_equal_shares_are_checked_up_to_the_last_rollout():

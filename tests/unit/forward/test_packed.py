@@ -78,6 +78,14 @@ def test_the_router_counts_what_the_padded_batch_counts():
     assert_same_router_counts("packed", model_of("moe"), rows_of(*SHAPES["masked_out"]))
 
 
+def test_a_model_that_drops_the_layout_is_refused():
+    model, batch = model_of("qwen2"), rows_of(*SHAPES["groups"])
+    forward = model.model.forward
+    model.model.forward = lambda *args, grpo_ext_pack=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(PackRefused, match="is not given the layout"):
+        run_rows("packed", model, batch)
+
+
 def test_a_model_that_makes_its_own_mask_is_refused_where_its_window_does_not_show(monkeypatch):
     model, batch = model_of("mistral"), rows_of([2], [[2, 2]])  # a window of 6
     run_rows("packed", model, batch)

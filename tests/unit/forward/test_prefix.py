@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ext.compat import CACHE
@@ -74,6 +75,16 @@ def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
 
 def test_the_router_counts_what_the_padded_batch_counts():
     assert_same_router_counts("prefix", model_of("qwen3_next"), rows_of(*SHAPES["masked_out"]))
+
+
+def test_adapters_and_widths():
+    model = model_of("falcon_h1")
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "in_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped, batch = get_peft_model(model, adapter), rows_of(*SHAPES["groups"])
+    expected = gradient("padded", wrapped, batch)
+    assert apart(gradient("prefix", wrapped, batch), expected) <= FLOAT32_SUMS
+    wide = run_rows("prefix", wrapped, batch, multiple=8).logps_S
+    assert apart(wide, run_rows("padded", wrapped, batch).logps_S) <= FLOAT32_SUMS
 
 
 def refusal(model: Any, checkpointing: Any = None) -> str | None:

@@ -10,7 +10,7 @@ from torch import nn
 from grpo_ext.errors import ModelError
 from grpo_ext.forward.forms import in_form, run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.routing import LIVE, install_routers
+from grpo_ext.forward.routing import LIVE, Routing, install_routers
 from tests.support.architectures import architecture
 from tests.support.packs import SHAPES, apart, gradient, rows_of
 from tests.tolerances import DIFFERENT, FLOAT32_SUMS
@@ -89,6 +89,15 @@ def test_recomputation_under_checkpointing_replays_too(kind, kwargs):
         assert int(output.routing.changed) == counts[form]  # the recomputation is not counted
 
 
+def test_the_router_learns_though_its_choice_is_replayed():
+    model, rows = model_of("qwen3_moe"), rows_of(*SHAPES["groups"])
+    recorded = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
+    live, replayed = gradient("packed", model, rows), gradient("packed", model, replace(rows, experts_NC=recorded))
+    assert torch.equal(live, replayed)  # where no choice changes
+    gradient("packed", model, replace(rows, experts_NC=others(recorded, 4)))
+    assert all(p.grad.norm() > 0 for name, p in model.named_parameters() if name.endswith("gate.weight"))
+
+
 def test_an_unknown_router_is_refused_by_name():
     model = architecture("mixtral")
     for layer in model.model.layers:
@@ -104,3 +113,8 @@ def test_a_router_that_gives_replayed_experts_no_weight_is_refused():
     install_routers(architecture("deepseek_v2", topk_group=1, topk_method="greedy", **sizes))
     with pytest.raises(ModelError, match="DeepseekV2TopkRouter gives no weight to experts outside the groups"):
         install_routers(architecture("deepseek_v2", topk_group=1, topk_method="group_limited_greedy", **sizes))
+
+
+def test_a_forward_that_leaves_out_its_routers_is_refused():
+    with pytest.raises(ModelError, match="without its routers"):
+        Routing().take()

@@ -94,6 +94,15 @@ def test_scores_and_gradients_are_those_of_all_logits(kind, dtype, tolerance):
         assert (a - b).norm() <= tolerance * b.norm().clamp(min=1)
 
 
+@pytest.mark.usefixtures("tiles")
+def test_entropies_and_log_probabilities_keep_their_digits_where_logits_are_large():
+    hidden, weight, bias, targets = case(torch.float32)
+    bias = (bias + 500).detach()
+    exact = naive(hidden.double(), weight.double(), bias.double(), targets, LogitTransform())
+    for ours, theirs in zip(log_probs(hidden, weight, bias, targets, LogitTransform()), exact):
+        assert (ours - theirs).abs().max() < 500 * 2**-22  # a logit's last digit
+
+
 # ---- Precision ------------------------------------------------------------------------------------------------------
 
 

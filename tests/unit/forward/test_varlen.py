@@ -86,6 +86,15 @@ def test_a_model_scores_and_learns_as_on_the_padded_batch(calls, kind, settings,
     assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= SAME_ALGEBRA
 
 
+def test_layers_with_and_without_a_window_share_a_pack(calls):
+    layers = ["sliding_attention", "full_attention"] * 2
+    model, batch = model_of("gemma3_text", sliding_window=6, layer_types=layers), rows_of(*SHAPES["groups"])
+    expected = gradient("padded", model, batch)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
+
+
 def join_error(dtype: torch.dtype) -> float:
     """Of the output in half precision against float64, in units of its rounding, with kernels that round once."""
     errors, exact = [], []

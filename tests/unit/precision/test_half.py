@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_ext.precision.half import half_weights
 from tests.support.architectures import architecture
 from tests.support.tiny import tiny_model
-from tests.support.trainers import LORA
+from tests.support.trainers import LORA, update
 
 KINDS = ("qwen2", "gpt2", "moe", "lora", "dora", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")
 READ_ELSEWHERE = ("dora", "falcon_h1")  # weights that more reads than autocast's products: rounded, like the products
@@ -80,3 +80,13 @@ def test_the_weights_are_put_back_after_an_error():
         assert id(parameter) == address
         assert torch.equal(parameter, value)
     assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_a_bitwise_run_with_an_adapter_keeps_its_bits_across_splits(tmp_path):
+    settings = {"peft_config": LoraConfig(**LORA), "bf16": True, "bitwise_invariant": True, "max_steps": 2}
+    settings |= {"canonical_unit_size": 3, "rollout_chunk_size": 8}
+    changes = [update(tmp_path / str(size), per_device_train_batch_size=size, **settings)[0] for size in (16, 5)]
+    assert float(changes[0].abs().max()) > 0
+    assert torch.equal(*changes)
+    other, _ = update(tmp_path / "plain", per_device_train_batch_size=5, **(settings | {"bitwise_invariant": False}))
+    assert not torch.equal(other, changes[0])

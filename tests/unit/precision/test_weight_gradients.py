@@ -115,6 +115,10 @@ def test_parts_add_up_under_gradient_checkpointing(kind, reentrant):
     assert max(apart(gradients(model, [(0, 12)], True)[1], expected).values()) < SAME
 
 
+def test_parts_add_up_in_fp16():
+    assert_parts_add_up(network("qwen2"), dtype=torch.float16)
+
+
 # ---- Adapters -------------------------------------------------------------------------------------------------------
 
 TWO = ["q_proj", "v_proj"]
@@ -158,6 +162,38 @@ def test_parts_of_an_adapter_add_up(name):
 class Doubled(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)
+
+
+class Owner(nn.Module):
+    """Owns weights, and multiplies by them in one way."""
+
+    def __init__(self, product: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.product = product
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+        self.each, self.vector = nn.Parameter(torch.randn(4, 8, 8)), nn.Parameter(torch.randn(8))
+        self.convolution, self.same = nn.Conv1d(8, 8, 3, padding=1, groups=2), nn.Conv1d(8, 8, 3, padding="same")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.product(self, input)
+
+
+COVERED: dict[str, Callable[..., torch.Tensor]] = {
+    "@": lambda m, x: x @ m.weight,
+    "a left factor": lambda m, x: m.weight.matmul(x.mT),
+    "addmm by keyword": lambda m, x: torch.addmm(input=m.bias, mat1=x[0], mat2=m.weight),
+    "one expert": lambda m, x: functional.linear(x, m.each[1], m.bias),
+    "bmm": lambda m, x: torch.bmm(x, m.each),
+    "convolution": lambda m, x: m.convolution(x.mT),
+}
+
+
+UNCOVERED: dict[str, Callable[..., torch.Tensor]] = {
+    "a vector": lambda m, x: x @ m.vector + functional.linear(x, m.vector),
+    "padding by name": lambda m, x: m.same(x.mT),
+    "without a batch": lambda m, x: m.convolution(x[0].mT),
+    "einsum": lambda m, x: torch.einsum("bti,io->bto", x, m.weight),
+}
 
 
 def replaced(module: nn.Linear) -> nn.Linear:
@@ -224,6 +260,21 @@ def test_no_gradient_goes_missing(name):
         assert all(torch.equal(g.bfloat16().float(), g) for n, g in theirs.items() if n != "input")
     assert [vars(module).keys() for module in model.modules()] == [attributes.keys() for attributes in before]
     assert all(vars(m).get("forward") is b.get("forward") for m, b in zip(model.modules(), before))
+
+
+@pytest.mark.parametrize("name", [*COVERED, *UNCOVERED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_a_module_of_its_own(name, dtype):
+    torch.manual_seed(1)
+    model = Owner({**COVERED, **UNCOVERED}[name])
+    (plain, theirs), (output, ours) = (of_module(model, on, dtype) for on in (False, True))
+    assert torch.equal(output, plain)
+    assert ours.keys() == theirs.keys()
+    assert torch.equal(ours["input"], theirs["input"])
+    assert max(apart(ours, theirs).values()) < 0.02
+    for gradients_of, rounded in ((theirs, True), (ours, name in UNCOVERED)):
+        weights = [gradient for name, gradient in gradients_of.items() if name != "input"]
+        assert [torch.equal(gradient.to(dtype).float(), gradient) for gradient in weights] == [rounded] * len(weights)
 
 
 @pytest.mark.parametrize("case", ["no autocast", "bfloat16 weights", "float64 weights"])

@@ -18,7 +18,7 @@ from grpo_ext.errors import RewardError, shortened
 from grpo_ext.rewards.guard import Faults, columns_of, metrics_of
 from grpo_ext.rewards.runner import RewardRows, RewardRunner
 from grpo_ext.rewards.worker import RewardCall
-from tests.support.rewards import STRICT, functions_of, score
+from tests.support.rewards import STRICT, functions_of, running_loop, score
 
 
 def call(function: Callable, faults: Faults = STRICT) -> list[float | None]:
@@ -168,6 +168,59 @@ def test_calls_that_hang_or_fail_are_retried(kind, hang, says, caplog):
     assert len([thread for thread in calls if thread]) == 1
     assert call(unreliable(9, kind, [], hang), Faults(timeout=0.2, on_failure="none")) == [None] * 3
     assert "its 3 completions get None" in caplog.text
+
+
+def test_an_interrupt_passes_through():
+    def interrupt(**kwargs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call(interrupt)
+
+
+def test_an_invalid_reward_is_not_retried():
+    calls: list[int] = []
+
+    def wrong(**kwargs: Any) -> list[float]:
+        calls.append(1)
+        return [math.nan] * 3
+
+    with pytest.raises(RewardError, match="nan in row 0"):
+        call(wrong, Faults(timeout=5.0, retries=3, on_failure="none"))
+    assert len(calls) == 1
+
+
+def test_an_asynchronous_function_that_fails_for_good_ends_those_that_run_or_wait_for_another_try():
+    events: list[str] = []
+
+    async def waits(completions, **kwargs):
+        events.append("waits")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            events.append("cancelled")
+
+    async def tries(completions, **kwargs):
+        while events.count("fails") < 2:
+            await asyncio.sleep(0.001)
+        events.append("tries")
+        raise OSError("later")
+
+    async def fails(completions, **kwargs):
+        events.append("fails")
+        while events.count("fails") == 2 and not {"waits", "tries"} <= set(events):
+            await asyncio.sleep(0.001)
+        raise ValueError("no score today")
+
+    with running_loop() as loop:
+        before = set(threading.enumerate())
+        runner = RewardRunner(torch.device("cpu"), Faults(retries=1), async_loop=loop)
+        with pytest.raises(RewardError, match="'function_0' raised ValueError: no score today"):
+            runner.compute(functions_of([fails, waits, tries]), RewardRows([{}] * 3, ["p"] * 3, ["c"] * 3, [[1]] * 3))
+        for thread in set(threading.enumerate()) - before:
+            thread.join(5)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # after the cancellation
+    assert sorted(events) == ["cancelled", "fails", "fails", "tries", "waits"]
 
 
 # ---- Asynchronous functions -----------------------------------------------------------------------------------------

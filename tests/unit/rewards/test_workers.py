@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from grpo_ext.errors import RewardError
+from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.rewards.guard import Faults
 from grpo_ext.rewards.registry import resolve_rewards
 from tests.support.rewards import PATIENCE_S, process_id, score, working
@@ -100,6 +101,16 @@ def test_a_worker_is_a_fresh_single_threaded_interpreter_outside_the_launch(monk
     assert vars(state) == vars(TrainerState())
 
 
+def test_a_function_that_cannot_be_loaded_ends_the_run_at_once(monkeypatch, caplog):
+    module = types.ModuleType("made_up_here")
+    exec("def graded(completions, **kwargs): return []", vars(module))
+    monkeypatch.setitem(sys.modules, "made_up_here", module)
+    says = r"'function_0' cannot be loaded .*No module named 'made_up_here'\); define it in the script or in a module"
+    with working() as workers, pytest.raises(ConfigError, match=says):
+        score([module.graded], workers, Faults(retries=2, on_failure="none"))
+    assert "follows" not in caplog.text
+
+
 # ---- What fails there -----------------------------------------------------------------------------------------------
 
 
@@ -160,3 +171,11 @@ def test_a_worker_that_ends_is_a_call_that_failed(code, tmp_path, caplog):
             score([graded], workers)
         assert score([graded], workers, Faults(retries=1))[0] == [[1.0] * 5]
         assert "try 2 of 2 follows" in caplog.text
+
+
+def test_a_worker_that_a_cluster_terminates_is_replaced_and_its_call_made_again_once(tmp_path):
+    graded = ending("os.kill(os.getpid(), signal.SIGTERM)", 3, tmp_path)
+    with working() as workers:
+        with pytest.raises(RewardError, match=r"SIGTERM\(-15\); .*reward_on_failure='none' goes on without"):
+            score([graded], workers)
+        assert score([graded], workers)[0] == [[1.0] * 5]

@@ -1,14 +1,18 @@
 """The compact decoding loop samples what transformers' loop samples for the same keys, with less work."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.rollouts.decoding import decodes_compactly
+from grpo_ext.rollouts.decoding import decodes_compactly, remaining_rows
 from tests.support.architectures import HYBRID, architecture
 from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
@@ -83,9 +87,25 @@ def test_prompts_run_once_and_finished_rows_leave():
     assert sum(rows) < 0.8 * sum(n for n, _ in theirs[1:])
 
 
+@given(st.lists(st.booleans(), max_size=20))
+def test_rows_that_stay_are_in_the_order_once_and_few_move(done):
+    index, places = (part.tolist() for part in remaining_rows(done, torch.device("cpu")))
+    assert sorted(index) == [row for row, ended in enumerate(done) if not ended]
+    assert places == [place for place, row in enumerate(index) if place != row]
+    assert all(done[place] for place in places)
+
+
 @pytest.mark.parametrize(
     "setting", [{"cache_implementation": "static"}, {"use_cache": False}, {"prefill_chunk_size": 8}]
 )
 def test_settings_that_keep_all_rows_are_left_to_transformers(setting):
     assert decodes_compactly(model_of("qwen2"), GenerationConfig())
     assert not decodes_compactly(model_of("qwen2"), GenerationConfig(**setting))
+
+
+def test_models_that_keep_all_rows_are_left_to_transformers():
+    assert not decodes_compactly(architecture("minimax"), GenerationConfig())  # which has a cache of its own
+    model = model_of("lora")
+    assert decodes_compactly(model, GenerationConfig())
+    model.peft_config["default"].alora_invocation_tokens = [5]  # looks for tokens in every row
+    assert not decodes_compactly(model, GenerationConfig())

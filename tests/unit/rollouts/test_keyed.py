@@ -1,18 +1,27 @@
 """Rollouts: keyed sampling is the model's own sampling, row by row."""
 
+from __future__ import annotations
+
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
+from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, sample_chunk
 from grpo_ext.rollouts.keyed import request_keys
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.runtime.out_of_memory import Halving
 from tests.support.rollouts import sampled_chunk
 from tests.support.selection import few_of
 from tests.support.tiny import tiny_model
@@ -47,7 +56,15 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7], [3, 4], [15, 16, 
 
 # ---- Filters --------------------------------------------------------------------------------------------------------
 
-FILTERS = {"none": {}, "trl's": {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02}}
+FILTERS = {
+    "none": {},
+    "trl's": {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02},
+    "all": {
+        **{"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.01},
+        **{"typical_p": 0.95, "epsilon_cutoff": 0.003, "eta_cutoff": 0.003},
+    },
+    "top_h": {"top_h": 0.3},
+}
 
 
 def transformers_filters(model, config: GenerationConfig):
@@ -149,3 +166,54 @@ def test_keys_of_other_streams_epochs_rollouts_rounds_and_seeds_differ():
         request = slices.request(epoch, EpochLayout(g, 12)[rollout], 6, first_prompt=first)  # of dynamic sampling
         found |= set(request_keys(request, 12, seed, training))
     assert len(found) == 32 * 12
+
+
+def transcripts(places) -> list[Transcript]:
+    return [Transcript({}, key=7 * place, place=place, prompt_ids=[5]) for place in places]
+
+
+@given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
+def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
+    settings = EngineSettings(CPU, None, chunk_size=size, filler=EOS, pad=EOS)
+    parts = [[t.place for t in part] for part in settings.chunks(transcripts(places), 1)]
+    assert [place for part in parts for place in part] == places
+    assert all(part for part in parts)
+    assert [{place // size for place in part} for part in parts] == [{c} for c in sorted({p // size for p in places})]
+
+
+def engine_of(model, sharded: bool = False, rows_per_call: int | None = None) -> TransformersEngine:
+    """With chunks of two groups of four."""
+    PartialState()  # the logger asks it which process this is
+    ends = {"tokenizer": None, "filler": EOS, "pad": EOS}
+    settings = EngineSettings(CPU, chunk_size=8, rows_per_call=rows_per_call, sharded=sharded, **ends)
+    memory = Halving("generation", "", not sharded)
+    return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
+
+
+def test_a_later_turn_goes_on_where_the_completion_is(model):
+    # the tokens of tools are counted: each token of a completion has the random number of its position
+    config, prompts, engine = sampling(suppress_tokens=[EOS], max_new_tokens=4), PROMPTS[:4] * 4, engine_of(model)
+    rows = [
+        Transcript({}, int(key), place, prompt_ids=list(ids)) for place, (key, ids) in enumerate(zip(keys(16), prompts))
+    ]
+    with torch.no_grad():
+        for row, turn in zip(rows, engine.generate(rows, config, 4)):
+            row.add_sampled(turn)
+        first = [row.ids for row in rows]
+        assert first == sample(model, prompts, keys(16), config)
+        active = [row for row in rows if row.place % 3]
+        for row in active:
+            row.add_answer([3] * (1 + row.place % 2))
+        found = [turn.ids for turn in engine.generate(active, config, 4)]
+    assert {len(row.ids) for row in active} == {5, 6}
+    assert found == alone(model, active, config)
+    for row in active:  # the same tokens one position earlier
+        row.prompt_ids, row.ids = [*row.prompt_ids, row.ids[0]], row.ids[1:]
+    assert found != alone(model, active, config)
+    assert [row.ids for row in rows if row.place % 3 == 0] == first[::3]
+
+
+def alone(model, rows: list[Transcript], config: GenerationConfig) -> list[list[int]]:
+    """New tokens of each row by a call of its own."""
+    with torch.no_grad():
+        return [sample_chunk(model, [row], config, engine_of(model).settings)[0].ids for row in rows]

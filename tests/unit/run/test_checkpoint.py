@@ -15,6 +15,7 @@ from grpo_ext.run.checkpoint import (
     find_checkpoint,
     publish,
     record_start,
+    rotate,
     run_to_resume,
     runs_of,
     take_folder,
@@ -76,6 +77,13 @@ def test_an_unfinished_save_is_ignored_and_removed(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
     take_folder(str(tmp_path), in_place=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["_running.lock", "checkpoint-1"]
+
+
+def test_rotation_deletes_the_oldest_checkpoints_beyond_the_limit(tmp_path):
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    rotate(tmp_path, 3)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
 
 
 def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):

@@ -44,6 +44,15 @@ def test_every_architecture_loads_its_own_checkpoint(tmp_path, kind, shard):
     assert same(saved, loaded)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_no_digit_is_lost(tmp_path, dtype):
+    saved, loaded = (model("qwen3_next", seed).to(dtype) for seed in (0, 1))
+    saved.save_pretrained(tmp_path)
+    load(loaded, tmp_path)
+    assert same(saved, loaded)
+    assert {value.dtype for value in loaded.state_dict().values()} == {dtype}
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
 def test_a_missing_weight_is_an_error(tmp_path, kind, file):
@@ -58,3 +67,9 @@ def test_a_missing_weight_is_an_error(tmp_path, kind, file):
         save_file(weights, tmp_path / file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks .*up_proj"):
         load(saved, tmp_path)
+
+
+def test_a_model_that_no_class_reads_back_is_refused(tmp_path):
+    model("llama", 0).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="lacks weight, bias, and its class cannot read them"):
+        load(torch.nn.Linear(2, 2), tmp_path)

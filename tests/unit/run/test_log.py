@@ -55,6 +55,17 @@ def test_an_unfinished_last_line_is_left_out_and_the_next_one_is_whole(tmp_path)
     assert len(lines(tmp_path)) == 3  # two of the values, and the second start
 
 
+def test_a_second_resume_supersedes_the_log_of_the_first(tmp_path):
+    """An evaluation that was put off, made by a run that was killed before its next checkpoint, and made again."""
+    write(begun(tmp_path), 1)
+    for score in (0.25, 0.5):
+        log = begun(tmp_path, 1)
+        write(log, 1, eval_reward=score)
+        write(log, 2)
+    values = [entry["values"] for entry in read_log(tmp_path / LOG).entries]
+    assert values == [{"reward": 1.0}, {"eval_reward": 0.5}, {"reward": 2.0}]
+
+
 def test_a_log_that_cannot_be_written_does_not_end_the_training(tmp_path):
     log = begun(tmp_path)
     (tmp_path / LOG).unlink()

@@ -61,3 +61,8 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
     assert all(same(column, read.columns[name]) for name, column in written.columns.items())
     assert torch.equal(read.constants.pop("shift"), written.constants.pop("shift"))
     assert read.constants == written.constants
+
+
+def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(caplog):
+    assert saved_batch(batch_state(rollout(kinds=[int, float]))) is None
+    assert "cannot hold kinds of this rollout batch" in caplog.text

@@ -31,6 +31,11 @@ def test_weights_move_to_aligned_memory_with_their_values_and_ties():
     assert tied is (model.get_input_embeddings().weight is model.get_output_embeddings().weight)
 
 
+def test_bitwise_mode_turns_tf32_off(tmp_path):
+    assert GRPOConfig(str(tmp_path), use_cpu=True, bitwise_invariant=True).tf32 is False
+    assert GRPOConfig(str(tmp_path), use_cpu=True).tf32 is None
+
+
 def test_tf32_is_off_inside_and_as_it_was_afterwards():
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32"

@@ -1,8 +1,12 @@
 """What the package logs: shown by default, silenced like any logger, never twice."""
 
+import io
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import pytest
 
 from grpo_ext.runtime.messages import show_messages
 
@@ -31,6 +35,18 @@ def test_messages_go_to_standard_output_and_warnings_to_standard_error(capsys):
         show_messages()  # another trainer
         log()
     assert capsys.readouterr() == ("the plan\n", "a problem\n")
+
+
+@pytest.mark.parametrize("console", ["closed", "none"])
+def test_a_run_goes_on_without_a_console(monkeypatch, console):
+    stream = None if console == "none" else io.StringIO()
+    if stream is not None:
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with unconfigured():
+        show_messages()
+        log()
 
 
 def test_a_level_that_the_user_has_set_stays(capsys):
