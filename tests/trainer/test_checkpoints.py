@@ -207,7 +207,7 @@ def test_a_run_that_started_later_is_named(copy, caplog):
     make(copy, max_steps=1).train()  # saves nothing
     make(copy, **SAVE, max_steps=1).train("latest")
     assert f"Resuming from {copy}-2/checkpoint-1.\n" in caplog.text
-    assert f"Going on in {copy}-2. Runs that started later have no checkpoint: {copy}-3." in caplog.text
+    assert f"Continuing in {copy}-2. Runs that started later have no checkpoint: {copy}-3." in caplog.text
     caplog.clear()
     make(copy, **SAVE).train(copy / "checkpoint-2")  # a path says which
     make(copy, **SAVE).train("latest")

@@ -8,8 +8,7 @@ import pytest
 
 from grpo_ext.errors import DataError
 from grpo_ext.rollouts.chat import Chat
-from grpo_ext.rollouts.tools import Environments
-from grpo_ext.rollouts.tools import Toolbox, TurnLimits, continue_with
+from grpo_ext.rollouts.tools import Environments, Toolbox, TurnLimits, continue_with
 from grpo_ext.rollouts.transcript import Sampled, Transcript
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tool_runs import count, sampled
