@@ -13,6 +13,7 @@ from .rollouts.build import build_rollouts
 from .rollouts.trl_methods import TrlMethods
 from .run.keeper import RunKeeper
 from .runtime.clock import PhaseClock
+from .runtime.out_of_memory import MicroBatchLimits
 from .step.evaluation import PassAtK
 from .step.inputs import Collation
 from .step.optimizer_step import StepPlanner
@@ -25,19 +26,19 @@ class Components:
 
     def __init__(self, view: TrainerView, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         args, base, self.clock = view.args, base_model_of(view.model), PhaseClock()
-        args.steps_per_generation = config.geometry.steps_per_rollout
+        args.steps_per_generation = config.geometry.steps_per_rollout  # TRL's constructor sized vLLM's queue by another
         view.add_callback(self.clock)
         keep_4bit_weights(view.model)
         install(base, view.temperature, args.cast_lm_head_to_fp32)
         if args.replay.experts:
             install_routers(base)
-        forwards, rollouts = build_rollouts(view, self.clock, max_tokens=lambda: self.step_planner.limits.tokens)
-        self.forwards, self.rollouts, images = forwards, rollouts, rollouts.images
-        collation = Collation(images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
-        self.step_planner = StepPlanner(forwards=forwards, clock=self.clock, collation=collation, cost=token_cost(base))
+        limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
+        self.forwards, self.rollouts = forwards, rollouts = build_rollouts(view, self.clock, limits)
+        collation = Collation(rollouts.images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
+        self.step_planner = StepPlanner(forwards, self.clock, collation, token_cost(base), limits)
         self.trl_methods = TrlMethods(rollouts)
-        self.loss_overrides = LossOverrides(view, forwards, images)
+        self.loss_overrides = LossOverrides(view, forwards, rollouts.images)
         self.pass_at_k = PassAtK(args)
-        self.keeper = RunKeeper(view, user_args, rollouts, forwards, self.step_planner.limits, self.pass_at_k)
+        self.keeper = RunKeeper(view, user_args, rollouts, forwards, limits, self.pass_at_k)
         view.add_callback(self.keeper)
         view.add_callback(self.keeper.watch)

@@ -196,7 +196,7 @@ class GRPOConfig(trl.GRPOConfig):
         default=0,
     )
     reward_timeout: float | None = setting(
-        "Seconds one call of a reward function may take (without reward_workers its thread goes on). Default: no limit."
+        "Seconds one call of a reward function may take (its thread runs on without reward_workers). Default: no limit."
     )
     reward_retries: int = setting(
         "How often a reward function that raised or took too long is called again.", default=0

@@ -77,7 +77,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     Raises:
         ConfigError, DataError, ModelError, SplitDependentError: at construction, before any training.
-        RewardError: a reward function raised, or returned something else than rewards.
+        RewardError: a reward function raised, or returned anything but rewards.
         RolloutError: a `rollout_func` returned no completions, or an environment's `reset` hangs (`tool_timeout`).
     """
 
@@ -153,7 +153,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Like TRL's method, with an accelerator for code of users, and in fp16 with this package's loss scaler."""
+        """Like TRL's method, with an accelerator for users' code, and in fp16 with this package's loss scaler."""
         leave_in_order()
         super().create_accelerator_and_postprocess()
         self.accelerator = UsersAccelerator.of(self.accelerator)
@@ -306,7 +306,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return micro_batch.add_loss(assemble_loss(loss_config_of(self._view), micro_batch, scores))
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        """TRL's: the part of the loss of the step that a dictionary adds; outside a step it is a step of its own."""
+        """What a dictionary adds to the loss of the step, as in TRL; outside a step it is a whole step."""
         return self._loss_overrides.loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(
@@ -344,7 +344,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """By this trainer's engine inside a user's `_generate_single_turn`, else by TRL's method."""
+        """Sample by this trainer's engine inside a user's `_generate_single_turn`, else by TRL's method."""
         if (sampled := self._trl_methods.turn(prompt_ids, images)) is not None:
             return sampled
         return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
@@ -360,12 +360,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """Train; logs the plan once. Arguments and result are those of `transformers.Trainer.train`.
 
-        `resume_from_checkpoint` may also be "latest", as True: the newest whole checkpoint of the run that started last
-        in `output_dir`; or "auto": the same where there is one, and else a new run. An `output_dir` that holds
+        `resume_from_checkpoint` may also be "latest", as True: the newest complete checkpoint of the run that started
+        last in `output_dir`; or "auto": the same where there is one, and else a new run. An `output_dir` that holds
         checkpoints of another run is left alone: with a warning, this run writes beside it.
 
         Raises:
-            CheckpointError: there is no whole checkpoint to resume from, or it belongs to another run.
+            CheckpointError: there is no complete checkpoint to resume from, or it belongs to another run.
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
         refuse_frozen(self.model)
@@ -414,7 +414,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """With the weights that transformers' method leaves out."""
+        """Like transformers' method, with the weights that it leaves out."""
         with dtypes_kept(self.model), assigned(self, _loads_from=resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -443,7 +443,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             complete_card(folder, self.hub_model_id or f"{folder.name}{saved}", self.model, self.processing_class)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """While a checkpoint is written, the folder in which it becomes whole."""
+        """While a checkpoint is written, the folder in which it becomes complete."""
         return self._keeper.writing_to or super()._get_output_dir(trial)
 
     def _checkpoint_folder(self, trial: Any) -> Path:

@@ -1,4 +1,4 @@
-"""What the package reads of a trainer, by public names and with types: the one file that knows a trainer's attributes.
+"""What the package reads from a trainer, by public names and with types: the only file that knows its attributes.
 
 Components are built from the parts of a view. Settings are read through it where TRL reads them, because users and
 callbacks may change them: those of a rollout batch when it begins, those of the loss at each loss.
@@ -138,6 +138,10 @@ class TrainerView:
         return dict(self.args.generation_kwargs or {})  # type: ignore[arg-type]
 
     @property
+    def corrects_sampling(self) -> bool:
+        return self.use_vllm and self.vllm_importance_sampling_correction
+
+    @property
     def takes_images(self) -> bool:
         """A processor, not a tokenizer."""
         return isinstance(self.processing_class, ProcessorMixin)
@@ -162,7 +166,7 @@ class TrainerView:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the sums of a checkpoint, after the loop has set its own to zero."""
+        """Restore the sums of a checkpoint, after the loop has set its own to zero."""
         loop: Any = self._trainer
         self.metrics["train"].clear()
         self.metrics["train"].update(state["metrics"])
@@ -202,7 +206,7 @@ class TrainerView:
         name = next((name for name in names if self.override_of(name) is not None), None)
         return None if name is None else f"{type(self._trainer).__name__}.{name}"
 
-    # ---- TRL's contexts and functions, which want the trainer itself ----------------------------------------------
+    # ---- TRL's contexts and functions, which need the trainer itself ----------------------------------------------
 
     def profile(self, name: str) -> AbstractContextManager[Any]:
         return compat.profiling_context(self._trainer, name)
@@ -212,7 +216,7 @@ class TrainerView:
         return compat.generating(self._trainer)
 
     def tokenize(self, prompts: list[Any], environments: list[str | None]) -> list[list[int]]:
-        """By `_tokenize_prompts`, the user's if there is one; `environments`: the name of each prompt's environment."""
+        """Tokenize by `_tokenize_prompts`, the user's if any; `environments`: the name of each prompt's environment."""
         with assigned(self._trainer, _batch_environments=environments):
             return self._trainer._tokenize_prompts(prompts)[0]
 

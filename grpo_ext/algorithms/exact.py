@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """Rounded once; terms may be infinite or NaN."""
+    """The sum, rounded once; terms may be infinite or NaN."""
     try:
         return math.fsum(values)
     except ValueError:  # infinity and its opposite

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the number of a token depends on its key alone, never on a generator's history.
+"""Counter-based random numbers: the number of a token depends only on its key, never on a generator's history.
 
 The key is (seed, stream, rollout, prompt, generation, token position); the mixer is SplitMix64's finaliser (Steele,
 Lea, Flood, OOPSLA 2014), written with 64-bit integers that wrap around. Used by rollouts.keyed.

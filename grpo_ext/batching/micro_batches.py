@@ -183,7 +183,7 @@ def _rows_to_move(sizes: StepSizes, cost: TokenCost, high: Sequence[int], low: S
 
 
 def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> list[list[int]]:
-    """Units of at most `unit_rows` completions of a group, as even as possible; they depend on the data alone."""
+    """Units of at most `unit_rows` completions of a group, as even as possible; they depend only on the data."""
     units: list[list[int]] = []
     for piece in sizes.pieces(rows):
         count = ceil_div(len(piece), unit_rows)

@@ -1,6 +1,6 @@
 """Loaders: one item per optimizer step, with the rows that this process samples for the step's rollout batch.
 
-Differs from TRL's `RepeatSampler`: the order depends on (seed, epoch) alone, no prompt is dropped, and every process
+Differs from TRL's `RepeatSampler`: the order depends only on (seed, epoch), no prompt is dropped, and every process
 takes its part of the same order, so the number of processes changes nothing. Feeds rollouts.source.
 """
 
@@ -27,7 +27,7 @@ class RolloutRequest:
     epoch: int
     layout: StepLayout
     prompts: range  # positions in the rollout batch
-    empty: bool  # the process has no prompts; its rows are stand-ins that must not reach any result
+    stands_in: bool  # the process has no prompts; its rows are stand-ins that must not reach any result
     num_generations: int  # completions per prompt; rows repeat each prompt this often
     first_prompt: int = 0  # number of the first prompt of a further round (dynamic sampling), for keys
     columns: Sequence[str] = ()  # the keys of all rows of all processes
@@ -40,7 +40,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class StepRows(Sequence[dict[str, Any]]):
-    """This process's rows of a rollout batch, in the place of TRL's list of rows."""
+    """This process's rows of a rollout batch, instead of TRL's list of rows."""
 
     rows: list[dict[str, Any]]  # one per completion; empty if a map-style set's step continues a rollout batch
     request: RolloutRequest
@@ -82,12 +82,12 @@ class ProcessSlices:
     def request(
         self, epoch: int, layout: StepLayout, num_prompts: int | None = None, first_prompt: int = 0
     ) -> RolloutRequest:
-        """This process's part of a rollout batch, or of a further round of `num_prompts`; never empty, see `empty`."""
+        """This process's part of a rollout batch, or of a further round of `num_prompts`; see `stands_in`."""
         num_prompts = len(layout.rollout_prompts) if num_prompts is None else num_prompts
         prompts = process_prompts(num_prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
-        empty = len(prompts) == 0
-        prompts = range(1) if empty else prompts
-        return RolloutRequest(epoch, layout, prompts, empty, self.num_generations, first_prompt)
+        stands_in = len(prompts) == 0
+        prompts = range(1) if stands_in else prompts
+        return RolloutRequest(epoch, layout, prompts, stands_in, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, prompts: Any, numbers: Sequence[int] | None = None) -> StepRows:
         """Rows of a request, a copy for each completion, because rewards and tools may write to it.
@@ -159,7 +159,7 @@ class StepDataset(_OverPrompts, Dataset):
     def further_rows(self, request: RolloutRequest, taken: int, count: int) -> StepRows | None:
         """Rows of up to `count` further prompts, after the first `taken`; None if none are left.
 
-        The order of the rest of the data set depends on (seed, epoch, rollout) alone: not on the number of processes,
+        The order of the rest of the data set depends only on (seed, epoch, rollout): not on the number of processes,
         nor on prompts that other rollouts took.
         """
         layout, order = request.layout, self._order(request)

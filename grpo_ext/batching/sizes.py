@@ -158,7 +158,7 @@ def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
     if len(set(named.values())) > 1 or (named and phases is not None):
         both = named if phases is None else named | {"steps_per_generation": phases}
         values = " and ".join(f"{name}={value}" for name, value in both.items())
-        raise ConfigError(f"{values} set the same size, the rollout batch; set rollout_batch_size alone.")
+        raise ConfigError(f"{values} set the same size, the rollout batch; set only rollout_batch_size.")
     name, rollout = next(iter(named.items()), ("", None))
     if phases is not None:
         if sizes["global_batch_size"] is not None:

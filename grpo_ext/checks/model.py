@@ -39,13 +39,13 @@ def check_causal_lm(model: Any) -> None:
 
 
 def find_model(name: str, load: Mapping[str, Any]) -> None:
-    """Refuse a model that is not found; without a network at once, where transformers would retry."""
+    """Refuse a model that cannot be found; without a network at once, where transformers would retry."""
     place = {key: load[key] for key in ("revision", "token", "cache_dir") if load.get(key) is not None}
     reached = True
     try:
         if not Path(name).is_dir():
             file_exists(name, "config.json", revision=load.get("revision"), token=load.get("token"))  # no retries
-    except Exception as error:  # without a connection one of the HTTP library, which huggingface_hub has changed
+    except Exception as error:  # without a connection the HTTP library's, which depends on huggingface_hub's version
         reached = isinstance(error, HfHubHTTPError)
     try:
         cached_file(name, "config.json", **place, local_files_only=not reached)
@@ -56,8 +56,8 @@ def find_model(name: str, load: Mapping[str, Any]) -> None:
 def refuse_frozen(model: nn.Module) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
-            "no parameter of the model is trained (requires_grad is False for all of them); an adapter to go on with "
-            "is loaded by PeftModel.from_pretrained(..., is_trainable=True)."
+            "no parameter of the model is trained (requires_grad is False for all of them); to continue training an "
+            "adapter, load it with PeftModel.from_pretrained(..., is_trainable=True)."
         )
 
 
@@ -66,7 +66,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Attributes of a module that are rates of random noise, and above zero; PEFT keeps some in a dict per adapter."""
+    """Yield attributes of a module that are noise rates above zero; PEFT keeps some in a dict by adapter."""
     is_dropout = "dropout" in type(module).__name__.lower()
     for attribute, value in vars(module).items():
         if not any(word in attribute for word in _RANDOM_ATTRIBUTES) and not (is_dropout and attribute == "p"):
@@ -103,7 +103,7 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
     norms = [f"{path} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
     if norms:
         reasons.append(
-            f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a "
+            f"batch normalisation ({norms[0]}, {len(norms)} in all) takes statistics over the micro-batch; use a "
             "model with layer or group normalisation"
         )
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
@@ -121,7 +121,7 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
             "0.0} in model_init_kwargs (BitsAndBytesConfig takes the same), or in 4 bits"
         )
     if getattr(getattr(model, "config", None), "model_type", None) == "cpmant":
-        reasons.append("CpmAnt puts a prompt before the padding, so the padding moves the input; use another model")
+        reasons.append("CpmAnt puts a prompt before the padding, so padding shifts the input; use another model")
     if neftune_noise_alpha:
         reasons.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
     return reasons
@@ -158,8 +158,8 @@ def check_half_weights(model: Any, fp16: bool) -> None:
             "load the model with dtype='float32' (for a name: model_init_kwargs={'dtype': 'float32'})."
         )
     logger.warning(
-        f"{len(half)} of {len(trained)} trained tensors are {dtype}, which rounds small updates away, and rounds them "
-        "differently for another split. Load the model with dtype=torch.float32; bf16=True still computes in bfloat16."
+        f"{len(half)} of {len(trained)} trained tensors are {dtype}, which loses small updates to rounding, "
+        "differently for every split. Load the model with dtype=torch.float32; bf16=True still computes in bfloat16."
     )
 
 
@@ -168,15 +168,15 @@ def refuse_adapters(policy: nn.Module) -> None:
     if getattr(base, "_hf_peft_config_loaded", False):
         raise ModelError(
             "the adapter was added by transformers' add_adapter or load_adapter, whose checkpoints cannot be resumed; "
-            "pass the base with peft_config=..., or what peft.get_peft_model or PeftModel.from_pretrained(..., "
-            "is_trainable=True) returns."
+            "pass the base with peft_config=..., or the result of peft.get_peft_model or "
+            "PeftModel.from_pretrained(..., is_trainable=True)."
         )
     for name, config in adapters.items():
         if getattr(config, "is_prompt_learning", False):
             kind = str(getattr(config.peft_type, "value", config.peft_type))
             raise ModelError(
                 f"adapter {name!r} ({kind}) puts virtual tokens before the prompt, which packs, shared prefixes and "
-                "padded batches do not hold; train another kind of adapter, for example LoRA."
+                "padded batches do not support; train another kind of adapter, for example LoRA."
             )
     ends = [f".{name}." for name in adapters]
     if any(getattr(config, "bias", "none") != "none" for config in adapters.values()):
@@ -185,6 +185,6 @@ def refuse_adapters(policy: nn.Module) -> None:
     lost = [name for name in trained if not any(end in f"{name}." for end in ends)]
     if lost or (adapters and len(policy.active_adapters) > 1):  # type: ignore[arg-type]
         raise ModelError(
-            f"a resumed run has one active adapter and no other trained weights (here: {lost[:1] or [*adapters]}); put "
+            f"only one active adapter can be resumed, and no weights beside it (here: {lost[:1] or [*adapters]}); put "
             "other modules into modules_to_save, and merge a second adapter into the base (merge_and_unload)."
         )

@@ -76,8 +76,8 @@ def check_ends(view: TrainerView) -> None:
         return
     if view.use_transformers_continuous_batching:
         raise ConfigError(
-            f"stop_strings={strings!r}: use_transformers_continuous_batching=True does not know them; use eos_token_id "
-            "in generation_kwargs, or turn it off."
+            f"stop_strings={strings!r}: use_transformers_continuous_batching=True does not support them; use "
+            "eos_token_id in generation_kwargs, or turn it off."
         )
     if "" in ([strings] if isinstance(strings, str) else strings):
         raise ConfigError(f"stop_strings={strings!r}: an empty text would end every completion; leave it out.")
@@ -119,7 +119,7 @@ def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
         unknown.append("FSDP 1")
     if unknown:
         raise ConfigError(
-            f"{', '.join(unknown)}: each process has rows of its own here, and nothing else is known to add up to the "
+            f"{', '.join(unknown)}: each process has its own rows here, and nothing else is known to add up to the "
             "right update; train with data parallelism, FSDP2 (fsdp_version: 2) or ZeRO."
         )
 
@@ -132,7 +132,7 @@ def scores_differ(view: TrainerView) -> set[str]:
         settings = {"repetition_penalty": args.repetition_penalty, **view.generation_settings}
         changed = [f"{n}={settings[n]!r}" for n, value in neutral.items() if settings.get(n, value) != value]
     sentence = (
-        f"{'; '.join(changed)}: completions are drawn from other scores than training takes log-probabilities of, "
+        f"{'; '.join(changed)}: completions are sampled from other scores than those that training uses, "
         "which biases the gradient, as in TRL."
     )
     return {sentence} if changed else set()
@@ -145,7 +145,7 @@ def remarks(view: TrainerView) -> list[str]:
     thinks = "think_format_reward" in names and _end_of_prompt(view).endswith("<think>")
     sentences = {
         f"Several reward functions are named {', '.join(twice)}, so their metrics are merged; rename one.": twice,
-        "load_best_model_at_end=True loads the checkpoint of the lowest eval_loss, which does not follow the reward; "
+        "load_best_model_at_end=True loads the checkpoint with the lowest eval_loss, which does not follow the reward; "
         "set metric_for_best_model='eval_reward'.": best,
         "think_format_reward is always 0, because prompts end in the <think> that it looks for in the completion; use "
         "another reward or template.": thinks,

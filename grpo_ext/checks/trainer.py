@@ -126,7 +126,7 @@ def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
     if may_be_shown and shards_parameters(view.accelerator):
         raise ConfigError(
             "images with tools or an environment under FSDP or DeepSpeed: every process has to run the image tower in "
-            "every forward or none, and tools may show an image to one alone; train with DDP."
+            "every forward or none, and tools may show an image to only one; train with DDP."
         )
     if may_be_shown and view.rollout_func is not None:
         raise ConfigError(
@@ -144,7 +144,7 @@ def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
 
 
 def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> list[str]:
-    """Refuse a trainer that cannot be trained; returns what the promise does not cover."""
+    """Refuse a trainer that cannot be trained, and turn dropout off where asked; returns what is not covered."""
     policy = view.model
     if config.disable_dropout:
         for module in filter(None, (policy, view.ref_model)):
@@ -244,7 +244,7 @@ def _uncovered_sampling(view: TrainerView) -> str | None:
     override, reason = own_sampling(view), why_not_by_key(view)
     if override == "rollout_func":
         return (
-            "rollout_func may sample in its own way; only the update is covered. A resumed run goes on with the "
+            "rollout_func may sample in its own way; only the update is covered. A resumed run continues with the "
             "completions of its checkpoint, and with the random numbers of Python, NumPy and torch where it has as "
             "many processes; other random states that rollout_func uses are not restored"
         )
@@ -291,14 +291,14 @@ def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
     return values
 
 
-def refuse_changes(view: TrainerView, images: ImageSource, planned: Mapping[str, Any], warned: set[str]) -> None:
-    """Refuse a change since the trainer was built (`planned`) that it cannot follow; `warned` collects warnings."""
+def refuse_changes(view: TrainerView, images: ImageSource, built: Mapping[str, Any], warned: set[str]) -> None:
+    """Refuse a change since the trainer was built (`built`) that it cannot follow; `warned` collects warnings."""
     for name, value in built_for(view, images).items():
-        if value != planned.get(name) and (view.model.training or name not in _PLANNED):
+        if value != built.get(name) and (view.model.training or name not in _PLANNED):
             read_once = ", or change generation_config" if name in _COPIED else ""
             raise ConfigError(
                 f"{name} was changed to {shortened(repr(value), 80)}, and the trainer was built with "
-                f"{shortened(repr(planned.get(name)), 80)}; set it in GRPOConfig, or pass it to the trainer{read_once}."
+                f"{shortened(repr(built.get(name)), 80)}; set it in GRPOConfig, or pass it to the trainer{read_once}."
             )
     columns = {name: len(getattr(view, name)) for name in ("reward_funcs", "reward_func_names", "reward_weights")}
     if len(set(columns.values())) > 1:
@@ -311,8 +311,8 @@ def refuse_changes(view: TrainerView, images: ImageSource, planned: Mapping[str,
         refuse_overrides(view)
         settings.check_replay(view)
         args, sampling = view.args, other_sampling(view)
-        models = args.bitwise_invariant and any(isinstance(part, nn.Module) for part in view.reward_funcs)
-        others = {f"{sampling} (only this trainer's own sampling)": sampling, "a reward model": models}
+        scorers = args.bitwise_invariant and any(isinstance(part, nn.Module) for part in view.reward_funcs)
+        others = {f"{sampling} (only this trainer's own sampling)": sampling, "a reward model": scorers}
         for name in ("rollout_lag", "bitwise_invariant"):
             if value := getattr(args, name):
                 refuse_combination(f"{name}={value}", others, "Turn one of the two off.")

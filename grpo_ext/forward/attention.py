@@ -208,7 +208,7 @@ def _as_sdpa_takes_them(*states: torch.Tensor) -> _States:
 
 
 def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> int:
-    """The window, or 0, in the place of a mask; the rest follows from the layout."""
+    """The window, or 0, instead of a mask; the rest follows from the layout."""
     return local_size or 0
 
 

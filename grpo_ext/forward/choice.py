@@ -78,7 +78,7 @@ class ForwardChoice:
         self._warned: set[str] = set()
 
     def form(self, model: Any) -> Form:
-        """Padded before `compare`."""
+        """The form in which a model runs; padded before `compare`."""
         forms = self._models.get(base_model_of(model))
         return forms.best if forms is not None and forms.compared else "padded"
 

@@ -1,6 +1,6 @@
 """Compares a form of the forward with padding: a few completions run both ways, and modules have to agree.
 
-Runs before training begins (forward.choice), on rows made for that. Log-probabilities alone do not suffice: in
+Runs before training begins (forward.choice), on rows made for that. Log-probabilities are not enough: in
 half precision a deep model amplifies rounding until it hides ignored positions. The rounding is measured: the padded
 batch runs again with every module's output off by a unit in the last place.
 """

@@ -137,7 +137,7 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
 def run_rows(
     form: Form, model: Callable[..., Any], rows: TokenRows, device: torch.device | str = "cpu", **options: Any
 ) -> LogProbs:
-    """`options` as of `lay_out`."""
+    """Lay rows out and run them in a form; `options` are those of `lay_out`."""
     batch = lay_out(form, base_model_of(model), rows, device, **options)
     output = run_batch(model, batch)
     if output.routing is None or not options.get("record_experts"):
@@ -169,7 +169,7 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
     runs = [range(first, min(stop, len(rows))) for first, stop in group_runs(rows.same_prompt)]
     first_G = torch.tensor([run.start for run in runs])
     prompt_B = torch.repeat_interleave(torch.tensor([len(run) for run in runs]))
-    # a completion's last token predicts nothing, but a router's statistics count it. Some layers take one column alone
+    # a completion's last token predicts nothing, but a router's statistics count it. Some layers take only one column
     # for a step of decoding, in which they change their cache
     columns = max(width if with_router else width - 1, 2)
     ids, mask = (torch.nn.functional.pad(values, (0, max(columns - width, 0))) for values in (ids, mask))

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import ModelError
 from ..runtime.attributes import assigned, replace_forward
 
-LIVE = -1  # in the place of an expert: the router chooses
+LIVE = -1  # instead of an expert: the router chooses
 _CHOICES = (torch.topk, torch.Tensor.topk)
 
 

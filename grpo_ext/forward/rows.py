@@ -113,7 +113,7 @@ class TokenRows:
         return ids, mask.long(), width
 
     def attention_mask(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        """1 on the tokens of a padded batch that attention sees; `tokens_BL` as of `padded`."""
+        """1 on the tokens of a padded batch that attention sees; `tokens_BL` is that of `padded`."""
         if self.attended_N is None:
             return tokens_BL
         return torch.zeros_like(tokens_BL).masked_scatter(tokens_BL.bool(), self.attended_N.to(tokens_BL.dtype))

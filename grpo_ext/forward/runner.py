@@ -152,7 +152,7 @@ class ForwardRunner:
         return outputs
 
     def _forward(self, model: Any, rows: TokenRows, **options: bool) -> LogProbs:
-        """Run rows in one forward, with gradients where they are on; `options` as of `lay_out`."""
+        """Run rows in one forward, with gradients where they are on; `options` are those of `lay_out`."""
         form, policy = self.choice.form(model), base_model_of(model)
         # outside `in_form_of`, a backward pass under gradient checkpointing would run the layers again in another form
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy

@@ -35,7 +35,7 @@ class SamplingMasks(NamedTuple):
 
     @classmethod
     def of(cls, kept_B: Sequence[KeptIds], suppressed: Sequence[torch.Tensor]) -> SamplingMasks | None:
-        """None where every token was sampled from the whole vocabulary."""
+        """The masks of a batch; None where every token was sampled from the whole vocabulary."""
         counts_S, ids_K = (torch.cat(column) for column in zip(*kept_B))
         if not counts_S.any():
             return None

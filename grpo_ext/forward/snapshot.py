@@ -39,7 +39,7 @@ class Weights:
 
 
 def _saved_buffers(model: nn.Module) -> Tensors:
-    """Those that may change, such as a router's bias."""
+    """The buffers that may change, such as a router's bias."""
     modules, buffers = dict(model.named_modules()), {}
     for name, buffer in model.named_buffers():
         path, _, attribute = name.rpartition(".")

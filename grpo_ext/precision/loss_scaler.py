@@ -2,7 +2,7 @@
 
 The rule (`deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler`, without `consecutive_hysteresis`) is that of OpenRLHF
 too: Micikevicius et al. 2018 (arXiv:1710.03740) with a hysteresis and a minimum. `torch.amp.GradScaler` has neither,
-doubles one step earlier, looks for overflows on one process alone, and lets fused optimizers skip steps unseen, so that
+doubles one step earlier, looks for overflows on one process only, and lets fused optimizers skip steps unseen, so that
 Accelerate moves the scheduler. Under DeepSpeed the engine scales by itself.
 """
 

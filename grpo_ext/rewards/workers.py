@@ -37,7 +37,7 @@ class WorkerDied(RuntimeError):
     """The process of a call ended before it answered."""
 
     remedy = (
-        "reward_retries repeats the call, reward_on_failure='none' goes on without its rewards, and fewer "
+        "reward_retries repeats the call, reward_on_failure='none' continues without its rewards, and fewer "
         "reward_workers need less memory."
     )
 

@@ -5,8 +5,8 @@ with those at the start). So which weights sample which prompts is fixed beforeh
 from asynchronous trainers that take what is ready first.
 
 A thread runs the local phase of a rollout batch on a `Snapshot` of the models, without a collective (see
-`local_collectives`). At the step that needs the rollout batch, the main thread joins the parts of all processes. So the
-main thread alone runs collectives, in one order.
+`local_collectives`). At the step that needs the rollout batch, the main thread joins the parts of all processes. So
+only the main thread runs collectives, in one order.
 
 First the thread and its queue, then what builds them from a trainer's models. Called by `Rollouts`.
 """
@@ -60,7 +60,7 @@ logger = get_logger(__name__)
 
 # what reward functions may read of the Trainer's state, as it was when the weights were taken
 PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
-_CLOSE_S, _EXIT_S = 5.0, 60.0  # a reward that hangs may not keep the run, or the program, for longer
+_CLOSE_S, _EXIT_S = 5.0, 60.0  # a reward that hangs must not keep the run, or the program, longer
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class RolloutsAhead:
     jobs: deque[Job] = field(default_factory=deque, init=False)
     pools: Pools = field(default_factory=dict, init=False)  # the thread's environments, to use again
     # the state of the trainer's tokenizer, and the thread's copies; None before the first
-    own_tokenizer: tuple[Any, Any] | None = field(default=None, init=False)
+    _tokenizers: tuple[Any, Any] | None = field(default=None, init=False)
     _sent: Weights | None = field(default=None, init=False)
     _next: int | None = field(default=None, init=False)  # the first step of the next rollout batch to submit
 
@@ -226,7 +226,7 @@ class RolloutsAhead:
         elif (submitted := job.rows.request.name) != request.name:
             raise RolloutError(
                 f"the loader is at (epoch, rollout batch) {request.name}, and what was sampled ahead is for {submitted}"
-                "; a subclass or a callback has put sampling out of step with the loader."
+                "; a subclass or a callback put sampling out of step with the loader."
             )
         self._wait_for([job])
         error = job.sampled.exception()
@@ -236,6 +236,15 @@ class RolloutsAhead:
         local, seconds = job.sampled.result()
         self.clock.add(seconds)
         return local
+
+    def own_chat(self, chat: Chat) -> Chat:
+        """The chat with a copy of the tokenizer, which threads may not share; copied again after a change."""
+        parts = chat.processing_class, chat.tokenizer
+        state = parts, [dict(vars(part)) for part in parts], chat.tokenizer.special_tokens_map, len(chat.tokenizer)
+        if self._tokenizers is None or self._tokenizers[0] != state:
+            self._tokenizers = state, copy.deepcopy(parts)
+        processing_class, tokenizer = self._tokenizers[1]
+        return replace(chat, processing_class=processing_class, own_tokenizer=tokenizer)
 
     def drain(self) -> None:
         """Wait until the thread has no work; once all processes have done so, a server may be sent other weights."""
@@ -255,7 +264,7 @@ class RolloutsAhead:
 # ---- Building it ----------------------------------------------------------------------------------------------------
 
 
-def described(view: TrainerView) -> str | None:
+def describe_lag(view: TrainerView) -> str | None:
     """The lag of a run and the memory that the weights of earlier steps take, in words; None without a lag."""
     lag, reference = view.args.rollout_lag, view.ref_model
     if not lag:
@@ -282,20 +291,10 @@ def settings_ahead(rollouts: Rollouts, ahead: RolloutsAhead, weights: Weights) -
             sampling,
             generation_config=config,
             toolbox=replace(sampling.toolbox, environments=environments),
-            chat=_own_chat(ahead, sampling.chat),
+            chat=ahead.own_chat(sampling.chat),
         ),
         rewards=replace(rewards, functions=replace(rewards.functions, processing_classes=processors), state=state),
     )
-
-
-def _own_chat(ahead: RolloutsAhead, chat: Chat) -> Chat:
-    """The chat with a copy of the tokenizer, which threads may not share; copied again after a change."""
-    parts = chat.processing_class, chat.tokenizer
-    state = parts, [dict(vars(part)) for part in parts], chat.tokenizer.special_tokens_map, len(chat.tokenizer)
-    if ahead.own_tokenizer is None or ahead.own_tokenizer[0] != state:
-        ahead.own_tokenizer = state, copy.deepcopy(parts)
-    processing_class, tokenizer = ahead.own_tokenizer[1]
-    return replace(chat, processing_class=processing_class, own_tokenizer=tokenizer)
 
 
 def build_ahead(rollouts: Rollouts) -> RolloutsAhead:

@@ -6,7 +6,7 @@ Called by the trainer, once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..rewards.runner import RewardRunner
 from ..rewards.workers import RewardWorkers
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import shards_parameters
-from ..runtime.out_of_memory import Halving
+from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..view import TrainerView
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .engine_check import EngineCheck, rounding_bound, surplus_of
@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 
 
 def build_rollouts(
-    view: TrainerView, clock: PhaseClock, max_tokens: Callable[[], int | None]
+    view: TrainerView, clock: PhaseClock, limits: MicroBatchLimits
 ) -> tuple[OverridableRunner, Rollouts]:
     images, refused = ImageSource(), dict[Form, str]()
     if view.takes_images:
@@ -60,7 +60,7 @@ def build_rollouts(
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
     worker = _worker(view, images, forwards, memory, clock)
     rounds = RoundMaker(view, worker, _check(view, worker.engine))
-    return forwards, Rollouts(view, rounds, RolloutLog(view), memory, max_tokens)
+    return forwards, Rollouts(view, rounds, RolloutLog(view), memory, limits)
 
 
 def _worker(

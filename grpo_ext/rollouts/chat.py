@@ -118,7 +118,7 @@ class Chat:
                     "the tokenizer as processing_class, or use texts as prompts."
                 ) from None
             raise DataError(
-                f"the chat template does not take {reprlib.repr(messages)} ({type(error).__name__}: {error}); "
+                f"the chat template does not accept {reprlib.repr(messages)} ({type(error).__name__}: {error}); "
                 "set a chat_template that does, or change the prompts: texts need no template, and where it refuses "
                 "the role 'system', put that text before the user's."
             ) from error

@@ -167,7 +167,7 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         if sampling.replay.masks:
             columns[KEPT_COUNTS] = Ragged.of([record.counts_T for record in records])
             columns[KEPT_IDS] = Ragged.of([record.ids_K for record in records])
-    elif sampling.replay.masks and not local.request.empty:
+    elif sampling.replay.masks and not local.request.stands_in:
         raise RolloutError("sampling_mask='replay': some completions came without the tokens that were kept.")
     if sampling.replay.experts:
         experts = [t.experts[: len(t.prompt_ids) + n] for t, n in zip(transcripts, lengths) if t.experts is not None]

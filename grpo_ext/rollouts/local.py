@@ -63,7 +63,7 @@ class SamplingSettings:
     chat: Chat
     toolbox: Toolbox
     limits: TurnLimits
-    ends: Container[int]  # a completion known by its ids alone is truncated unless it ends in one of these tokens
+    ends: Container[int]  # a completion known only by its ids is truncated unless it ends in one of these tokens
     masks_truncated: bool  # `mask_truncated_completions`
     replay: Replay
     truncating: Mapping[str, Any]  # the filters that leave out tokens, with their settings
@@ -125,12 +125,12 @@ class LocalRollout:
     known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def ended(self, ids: Sequence[int]) -> bool:
-        """Whether a row has ended, where a user's function or a server returned its ids alone."""
+        """Whether a row has ended, where a user's function or a server returned only its ids."""
         return self.known_ends.get(tuple(ids), bool(ids) and ids[-1] in self.settings.sampling.ends)
 
     @property
     def real_transcripts(self) -> list[Transcript]:
-        return [] if self.request.empty else self.transcripts
+        return [] if self.request.stands_in else self.transcripts
 
     @property
     def first(self) -> int:

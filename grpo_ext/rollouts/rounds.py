@@ -1,7 +1,7 @@
 """One round of a rollout batch: this process's part and the join with the others', or what a user's override returns.
 
 A rollout batch is one round. Dynamic sampling adds some: groups of further prompts replace groups without variance;
-which group takes which place depends on rewards and the data alone, never on the split. Called by `Rollouts`, and by
+which group takes which place depends only on rewards and the data, never on the split. Called by `Rollouts`, and by
 users through TRL's methods.
 """
 
@@ -70,13 +70,13 @@ class RoundMaker:
     def for_users(self, request: RolloutRequest) -> AbstractContextManager[None]:
         """Inside, code of a user runs, and its collectives leave out stand-in rows."""
         # found now, not in a further round or at an epoch's end
-        some = request.empty or self.view.args.dynamic_sampling
+        some = request.stands_in or self.view.args.dynamic_sampling
         if isinstance(self.steps, StepDataset):
             last = min(len(self.steps.layout), self.view.state.max_steps) - 1
-            some = some or self.steps.request(last).empty
+            some = some or self.steps.request(last).stands_in
         refused = any_process(some) and not self.worker.settings.sharded
         return uneven_collectives(
-            self.view.accelerator, lambda: request.empty, others_refused=_STAND_INS if refused else None
+            self.view.accelerator, lambda: request.stands_in, others_refused=_STAND_INS if refused else None
         )
 
     def join(self, local: LocalRollout) -> Round:
@@ -101,7 +101,7 @@ class RoundMaker:
         call = ScoreCall(request)
         with worker.calls.running(call), together("scoring", worker.settings.sharded), self.for_users(request):
             scored = score(list(rows.rows))
-        batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
+        batch = gather_scored(scored, 0 if request.stands_in else len(rows), request.num_generations)
         scored_once = len(call.rounds) == 1 and len(call.rounds[0]) == len(batch)
         if args.dynamic_sampling and settings.sampling.training and not scored_once:
             raise RolloutError(
@@ -163,7 +163,7 @@ def _check_scoring_without_super(rows: StepRows, bitwise: bool) -> None:
     if bitwise:
         raise ConfigError(f"{what}, and bitwise_invariant=True needs this trainer's own sampling; turn one off.")
     reason = "a copy of TRL's method takes advantages of other rows where processes have different numbers"
-    refuse_unequal_shares(f"{what}: it", 0 if rows.request.empty else len(rows), reason)
+    refuse_unequal_shares(f"{what}: it", 0 if rows.request.stands_in else len(rows), reason)
     logger.warning_once(
         f"The promise that the split does not matter does not cover this run: {what}, so it may sample in its own "
         "way; only the update is covered."

@@ -1,4 +1,4 @@
-"""What a rollout batch reads of the trainer when it begins, because users and callbacks may change it.
+"""Reads the settings of a rollout batch when it begins, because users and callbacks may change them.
 
 Called by `Rollouts`, where a rollout batch begins or is submitted to be sampled ahead; its functions by checks too.
 """
@@ -73,7 +73,7 @@ def _logprobs(
     view: TrainerView, worker: RolloutWorker, hooks: Hooks, unchecked: bool, max_tokens: int | None
 ) -> LogprobSettings:
     args, training, ratios = view.args, view.model.training, None
-    if view.use_vllm and view.vllm_importance_sampling_correction:
+    if view.corrects_sampling:
         bounds = view.vllm_importance_sampling_clip_min, view.vllm_importance_sampling_clip_max
         ratios = RatioRule(view.vllm_importance_sampling_mode, *bounds)
     steps = args.geometry.steps_per_rollout * view.num_iterations  # optimizer steps on one rollout batch
@@ -201,7 +201,7 @@ def _hooks(view: TrainerView, sharded: bool) -> Hooks:
     args = view.args
     reason = why_equal(args, sharded, rollout_func=True)
     needs_logps = None
-    if view.use_vllm and view.vllm_importance_sampling_correction:
+    if view.corrects_sampling:
         needs_logps = (
             "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
         )

@@ -23,7 +23,7 @@ from ..batching.prompt_order import ProcessSlices, StepRows
 from ..batching.sizes import BatchGeometry
 from ..forward.snapshot import Weights
 from ..runtime.collectives import of_ours, wait_for_all
-from ..runtime.out_of_memory import Halving
+from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..view import TrainerView
 from .ahead import PROGRESS, RolloutsAhead, build_ahead, settings_ahead
 from .batch import Column, Ragged, RolloutBatch
@@ -53,7 +53,7 @@ class Rollouts:
     rounds: RoundMaker
     log: RolloutLog
     memory: Halving  # the number of completions that fit into one `generate`, of the thread that samples ahead too
-    max_tokens: Callable[[], int | None]  # returns the tokens of a forward that fit into memory; None: any number
+    limits: MicroBatchLimits  # of training, which also bound the forwards of a rollout
     # raises for what was changed since the trainer was built, and cannot be followed
     recheck: Callable[[], None] = field(default=lambda: None, init=False)
     batch: RolloutBatch | None = field(default=None, init=False)  # the one that is trained on
@@ -78,9 +78,6 @@ class Rollouts:
     def images(self) -> ImageSource:
         return self.worker.images
 
-    def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
-        self.batch, self.batch_name = batch, name
-
     def begin(self, geometry: BatchGeometry, threads: int | None) -> None:
         """Begin a run with these batch sizes: its first step samples, and nothing waits to be sampled ahead."""
         self.batch, self.batch_name, self.waiting = None, None, ()
@@ -100,7 +97,7 @@ class Rollouts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         name = state["batch_name"]
-        self.hold(saved_batch(state["batch"]), None if name is None else tuple(name))
+        self.batch, self.batch_name = saved_batch(state["batch"]), None if name is None else tuple(name)
         self.waiting, self.sampled_at = saved_waiting(state["waiting"]), state["sampled_at"]
 
     def slices(self, num_generations: int) -> ProcessSlices:
@@ -120,7 +117,7 @@ class Rollouts:
         if prepare is not None and not sampled:  # images by the processor and template as they are now
             prepare.processor, prepare.template = self.view.processing_class, template_of(self.view)
         self.recheck()
-        return read_settings(self.view, self.worker, self.rounds.check, self.max_tokens())
+        return read_settings(self.view, self.worker, self.rounds.check, self.limits.tokens)
 
     def send_weights(self) -> None:
         """Send the current weights to vLLM, by TRL's rule once for each step that samples; a collective."""
@@ -153,7 +150,7 @@ class Rollouts:
         if self.batch is None or self.batch_name != request.name:
             if not rows and self.ahead is None:  # a run that was resumed without its rollout batch
                 rows = self.rounds.steps.rows(request)
-            self.hold(self.make(rows), request.name)
+            self.batch, self.batch_name = self.make(rows), request.name
         if args.rollout_lag:
             if args.dynamic_sampling:
                 self._submit_ahead(args.rollout_lag)

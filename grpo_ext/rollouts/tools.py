@@ -267,6 +267,6 @@ def _check_name(name: str | None, factories: Mapping[str | None, Any]) -> None:
         names = [str(known) for known in factories]
         remedy = did_you_mean(str(name), names, f"it makes {', '.join(map(repr, names))}.")
         raise DataError(
-            f"a row has environment={name!r}, by its column 'environment', which environment_factory does not make; "
+            f"a row has environment={name!r}, by its column 'environment', which environment_factory does not have; "
             f"{remedy}"
         )

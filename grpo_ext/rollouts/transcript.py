@@ -137,7 +137,7 @@ class Transcript:
         """The experts of prompt and completion; `LIVE` for what followed the last token that was sampled."""
         if self.experts_NC is None:
             return None
-        missing = len(self.prompt_ids) + len(self.ids) - len(self.experts_NC)  # below 0 for a prompt alone
+        missing = len(self.prompt_ids) + len(self.ids) - len(self.experts_NC)  # below 0 if the completion is left out
         return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=LIVE)
 
 

@@ -1,4 +1,4 @@
-"""TRL's sampling methods, with TRL's arguments and results, for users who call them: mostly by `super()`.
+"""TRL's sampling methods, with TRL's arguments and results, for users who call them, mostly by `super()`.
 
 A call by an override that runs (`UserCalls`) belongs to its rollout batch. Any other call is a rollout of its own, with
 random numbers of its own. Called by the trainer.
@@ -51,7 +51,7 @@ class TrlMethods:
         request = self._request(inputs, settings.sampling.num_generations)
         local = LocalRollout(request, settings) if call is None else call.local
         local.request = request
-        columns = ([], [], [], []) if request.empty else (inputs, prompts, completions, ids)
+        columns = ([], [], [], []) if request.stands_in else (inputs, prompts, completions, ids)
         rewards_BF, calls = self.rollouts.worker.compute_rewards(local, *columns)
         shares = gather_lists([(rewards_BF, calls)])
         if call is None:  # called by other code of the user, which logs where TRL's methods do

@@ -96,7 +96,7 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
     """
     remedy = _REMEDY + (_KEPT_REMEDY if kept_ids else "")
     if not isinstance(output, Mapping):
-        raise RolloutError(f"rollout_func returned a {type(output).__name__} in the place of a dictionary. {remedy}")
+        raise RolloutError(f"rollout_func returned a {type(output).__name__} instead of a dictionary. {remedy}")
     missing = [name for name in _REQUIRED if name not in output]
     missing += [name for name in ("prompt_ids", "completion_ids") if output.get(name, ()) is None]
     if missing:

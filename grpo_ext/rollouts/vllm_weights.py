@@ -147,7 +147,7 @@ class Generation(compat.VLLMGeneration):
         vars(new).update(vars(generation), versions=versions, mask_bound=mask_bound, unfiltered=unfiltered)
         if new.mode == "colocate":
             new.llm = ColocatedEngine(new.llm)
-        if mask_bound is not None:  # vLLM returns masks with a `top_k` alone
+        if mask_bound is not None:  # vLLM returns masks only with a `top_k`
             new.generation_kwargs = {**new.generation_kwargs, "top_k": mask_bound}
         return new
 

@@ -3,8 +3,8 @@
     rows -> begin -> generate <-> answer -> log-probabilities -> rewards
 
 Differs from TRL, whose `_generate_and_score_completions` and `_generate` gather in between. A worker holds no trainer,
-because with `rollout_lag` a second one runs on a thread, with copies of the models. docs/architecture.md lists the few
-things that processes exchange meanwhile.
+because with `rollout_lag` a second one runs on a thread, with copies of the models. docs/architecture.md lists what
+processes exchange meanwhile.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ class RolloutWorker:
         return self.settings.sharded and self.images.prepare is not None
 
     def sample(self, rows: StepRows, settings: RolloutSettings, repeat: int = 0) -> LocalRollout:
-        """This process's transcripts of a rollout batch, with log-probabilities and rewards.
+        """Sample this process's part of a rollout batch, with log-probabilities and rewards.
 
         `repeat` is how often a user's override has called TRL's method before; each call draws other random numbers.
         """
         local, sampling = LocalRollout(rows.request, settings), settings.sampling
-        if not rows.request.empty or sampling.hooks.need_all_processes or self.shards_vision:
+        if not rows.request.stands_in or sampling.hooks.need_all_processes or self.shards_vision:
             local.transcripts = self.begin(rows, sampling, repeat)
         self.converse(local)
         if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
             raise RolloutError(
-                f"the completion of the prompt {reprlib.repr(empty[0])} has no tokens; return at least the end "
-                "token, from whatever samples: an override, the model's generate, vLLM."
+                f"the completion of the prompt {reprlib.repr(empty[0])} has no tokens; what samples it (an "
+                "override, the model's generate or vLLM) has to return at least the end token."
             )
         share_prompt_experts(local.transcripts, local.request.num_generations)
         self.add_logprobs(local)
@@ -81,7 +81,7 @@ class RolloutWorker:
     # ---- Prompts --------------------------------------------------------------------------------------------------
 
     def begin(self, rows: StepRows, sampling: SamplingSettings, repeat: int) -> list[Transcript]:
-        """Transcripts of rows before anything is sampled: environments are reset, images are in the messages."""
+        """Make transcripts of rows: reset their environments, and put images into their messages."""
         keys = request_keys(rows.request, len(rows), sampling.seed, sampling.training, repeat)
         columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
         transcripts = [Transcript(row, key, place, number) for place, (row, key, number) in columns]
@@ -97,7 +97,7 @@ class RolloutWorker:
         prompts = [transcripts[i].prompt for i in firsts]
         ids = tokenize(prompts, [transcripts[i].environment_name for i in firsts])
         if len(ids) != len(prompts):
-            raise RolloutError(f"_tokenize_prompts returned {len(ids)} lists of token ids for {len(prompts)} prompts.")
+            raise RolloutError(f"_tokenize_prompts returned ids of {len(ids)} prompts, not of all {len(prompts)}.")
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
             sampling.chat.check_ids(list(prompt_ids), f"the prompt {reprlib.repr(prompt)}")
         for transcript, number in zip(transcripts, numbers, strict=True):
@@ -125,29 +125,27 @@ class RolloutWorker:
         if not sampling.chat.tools:
             return
         local.has_mask = True
-        active = [] if local.request.empty else transcripts
-        while self._any(active := sampling.toolbox.answer(active, sampling.chat, sampling.limits)):
+        active = [] if local.request.stands_in else transcripts
+        any_active = any_process if self.settings.sharded else bool
+        while any_active(bool(active := sampling.toolbox.answer(active, sampling.chat, sampling.limits))):
             for transcript, turn in zip(active, self.generate(local, active), strict=True):
                 continue_with(transcript, turn, sampling.chat, sampling.limits)
 
-    def _any(self, active: Sequence[Transcript]) -> bool:
-        return any_process(bool(active)) if self.settings.sharded else bool(active)
-
     def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
-        """One turn of some transcripts; called by all processes, for every turn, where a forward is a collective."""
+        """Sample one turn of some transcripts; all processes call it for every turn where a forward is a collective."""
         with self.clock.phase("rollout"):
             sampled = self.sample_turn(local, transcripts)
         if len(sampled) != len(transcripts):
             raise RolloutError(
-                f"{len(sampled)} completions were sampled for {len(transcripts)} prompts, and each needs its own; the "
-                "log above says why where the generation failed."
+                f"{len(sampled)} completions were sampled for {len(transcripts)} prompts; each prompt needs one. If "
+                "the generation failed, the log above says why."
             )
         return [t if t.ended is not None else replace(t, ended=local.ended(t.ids)) for t in sampled]
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
-        """One turn, chunk by chunk by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
+        """Sample one turn, in chunks by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
         turn, sharded = local.settings.sampling.hooks.turn, self.settings.sharded
-        if turn is None or (sharded and (local.request.empty or not transcripts)):  # joins the forwards of others
+        if turn is None or (sharded and (local.request.stands_in or not transcripts)):  # the forwards of others too
             return self.sample_by_engine(local, transcripts)
         group = local.request.num_generations
         sampled: list[Sampled] = []
@@ -170,11 +168,11 @@ class RolloutWorker:
         return sampled
 
     def sample_by_engine(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
-        """What the engine samples; for a process without prompts one token per stand-in."""
+        """Sample with the engine; a process without prompts gets one token for each stand-in."""
         request, config = local.request, local.settings.sampling.generation_config
-        real = rows = [] if request.empty else transcripts
+        real = rows = [] if request.stands_in else transcripts
         if not real and self.shards_vision and config is not None:
-            # the forwards of other processes see images, so this one's have to; vLLM holds weights of its own
+            # other processes run the image tower, so this one has to; vLLM has weights of its own
             rows = [transcript.prompt_alone() for transcript in local.transcripts[:1]]
         sampled = self.engine.generate(rows, config, request.num_generations)
         if real:
@@ -194,7 +192,7 @@ class RolloutWorker:
             rows = TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
 
         def log_probs(by_reference: bool) -> list[torch.Tensor]:
-            # the reference has routers of its own
+            # the reference routes by itself
             of_model = replace(rows, experts_NC=None) if by_reference else rows
             logps_S, experts_NC = self._log_probs(of_model, local.settings, by_reference)
             if has_rows and experts_NC is not None:
@@ -242,7 +240,7 @@ class RolloutWorker:
         return TokenRows(ids, prompts, lengths, same, images, None, kept_B, experts_NC, group_lengths_B=whole)
 
     def add_rewards(self, local: LocalRollout) -> None:
-        """Rewards of each function; none where the user's `_calculate_rewards` makes them, after `exchange`."""
+        """Compute the rewards, unless the user's `_calculate_rewards` makes them after `exchange`."""
         if local.settings.sampling.hooks.rewards:
             return
         with self.clock.phase("rewards"):
@@ -255,7 +253,7 @@ class RolloutWorker:
     def compute_rewards(
         self, local: LocalRollout, rows: list[Any], prompts: list[Any], completions: list[Any], ids: list[Any]
     ) -> tuple[torch.Tensor, list[RewardCall]]:
-        """Rewards (B, F) of completions, which a user's `_calculate_rewards` may have changed."""
+        """Compute rewards (B, F) of completions; a user's `_calculate_rewards` may have changed these."""
         settings = local.settings.rewards
         reward_rows = RewardRows(
             inputs=rows,
@@ -275,7 +273,7 @@ class RolloutWorker:
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:
-    """A key that transcripts with the same prompt share; it holds images by number."""
+    """A key that transcripts with the same prompt share; images count by number."""
     number = transcript.number
     images = (number, transcript.place if number is None else None) if transcript.images else ()
     return transcript.environment_name, images, _frozen(transcript.prompt, transcript.images)
@@ -292,16 +290,16 @@ def _frozen(value: Any, images: Sequence[Any]) -> Hashable:
 
 
 def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[Any], list[Any], list[list[int]]]:
-    """What reward functions are called with: rows, prompts, completions, token ids."""
+    """The arguments of reward functions: rows, prompts, completions, token ids."""
     names = ("row", "prompt", "completion", "ids")
     rows, prompts, completions, ids = ([getattr(t, name) for t in transcripts] for name in names)
     return rows, prompts, completions, ids
 
 
 def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
-    """What was logged with TRL's methods outside a call of a reward function, as one further call; cleared there.
+    """Take what was logged with TRL's methods outside a reward function, as one further call, and clear it there.
 
-    Called by the thread that computes the rewards: with `rollout_lag` the other one may be at another rollout batch.
+    Runs on the thread that computes the rewards: with `rollout_lag` the other one may be at another rollout batch.
     """
     metrics, columns = local.settings.rewards.pending_metrics, local.settings.rewards.pending_columns
     if not metrics and not columns:

@@ -1,4 +1,4 @@
-"""Folders of runs, and of checkpoints, which are whole or absent: written under another name, synced, then renamed.
+"""Folders of runs, and of checkpoints, which are complete or absent: written under another name, synced, then renamed.
 
 Differs from transformers, which writes into the final folder file by file. `checkpoint.json` lists every file with its
 size and SHA-256; it is written last and verified before anything is loaded. A run locks its folder while it trains, and
@@ -35,7 +35,7 @@ LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an unders
 RECORD = "_run.json"  # the name of the output_dir that a run's folder was given for, and when it last started
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
-_PARTIAL = "_writing-"  # begins the names of folders that are not whole
+_PARTIAL = "_writing-"  # begins the names of folders that are not complete
 
 
 def file_hash(path: Path) -> str:
@@ -49,7 +49,7 @@ def _hashes(paths: Sequence[Path]) -> list[str]:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints in a run's folder, whole or not, oldest step first."""
+    """The checkpoints in a run's folder, complete or not, oldest step first."""
     root = Path(folder)
     if not root.is_dir():
         return []
@@ -131,7 +131,7 @@ def why_broken(folder: str | Path) -> str | None:
 
 
 def why_not_resumable(folder: str | Path) -> str | None:
-    """Why a run cannot go on from a checkpoint: it is broken, or holds no state of the optimizer or the schedule."""
+    """Why a run cannot resume from a checkpoint: it is broken, or holds no state of the optimizer or the schedule."""
     root = Path(folder)
     if (reason := why_broken(root)) is not None or any(root.glob("global_step*")):
         return reason
@@ -162,11 +162,11 @@ def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
                 logger.warning(f"Skipped a checkpoint: {sentence}.")
             return str(path)
         reasons.append(reason)
-    searched = "" if is_path(wanted) else f"{folder} holds no whole checkpoint: "
+    searched = "" if is_path(wanted) else f"{folder} holds no complete checkpoint: "
     raise CheckpointError(
         f"{searched}{'; '.join(reasons) or 'no run has saved one'}, so nothing can be resumed from it; use "
-        "resume_from_checkpoint='latest' for the newest whole checkpoint of output_dir, 'auto' for that or a new run "
-        "where there is none, or leave it out to start anew."
+        "resume_from_checkpoint='latest' for the newest complete checkpoint of output_dir, 'auto' for that or a "
+        "new run where there is none, or leave it out to start a new run."
     )
 
 
@@ -250,7 +250,7 @@ def runs_of(output_dir: str | Path) -> list[Path]:
 
 
 def run_to_resume(wanted: str | bool | None, output_dir: str) -> Path | None:
-    """The folder of `output_dir` in which a resumed run goes on; None for a new run, or one that goes on elsewhere."""
+    """The folder of `output_dir` in which a resumed run continues; None for a new run, or one that is elsewhere."""
     if not wanted:
         return None
     runs = [run for run in runs_of(output_dir) if checkpoints(run)]

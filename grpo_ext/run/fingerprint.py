@@ -57,7 +57,7 @@ _TRL_LAYOUT = (
     *("cache_implementation", "pad_to_multiple_of", "chat_template_path", "trust_remote_code"),
     *("log_multimodal",),
 )
-# compared in bitwise mode alone: elsewhere they change the rounding at most
+# compared only in bitwise mode: elsewhere they change rounding at most
 _BITWISE = (
     *("canonical_unit_size", "bitwise_threads"),
     *("forward", "float32_weight_gradients", "skip_zero_contribution", "compact_rollouts"),
@@ -280,7 +280,7 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     )
     remedy = "Put these back, or start a new run with the checkpoint's weights"
     if fixed:
-        remedy += f": the optimizer goes on with the checkpoint's {', '.join(sorted(fixed))}"
+        remedy += f": the optimizer keeps the checkpoint's {', '.join(sorted(fixed))}"
     # the weights of another shape are not read, whatever is allowed
     if others := {n for n in refused.keys() - fixed if not (n.startswith("model.") and "model.parameters" in fixed)}:
         names = sorted(allowed | others)

@@ -1,4 +1,4 @@
-"""Interrupts: SIGTERM and the first Ctrl-C end a run after the current step, with a whole checkpoint.
+"""Interrupts: SIGTERM and the first Ctrl-C end a run after the current step, with a complete checkpoint.
 
 Differs from transformers, where they end the process at once, in the middle of its work. All processes stop after the
 same step. A second Ctrl-C stops at once. Installed by the trainer for the duration of a run.

@@ -1,7 +1,7 @@
 """Checkpoints, resume and interrupts: a run can stop anywhere and resume with the same result.
 
-Differs from transformers: a checkpoint is whole or absent, is verified before it is read, and holds the rollout batch
-in progress; signals end a run after its step. Called by the Trainer's events and the trainer's override points.
+Differs from transformers: a checkpoint is complete or absent, is verified before it is read, and holds the rollout
+batch in progress; signals end a run after its step. Called by the Trainer's events and the trainer's override points.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..errors import CheckpointError, MemoryShortageError
 from ..forward.reference import MovedReference
 from ..forward.runner import ForwardRunner
 from ..precision.loss_scaler import LossScaler
-from ..rollouts.ahead import described
+from ..rollouts.ahead import describe_lag
 from ..rollouts.keyed import most_kept
 from ..rollouts.settings import truncating_filters
 from ..rollouts.source import Rollouts
@@ -79,7 +79,7 @@ class RunKeeper(TrainerCallback):
         self.geometry: BatchGeometry = view.args.geometry
         self.losses: list[float] = []
         self.watch = InterruptWatch()
-        self.checkpoint: str | None = None  # that the run resumes from; None for a new run
+        self.checkpoint: str | None = None  # the one that the run resumes from; None for a new run
         self.resumed = TrainerState()  # the loop's state in the checkpoint
         self._stopped_early = False  # the run that is resumed
         self._components: dict[str, Stateful] = {
@@ -90,13 +90,13 @@ class RunKeeper(TrainerCallback):
             "reference": MovedReference(view),
             "interrupts": self.watch,
         }
-        self._sizes: dict[str, Stateful] = {  # what is known of memory
+        self._sizes: dict[str, Stateful] = {  # batch sizes that are known to fit into memory
             "micro_batches": limits,
             "scoring": forwards.memory,
             "generation": rollouts.memory,
         }
         self._states: dict[str, Any] = {}  # of components, read from a checkpoint, until the loop has begun
-        self._owner = ""  # unique to a run: processes of one that was killed may still be writing
+        self._owner = ""  # unique to a run: processes of a killed run may still be writing
         self.writing_to: str | None = None  # the folder in which a checkpoint is being written
         self._log = RunLog()
         self._lock: FileLock | None = None  # on the run's folder, on the main process
@@ -120,9 +120,9 @@ class RunKeeper(TrainerCallback):
     # ---- Events of the Trainer ------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the sums of the loop from a checkpoint; the loop has set them to zero."""
+        """Load the states of a checkpoint into the components, after the loop has set its sums to zero."""
         if state.global_step:
-            logger.info(f"Going on after step {state.global_step} of {state.max_steps}.")
+            logger.info(f"Resuming after step {state.global_step} of {state.max_steps}.")
         states, self._states = self._states, {}
         for name in list(states):
             self._components[name].load_state_dict(states.pop(name))  # its memory is freed
@@ -139,8 +139,8 @@ class RunKeeper(TrainerCallback):
         vars(self).pop("fingerprint", None)
         self.resumed, self._stopped_early = TrainerState(), False
         self.geometry, self.losses, self._states = self.args.geometry, [], {}
-        self.view.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what others decide
-        if self.args.output_dir != self._last_folder:  # the user's, and not where the last run of this trainer went
+        self.view.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what the others decide
+        if self.args.output_dir != self._last_folder:  # set by the user, not by the last run of this trainer
             self._user_output_dir = str(self.args.output_dir)
         output_dir = self._user_output_dir
 
@@ -149,7 +149,7 @@ class RunKeeper(TrainerCallback):
             run, runs = run_to_resume(wanted, output_dir), runs_of(output_dir)
             if not is_path(wanted) and run in runs[:-1]:
                 later = ", ".join(map(str, runs[runs.index(run) + 1 :]))
-                logger.warning(f"Going on in {run}. Runs that started later have no checkpoint: {later}.")
+                logger.warning(f"Continuing in {run}. Runs that started later have no checkpoint: {later}.")
             folder, self._lock = take_folder(output_dir if run is None else str(run), in_place=run is not None)
             if not is_path(wanted):  # the newest one once the folder is locked
                 checkpoint = find_checkpoint(wanted, folder)
@@ -167,14 +167,14 @@ class RunKeeper(TrainerCallback):
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
         if self.args.log_completions and self.accelerator.is_main_process:
-            (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it once, when it is built
+            (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it in its constructor only
         if checkpoint is not None and in_place and self.args.should_save and (later := set_aside_later(checkpoint)):
             names = ", ".join(path.name for path in later)
-            logger.warning(f"Going on from {checkpoint}; the later checkpoints beside it are now {names}.")
+            logger.warning(f"Continuing from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
 
     def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """The loss scale; at the end of a run the mean of all its losses, summed exactly."""
+        """Values to log too: the loss scale, and at the end of a run the mean of all its losses, summed exactly."""
         values: dict[str, float] = {}
         if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
             values |= scaler.report()
@@ -190,16 +190,18 @@ class RunKeeper(TrainerCallback):
     def _read(self, checkpoint: str) -> None:
         if self.args.ignore_data_skip:
             raise CheckpointError(
-                f"ignore_data_skip=True would train on prompts from before {checkpoint} again; leave it out."
+                f"ignore_data_skip=True would train again on prompts from before {checkpoint}; leave it out."
             )
         from_main_process(self.accelerator, lambda: refuse_other_engine(checkpoint, self.accelerator))
         listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
         if listing is None:
-            logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")
+            logger.warning(
+                f"{checkpoint} has no checksums (another trainer wrote it), so it is read without verification."
+            )
         elif self.view.is_deepspeed_enabled and listing["processes"] != processes:
             raise CheckpointError(
-                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed reads it with as many; "
-                f"this run has {processes}. Start {listing['processes']}, or export the model and begin a new run."
+                f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed needs as many to read "
+                f"it; this run has {processes}. Start {listing['processes']}, or export the model and begin a new run."
             )
         if self.args.sync_ref_model and shards_parameters(self.accelerator):
             raise CheckpointError(
@@ -215,7 +217,7 @@ class RunKeeper(TrainerCallback):
         for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
         if "global_batch_size" in changes:
-            logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
+            logger.warning("The count of steps continues, so some prompts of this epoch are skipped or repeated.")
         others = sorted(changes.keys() - KEEPS_ROLLOUT)
         if (states := load_state(checkpoint)) is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
@@ -228,12 +230,12 @@ class RunKeeper(TrainerCallback):
             self._states = {n: states[n] for n in self._components if n != "rollouts" or not others}
         self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
         saved: Any = self.resumed.stateful_callbacks
-        if not self.args.restore_callback_states_from_checkpoint:  # or transformers restores them, its way
+        if not self.args.restore_callback_states_from_checkpoint:  # else transformers does
             restore_callbacks(self.view.callback_handler.callbacks, saved, checkpoint)
 
     @contextlib.contextmanager
     def epoch(self, trial: Any) -> Iterator[dict[str, Any] | None]:
-        """Around an epoch of the loop; yields arguments to replace, or None where nothing is left to train."""
+        """Wrap an epoch of the loop; yield arguments to replace, or None where nothing is left to train."""
         control = self.view.control
         if (reason := self._why_finished()) is not None:
             logger.info(reason)
@@ -245,7 +247,7 @@ class RunKeeper(TrainerCallback):
             with tempfile.TemporaryDirectory() as states:
                 self.evaluate_late(trial)
                 self.view.save_random_states(states)
-                # a callback may stop the run after its evaluation; of the checkpoint the loop reads random states alone
+                # a callback may have stopped the run in that evaluation; the loop reads only random states from here
                 yield None if self.view.control.should_training_stop else {"resume_from_checkpoint": states}
 
     def evaluate_late(self, trial: Any) -> None:
@@ -254,17 +256,17 @@ class RunKeeper(TrainerCallback):
 
     def _why_finished(self) -> str | None:
         if self.view.state.global_step >= self.view.state.max_steps:
-            return "The run is finished: nothing is left to train, and the weights stay as they are."
+            return "The run is finished: nothing is left to train, and the weights are unchanged."
         if not self._stopped_early:
             return None
         return (
             f"The run was stopped early, after step {self.resumed.global_step} of {self.resumed.max_steps}. "
-            "To train on, set allow_changed_on_resume=['stopped_early'] (as an option: --allow_changed_on_resume "
-            "stopped_early), and leave out or change the callback that stopped it."
+            "To continue, set allow_changed_on_resume=['stopped_early'] (as an option: --allow_changed_on_resume "
+            "stopped_early), and remove or change the callback that stopped it."
         )
 
     def _conditions(self) -> str:
-        """What decides which sizes fit, beside the model: the device, and what a user changes to make more fit."""
+        """The device and the settings that decide, beside the model, which sizes fit into memory."""
         args = self.args
         sizes = (args.per_device_train_batch_size, args.micro_batch_tokens, args.gradient_checkpointing)
         return f"{device_kind(self.accelerator.device)}, {sizes}"
@@ -282,7 +284,7 @@ class RunKeeper(TrainerCallback):
             micro_batch_tokens=limits.tokens,
             form=self.forwards.choice.described(view.model),
             precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
-            ahead=described(view),
+            ahead=describe_lag(view),
             longest=None if args.use_vllm or continuous else view.max_completion_length,
             half=(args.bf16 or args.fp16) and not args.bitwise_invariant,
             most_kept=most_kept(truncating_filters(view)) if args.replay.masks else None,
@@ -297,8 +299,8 @@ class RunKeeper(TrainerCallback):
         """Log the plan, record start and end of the run, and let signals stop it after a step."""
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
-        first = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
-        with self.watch.listening(), assigned(self.args, eval_on_start=first):
+        evaluates = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
+        with self.watch.listening(), assigned(self.args, eval_on_start=evaluates):
             if self.args.should_save:
                 config = getattr(self.view.policy, "config", None)
                 about = {
@@ -328,10 +330,10 @@ class RunKeeper(TrainerCallback):
         step = self.view.state.global_step
         path = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         if not from_main_process(self.accelerator, path.is_dir):
-            logger.info(f"Interrupted after step {step}; no checkpoint of it was written.")
+            logger.info(f"Interrupted after step {step}; no checkpoint was written.")
             return TrainingInterrupted(None)
         logger.info(
-            f"Interrupted after step {step}; {path} is written. To go on, run the same command with "
+            f"Interrupted after step {step}; the checkpoint is {path}. To continue, run the same command with "
             f"--resume_from_checkpoint {path} (in a script: trainer.train(resume_from_checkpoint='{path}'))."
         )
         return TrainingInterrupted(str(path))
@@ -340,7 +342,7 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def saving(self, final: Path) -> Iterator[None]:
-        """The Trainer writes a checkpoint to `writing_to`; afterwards `final` is whole or absent."""
+        """The Trainer writes a checkpoint to `writing_to`; afterwards `final` is complete or absent."""
         states: dict[str, Any] | None = None
         if not self.args.save_only_model:
             states = {name: part.state_dict() for name, part in self._components.items()}
@@ -353,7 +355,7 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def saving_on_failure(self, save: Callable[[], None]) -> Iterator[None]:
-        """`save` the checkpoint that is due where an evaluation fails on all processes; a resume evaluates first."""
+        """If an evaluation fails on all processes, `save` the checkpoint that is due; a resumed run evaluates first."""
         try:
             yield
         except Exception as error:

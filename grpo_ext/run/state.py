@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run into a folder that is whole or absent; the states of components and callbacks in one.
+"""Writes the checkpoints of a run, complete or absent; the states of components and callbacks in a checkpoint.
 
 Differs from transformers, which writes into the final folder, and from TRL, which samples again on resume. States are
 saved as JSON and safetensors, so that reading them executes nothing. Called by run.keeper around the Trainer's method.
@@ -132,7 +132,7 @@ def _failing_together(explain: Callable[[str], str]) -> Iterator[None]:
 def writing_checkpoint(
     view: TrainerView, folder: Path, final: Path, components: Mapping[str, Any] | None, fingerprint: Mapping[str, Any]
 ) -> Iterator[None]:
-    """The Trainer writes to `folder` inside; afterwards `final` is whole or absent. `components`: their states."""
+    """The Trainer writes to `folder` inside; afterwards `final` is complete or absent. `components`: their states."""
     run, saves, state, written = final.parent, view.args.should_save, view.state, folder / final.name
     # transformers lists states of a class after earlier ones, and knows no callbacks that came with a resume
     state.stateful_callbacks = callback_states([*view.callback_handler.callbacks, view.control])
@@ -172,7 +172,7 @@ def _complete(
     state.save_to_json(str(folder / TRAINER_STATE_NAME))  # with the best checkpoint's final name
     (folder / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
-        # the engine wrote its shards of the weights alone
+        # the engine wrote only its shards of the weights
         model = view.policy
         adapter = getattr(model, "peft_config", None)
         configs: list[Any] = [model.config, getattr(model, "generation_config", None)]

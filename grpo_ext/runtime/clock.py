@@ -28,7 +28,7 @@ class PhaseClock(TrainerCallback):
             self.seconds[name] += time.perf_counter() - start
 
     def stopped(self) -> AbstractContextManager[None]:
-        """Inside, nothing is counted: the phases of training alone are logged."""
+        """Inside, nothing is counted: only phases of training are logged."""
         return assigned(self, seconds=defaultdict(float))
 
     def add(self, seconds: dict[str, float]) -> None:
@@ -39,7 +39,7 @@ class PhaseClock(TrainerCallback):
         self._start = time.perf_counter()
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Shown with the next step."""
+        """Add the seconds of the optimizer, which are shown with the next step."""
         self.seconds["optimizer"] = time.perf_counter() - self._start
 
     def take(self) -> dict[str, float]:

@@ -29,31 +29,31 @@ from .attributes import assigned
 from .out_of_memory import StepOutOfMemory, is_out_of_memory
 
 _MAGIC = 0x67727065  # a header begins with it
-_REMEDY = "Collectives in code of yours have to run on every process equally often; see docs/overrides.md."
+_REMEDY = "Collectives in your code have to run equally often on every process; see docs/overrides.md."
 # errors that are raised as what they are on the other processes too
 _KEPT = (errors.RolloutError, errors.PrecisionError, errors.MemoryShortageError, StepOutOfMemory)
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
 _PULSE = 0.5  # seconds in which processes ask each other whether they are done
-_alone: ContextVar[bool] = ContextVar("alone", default=False)
+_local: ContextVar[bool] = ContextVar("local", default=False)
 
 
 @contextmanager
 def local_collectives() -> Iterator[None]:
     """The collectives of the thread that samples ahead stay local: processes could run them in another order."""
-    token = _alone.set(True)
+    token = _local.set(True)
     try:
         yield
     finally:
-        _alone.reset(token)
+        _local.reset(token)
 
 
 def wait_for_all(accelerator: Accelerator) -> None:
-    _refuse_alone()
+    _refuse_local()
     accelerator.wait_for_everyone()
 
 
-def _refuse_alone() -> None:
-    if _alone.get():
+def _refuse_local() -> None:
+    if _local.get():
         raise ConfigError(
             "a collective on the thread that samples ahead: processes could run it and those of training in different "
             "orders, and hang. Use rollout_lag=0, or no collective in reward functions and tools."
@@ -61,7 +61,7 @@ def _refuse_alone() -> None:
 
 
 def _processes() -> int:
-    return 1 if _alone.get() else PartialState().num_processes
+    return 1 if _local.get() else PartialState().num_processes
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def _collectives() -> int:
 @contextmanager
 def of_ours() -> Iterator[None]:
     """Inside, collectives are not a user's; see `uneven_collectives`."""
-    if _alone.get():
+    if _local.get():
         yield
         return
     before = _Counter.ours - _collectives()
@@ -166,14 +166,14 @@ def together(place: str, sharded: bool = False, again: bool = False) -> Iterator
 @of_ours()
 def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
     """Stack tensors of one shape over all processes: (processes, ...)."""
-    return values[None] if _alone.get() else gather(values[None])
+    return values[None] if _local.get() else gather(values[None])
 
 
 @of_ours()
 def gather_lists(items: list[Any]) -> list[Any]:
-    """For objects that can be pickled; in process order."""
+    """Gather lists of objects that can be pickled, in process order."""
     _meet("an exchange of lists")
-    return items if _alone.get() else gather_object(items)
+    return items if _local.get() else gather_object(items)
 
 
 def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor:
@@ -208,9 +208,9 @@ class UsersAccelerator(Accelerator):
         return users
 
     def _meet(self, name: str) -> _Uneven | None:
-        """Where rows are uneven, meet the other processes; None elsewhere."""
+        """Meet the other processes where rows are uneven; None elsewhere."""
         if self.num_processes > 1:
-            _refuse_alone()
+            _refuse_local()
         if self.uneven is None:
             return None
         if self.uneven.refused_in is not None:
@@ -266,7 +266,7 @@ def uneven_collectives(
     refused_in: str | None = None,
     others_refused: str | None = None,
 ) -> Iterator[None]:
-    """Inside, those of `accelerator` take a different number of rows from every process, for a user's overrides.
+    """Inside, collectives of `accelerator` accept different numbers of rows from processes, for a user's overrides.
 
     Args:
         accelerator: a trainer's, which is a `UsersAccelerator`.
@@ -282,13 +282,13 @@ def uneven_collectives(
         yield
     if others_refused and _collectives() - _Counter.ours != before:
         raise ConfigError(
-            f"code of yours ran a collective of accelerate.utils or torch.distributed, and {others_refused}. Use "
+            f"your code ran a collective of accelerate.utils or torch.distributed, and {others_refused}. Use "
             "accelerator.gather, reduce or gather_for_metrics, which leave these rows out; see docs/overrides.md."
         )
 
 
 def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    _refuse_alone()
+    _refuse_local()
     if PartialState().num_processes > 1:
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             tensor.data.copy_(broadcast(tensor.data.to(device).contiguous()))
@@ -296,7 +296,7 @@ def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torc
 
 
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
-    _refuse_alone()
+    _refuse_local()
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
     return values
@@ -304,7 +304,7 @@ def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
 
 @of_ours()
 def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
-    _refuse_alone()
+    _refuse_local()
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat)
@@ -330,7 +330,7 @@ def first_of_all_processes(value: Any) -> Any:
 
 def without_long_waits(work: Callable[[], Any]) -> Any:
     """The result of `work`, which holds no collectives, once all are done; a single wait would meet the timeout."""
-    _refuse_alone()
+    _refuse_local()
     if _processes() == 1:
         return work()
     result = ThreadPoolExecutor(1).submit(work)

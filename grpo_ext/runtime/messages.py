@@ -1,6 +1,6 @@
 """The console of the logger "grpo_ext": what the package logs is shown without any logging configuration.
 
-Differs from a bare logger, which shows warnings alone. `logging.getLogger("grpo_ext").setLevel(logging.WARNING)`
+Differs from a bare logger, which shows only warnings. `logging.getLogger("grpo_ext").setLevel(logging.WARNING)`
 silences the plan of a run and its other messages.
 """
 
@@ -17,7 +17,7 @@ class ConsoleHandler(logging.Handler):
     """Writes plain lines above a progress bar: warnings to standard error, other messages to standard output."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Nothing if the program has configured handlers of its own, which the message reaches too."""
+        """Write nothing if the program has configured handlers of its own, which get the message too."""
         if logging.root.handlers:
             return
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout

@@ -112,7 +112,7 @@ class FixedPointGradients(NativeGradients):
         self._sums.clear()
 
     def finish(self, count: int) -> None:
-        """A PrecisionError on every process, where a term was not finite or out of range on any of them."""
+        """Sum over all processes; a PrecisionError on all if a term was not finite or out of range on any."""
         device = self.accelerator.device
         terms = int(sum_over_processes(torch.tensor(float(count), device=device)))
         anywhere = _used_anywhere([name in self._sums for name in self.parameters], self.accelerator)

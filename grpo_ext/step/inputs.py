@@ -32,7 +32,7 @@ class LossInputs:
     groups: Sequence[int]  # of each completion
     rows: TokenRows  # the tokens, without padding
     columns: dict[str, Any]  # padded, by TRL's names: those that the loss reads, or all with `in_trl_form`
-    in_trl_form: bool = True  # as of `StepSettings`
+    in_trl_form: bool = True  # see `StepSettings`
 
     @property
     def accumulation_steps(self) -> float:

@@ -30,9 +30,9 @@ def active_tokens(mask_BT: torch.Tensor, entropies_BT: torch.Tensor, threshold: 
     return mask_BT if threshold is None else mask_BT * (entropies_BT >= threshold)
 
 
-def assemble_loss(cfg: LossConfig, inputs: LossInputs, scores: MicroBatchScores) -> torch.Tensor:
+def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchScores) -> torch.Tensor:
     """The part of the loss that a micro-batch adds to the step, times the micro-batch's weight."""
-    columns, step, weight = inputs.columns, inputs.step, inputs.part.weight
+    columns, step, weight = micro_batch.columns, micro_batch.step, micro_batch.part.weight
     if cfg.beta != 0.0 and "ref_per_token_logps" not in columns:
         raise ConfigError(
             f"beta={cfg.beta:g} asks for the KL term, but these completions have no reference log-probabilities, "
@@ -52,34 +52,34 @@ def assemble_loss(cfg: LossConfig, inputs: LossInputs, scores: MicroBatchScores)
         sampling_ratio=columns.get("importance_sampling_ratio"),
         entropy_keep_BT=keep,
     )
-    tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, step.counts, inputs.groups)
+    tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, step.counts, micro_batch.groups)
     loss = (tokens.loss_BT * weights_BT).sum()
     if cfg.entropy_coefficient is not None:
         metrics.add_total("policy_loss", loss, weight)
-        loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, inputs)
+        loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, micro_batch)
     if cfg.router_coefficient is not None:
-        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, inputs)
+        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, micro_batch)
     metrics.add_tokens("entropy", entropies, mask, weight)
-    _add_policy_metrics(cfg, tokens, batch.advantages, mask, inputs)
+    _add_policy_metrics(cfg, tokens, batch.advantages, mask, micro_batch)
     if (sampler_logps_BT := columns.get(SAMPLER_LOGPS)) is not None:
-        _add_sampler_difference(batch, sampler_logps_BT, inputs)
+        _add_sampler_difference(batch, sampler_logps_BT, micro_batch)
     if routing is not None:
         metrics.add("routing/changed_share", routing.changed, routing.replayed, weight)
     if cfg.log_ratios and batch.old_logps_BT is not None:
-        _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, inputs)
+        _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, micro_batch)
     return loss * weight
 
 
-def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, inputs: LossInputs) -> None:
+def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, micro_batch: LossInputs) -> None:
     """How far the sampler's log-probabilities lie from those that the trainer computes for the same policy."""
     policy_BT = batch.logps_BT.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     known_BT = batch.mask_BT * ~sampler_logps_BT.isnan()
     difference_BT = (policy_BT - sampler_logps_BT.nan_to_num()).abs()
-    inputs.step.metrics.add_tokens("sampling/logp_difference", difference_BT, known_BT, inputs.part.weight)
+    micro_batch.step.metrics.add_tokens("sampling/logp_difference", difference_BT, known_BT, micro_batch.part.weight)
 
 
-def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, inputs: LossInputs) -> None:
-    metrics, weight = inputs.step.metrics, inputs.part.weight
+def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, micro_batch: LossInputs) -> None:
+    metrics, weight = micro_batch.step.metrics, micro_batch.part.weight
     metrics.add_tokens("sampling/ratio_mean", ratio_BT, mask_BT, weight)
     unmasked = torch.where(mask_BT.bool(), ratio_BT, torch.nan)
     metrics.add_extreme("sampling/ratio_min", unmasked, weight, lowest=True)
@@ -87,34 +87,34 @@ def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, inputs: LossInput
 
 
 def _entropy_bonus(
-    coefficient: float, entropies_BT: torch.Tensor, mask_BT: torch.Tensor, inputs: LossInputs
+    coefficient: float, entropies_BT: torch.Tensor, mask_BT: torch.Tensor, micro_batch: LossInputs
 ) -> torch.Tensor:
     bonus = (entropies_BT * mask_BT).sum()
-    inputs.step.metrics.add("bonus_entropy", bonus, mask_BT.sum(), inputs.part.weight)
-    return coefficient * bonus / max(inputs.step.counts.entropy_tokens, 1)
+    micro_batch.step.metrics.add("bonus_entropy", bonus, mask_BT.sum(), micro_batch.part.weight)
+    return coefficient * bonus / max(micro_batch.step.counts.entropy_tokens, 1)
 
 
-def _router_loss(coefficient: float, router: RouterOutput | None, inputs: LossInputs) -> torch.Tensor:
+def _router_loss(coefficient: float, router: RouterOutput | None, micro_batch: LossInputs) -> torch.Tensor:
     if router is None:
         raise ModelError(
             f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, but the forward returned no "
             "router logits; set router_aux_loss_coef=0, or let your override of _get_per_token_logps_and_entropies "
             "pass on compute_aux_loss and the tensors that it is given."
         )
-    step = inputs.step
+    step = micro_batch.step
     chosen, probs, rows = router_statistics(router.logits, router.counts_BL, step.top_k)
     share, total = step.expert_share, step.router_rows
     if share is None:  # the batch is the whole step, or an override's
-        share, total = chosen / max(rows, 1), rows * inputs.accumulation_steps
+        share, total = chosen / max(rows, 1), rows * micro_batch.accumulation_steps
     aux = load_balancing_loss(probs, share.to(probs), probs.numel(), total)
-    step.metrics.add_total("aux_loss", aux, inputs.part.weight)
+    step.metrics.add_total("aux_loss", aux, micro_batch.part.weight)
     return aux
 
 
 def _add_policy_metrics(
-    cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor, mask: torch.Tensor, inputs: LossInputs
+    cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor, mask: torch.Tensor, micro_batch: LossInputs
 ) -> None:
-    metrics, weight = inputs.step.metrics, inputs.part.weight
+    metrics, weight = micro_batch.step.metrics, micro_batch.part.weight
     if tokens.kl_BT is not None:
         metrics.add_tokens("kl", tokens.kl_BT, mask, weight)
     if tokens.vespo_phi_B1 is not None:

@@ -82,11 +82,12 @@ class Attempt:
             return step
         measured: list[MicroBatchStatistics] = []
         with self.forwards.without_gradients(accelerator.unwrap_model(self.model)):
-            for inputs in self.micro_batches(step):
-                scores = self.forwards.micro_batch_log_probs(model, inputs.columns, inputs.rows, settings.router)
-                router, mask_BT = scores.router, loss_mask(inputs.columns)
+            for micro_batch in self.micro_batches(step):
+                columns = micro_batch.columns
+                scores = self.forwards.micro_batch_log_probs(model, columns, micro_batch.rows, settings.router)
+                router, mask_BT = scores.router, loss_mask(columns)
                 experts = None if router is None else router_statistics(router.logits, router.counts_BL, top_k)
-                measured.append(MicroBatchStatistics(inputs.part, scores.entropies, mask_BT, experts))
+                measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies, mask_BT, experts))
         set_statistics(step, measured, settings.top_entropy_quantile)
         return step
 
@@ -105,19 +106,17 @@ class Attempt:
                     run(micro_batch)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class StepPlanner:
     forwards: ForwardRunner
     clock: PhaseClock
     collation: Collation
     cost: TokenCost  # by which groups are assigned to processes
-    limits: MicroBatchLimits = field(init=False)
+    limits: MicroBatchLimits  # those of training
     eval_limits: MicroBatchLimits = field(init=False)
 
     def __post_init__(self) -> None:
-        args = self.forwards.args
-        self.limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
-        self.eval_limits = MicroBatchLimits(args.per_device_eval_batch_size, args.micro_batch_tokens)
+        self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
 
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
         """Yield attempts, each with smaller micro-batches, until one fits into memory."""

@@ -40,7 +40,7 @@ def _tool_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Tells which tokens carry loss, and how much, (B, T): 1 + id times the mask."""
+    """(1 + token id) * loss mask, (B, T): differs where a token that carries loss, or its weight, differs."""
     return (inputs["completion_ids"] + 1) * loss_mask(inputs)
 
 
@@ -61,10 +61,10 @@ class LossOverrides:
 
     @contextmanager
     def calling(self, micro_batch: LossInputs) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yields TRL's dictionary of the micro-batch, and the trainer's attributes that hold sizes."""
+        """Yield TRL's dictionary of the micro-batch, and the sizes to set on the trainer meanwhile."""
         training, inputs = self.view.model.training, self._dictionary(micro_batch)
-        given = Unchanged(*_tokens(inputs)), Unchanged(_tool_mask(inputs)), _loss_tokens(inputs)
-        self._call = _Call(micro_batch, *given)
+        unchanged = Unchanged(*_tokens(inputs)), Unchanged(_tool_mask(inputs))
+        self._call = _Call(micro_batch, *unchanged, _loss_tokens(inputs))
         args = args_in_loss(self.view.args, micro_batch, training)
         try:
             yield inputs, {"current_gradient_accumulation_steps": micro_batch.accumulation_steps, "args": args}
@@ -73,7 +73,7 @@ class LossOverrides:
 
     def _dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
         view, counts, images = self.view, micro_batch.step.counts, micro_batch.rows.images
-        # TRL's loss divides it by the processes, and in training by the steps of a rollout batch
+        # TRL's loss divides `num_items_in_batch` by the processes, and in training by the steps of a rollout batch
         repeats = view.accelerator.num_processes * (view.args.geometry.steps_per_rollout if view.model.training else 1)
         items = torch.tensor(float((counts.items or counts.tokens) * repeats), device=view.accelerator.device)
         inputs = {name: column for name, column in micro_batch.columns.items() if name != SAMPLER_LOGPS}
@@ -84,7 +84,7 @@ class LossOverrides:
         return inputs
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """The part of the step's loss that a dictionary adds; outside a step it is a step of its own."""
+        """Compute what a dictionary adds to the loss of the step; outside a step it is a whole step."""
         call, rows = self._call, self._rows_of(inputs)
         micro_batch = self._own_step(inputs, rows) if call is None else call.micro_batch
         scores = self.forwards.micro_batch_log_probs(model, inputs, rows, self.view.aux_loss_enabled)
@@ -93,7 +93,7 @@ class LossOverrides:
         return assemble_loss(loss_config_of(self.view), micro_batch, scores)
 
     def _rows_of(self, inputs: Mapping[str, Any]) -> TokenRows:
-        """Rows of the micro-batch in progress, or read from tensors that a user made."""
+        """The rows of the micro-batch in progress, or those of tensors that a user made."""
         if self._call is not None and self._call.tokens.are(*_tokens(inputs)):
             return self._call.micro_batch.rows
         self.view.args.replay.refuse_other_tokens(
@@ -103,7 +103,7 @@ class LossOverrides:
         return TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
 
     def _own_step(self, inputs: dict[str, Any], rows: TokenRows) -> LossInputs:
-        """A batch of the user's own, which begins with a whole group, counted as a step."""
+        """Count a batch of the user's own as a step; its groups are whole, from its first row on."""
         settings, mask = step_settings_of(self.view), loss_mask(inputs)
         whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), self.view.group_size)
         metrics, counts = StepMetrics(self.view.accelerator.device), step_counts(mask.sum(1).tolist(), groups)
@@ -116,27 +116,27 @@ class LossOverrides:
 
 
 def _counted(call: _Call, micro_batch: LossInputs, entropies_BT: torch.Tensor) -> LossInputs:
-    """A micro-batch with the counts of the tokens that an override passes on.
+    """Count the tokens that an override passes on.
 
-    The same tokens keep the counts of the step. The means of others are over these tokens, divided by
-    `accumulation_steps`, as TRL's are.
+    Unchanged tokens keep the counts of the step. With others, means are over these tokens and divided by
+    `accumulation_steps`, as in TRL.
     """
-    given, inputs = call.micro_batch, micro_batch.columns
-    by_sampler = {name: column for name, column in given.columns.items() if name == SAMPLER_LOGPS}
-    if micro_batch.rows is given.rows and call.tool_mask.are(_tool_mask(inputs)):
-        return replace(micro_batch, columns=inputs | by_sampler)
+    original, inputs = call.micro_batch, micro_batch.columns
+    sampler_logps = {name: column for name, column in original.columns.items() if name == SAMPLER_LOGPS}
+    if micro_batch.rows is original.rows and call.tool_mask.are(_tool_mask(inputs)):
+        return replace(micro_batch, columns=inputs | sampler_logps)
     both = before_BT, after_BT = call.loss_tokens_BT, _loss_tokens(inputs)
     width, rows = max(before_BT.size(1), after_BT.size(1)), len(after_BT)
     before_BT, after_BT = (torch.nn.functional.pad(part_BT, (0, width - part_BT.size(1))) for part_BT in both)
     same_rows = rows == len(before_BT)
     if same_rows and bool((before_BT == after_BT).all()):
         same_width = both[0].size(1) == both[1].size(1)
-        return replace(micro_batch, columns=inputs | by_sampler) if same_width else micro_batch
-    step, steps, mask_BT = given.step, given.accumulation_steps, loss_mask(inputs)
+        return replace(micro_batch, columns=inputs | sampler_logps) if same_width else micro_batch
+    step, steps, mask_BT = original.step, original.accumulation_steps, loss_mask(inputs)
     active_BT = active_tokens(mask_BT, entropies_BT, step.entropy_threshold)
     tokens, active = (float(part_BT.sum().clamp(min=1)) * steps for part_BT in (mask_BT, active_BT))
     counts = StepCounts(rows * steps, tokens, active, items=step.counts.items or step.counts.tokens)
-    masked = same_rows and int(inputs["completion_mask"].sum()) != len(given.rows.targets())
+    masked = same_rows and int(inputs["completion_mask"].sum()) != len(original.rows.targets())
     share, router_rows = None if masked else step.expert_share, step.router_rows * rows / len(before_BT)
     step = replace(step, counts=counts, router_rows=router_rows, expert_share=share)
     return replace(micro_batch, step=step, groups=(0,) * rows)
@@ -144,32 +144,32 @@ def _counted(call: _Call, micro_batch: LossInputs, entropies_BT: torch.Tensor) -
 
 @functools.cache
 def _kind_in_loss(kind: type) -> type:
-    def accumulation(view: Any) -> Any:
-        steps, rows = view.micro_batch.accumulation_steps, view.per_device_train_batch_size
-        if view.training and steps % 1:
+    def accumulation(args: Any) -> Any:
+        steps, rows = args.micro_batch.accumulation_steps, args.per_device_train_batch_size
+        if args.training and steps % 1:
             raise ConfigError(
                 f"args.gradient_accumulation_steps is {steps:g} for this micro-batch of {rows} completions; use "
                 "self.current_gradient_accumulation_steps, which may be a fraction, or sizes that divide the step."
             )
         return steps
 
-    def phases(view: Any) -> Any:  # no error: TRL's own loss divides by it
-        return view.micro_batch.accumulation_steps * view.geometry.steps_per_rollout
+    def phases(args: Any) -> Any:  # no error: TRL's own loss divides by it
+        return args.micro_batch.accumulation_steps * args.geometry.steps_per_rollout
 
-    def reduced(view: Any, protocol: Any) -> Any:
+    def reduced(args: Any, protocol: Any) -> Any:
         plain: Any = object.__new__(kind)
-        plain.__dict__ = view.__dict__
+        plain.__dict__ = args.__dict__
         return plain.__reduce_ex__(protocol)
 
-    rows = property(lambda view: len(view.micro_batch.groups))
+    rows = property(lambda args: len(args.micro_batch.groups))
     sizes = {"gradient_accumulation_steps": property(accumulation), "steps_per_generation": property(phases)}
     sizes["per_device_train_batch_size"] = rows
-    stands_for = {"__class__": property(lambda view: kind), "__reduce_ex__": reduced}  # copied and pickled as it
+    stands_for = {"__class__": property(lambda args: kind), "__reduce_ex__": reduced}  # copies are of the real class
     return type(kind.__name__, (kind,), {**sizes, **stands_for, "__slots__": ("micro_batch", "training")})
 
 
 def args_in_loss(args: Any, micro_batch: LossInputs, training: bool) -> Any:
-    """`args`, in which sizes mean for a micro-batch what they mean in TRL; all else is read and written in `args`."""
-    view: Any = object.__new__(_kind_in_loss(args.__class__))
-    view.__dict__, view.micro_batch, view.training = args.__dict__, micro_batch, training
-    return view
+    """`args` with the sizes of the micro-batch, as in TRL; all else is read from and written to `args` itself."""
+    shown: Any = object.__new__(_kind_in_loss(args.__class__))
+    shown.__dict__, shown.micro_batch, shown.training = args.__dict__, micro_batch, training
+    return shown

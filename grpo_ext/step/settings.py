@@ -59,7 +59,7 @@ def loss_config_of(view: TrainerView) -> LossConfig:
         **{name: getattr(view, name) for name in _ON_TRAINER},
         **{name: getattr(args, name) for name in _IN_ARGS},
         max_completion_length=view.max_completion_length or 1,
-        correct_sampling=view.use_vllm and view.vllm_importance_sampling_correction,
+        correct_sampling=view.corrects_sampling,
         aggregation=args.loss_aggregation,
         entropy_coefficient=(view.entropy_coef if acts else 0.0) if view.entropy_bonus else None,
         router_coefficient=view.router_aux_loss_coef if view.aux_loss_enabled else None,

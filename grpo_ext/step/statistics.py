@@ -63,7 +63,7 @@ class StepMetrics:
             self._add("highest", name, values.nan_to_num(nan=-math.inf, neginf=-math.inf).max(), 0.0, weight)
 
     def reduce(self) -> dict[str, float]:
-        """The same on every process; NaN where nothing was counted."""
+        """The values to log, the same on every process; NaN where nothing was counted."""
         numbers = iter(self._on_host([number for _, *pair in self.terms for number in pair]))
         rows = [(name, next(numbers), next(numbers)) for name, *_ in self.terms]
         shares: list[tuple[dict[str, str], list[tuple[str, float, float]]]] = gather_lists([(self.kinds, rows)])
@@ -74,7 +74,7 @@ class StepMetrics:
         return {name: _reduced(kinds[name], pairs) for name, pairs in columns.items()}
 
     def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
-        """Scalars, in one copy from the device."""
+        """Copy scalars from the device, all at once."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64  # which has no float64
         tensors = [value.to(self.device, dtype) for value in values if isinstance(value, torch.Tensor)]
         sent = iter(torch.stack(tensors).tolist() if tensors else [])
@@ -122,7 +122,7 @@ class MicroBatchStatistics:
 
 
 def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
-    """Every process holds the whole step, so the counts need no collective."""
+    """Count a step without a collective, because every process holds the whole step."""
     counts = step_counts([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
     if rollout.items_per_token is not None:
         counts = replace(counts, items=counts.tokens * rollout.items_per_token)
@@ -130,7 +130,7 @@ def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> S
 
 
 def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics], top_entropy_quantile: float) -> None:
-    """All processes together."""
+    """Set the entropy threshold and the expert shares of a step; a collective."""
     if top_entropy_quantile < 1.0:
         local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())

@@ -1,7 +1,7 @@
 """The command line `grpo-ext`: what people run beside training.
 
 `check` and `plan` take the configuration file and options of recipes/grpo.py: options that a command does not define go
-to the recipe's parser. Libraries are imported when a command needs them: a `plan` of sizes alone imports no torch.
+to the recipe's parser. Libraries are imported when a command needs them: a `plan` of sizes does not import torch.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def export(
     from .export import export as export_model
 
     if checkpoint.is_dir() and not (checkpoint / LISTING).is_file():
-        typer.echo(f"{checkpoint} has no checksums, so it is read unverified.")
+        typer.echo(f"{checkpoint} has no checksums, so it is read without verification.")
     kind = export_model(checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, trust_shards=trust_shards)
     typer.echo(f"{out}: {kind}")
 

@@ -1,6 +1,6 @@
 """`grpo-ext export`: from a checkpoint of any engine to a plain Hugging Face model folder.
 
-Writes the policy alone, as safetensors, with tokenizer, generation configuration, chat template and a model card; no
+Writes only the policy, as safetensors, with tokenizer, generation configuration, chat template and a model card; no
 optimizer, no reference. Weights are copied as they are stored; converting them, merging an adapter or joining an
 engine's shards holds the model in memory once. Needs no GPU and no training processes.
 """
@@ -63,7 +63,7 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}.")
     if target.exists():
-        raise ConfigError(f"{target} exists already; name a new folder, so that nothing of yours is overwritten.")
+        raise ConfigError(f"{target} exists already; name a new folder, so that none of your files is overwritten.")
     adapter = _holds_adapter(source, trust_shards)
     if not adapter and (merge_adapter or base is not None):
         raise ConfigError(f"merge_adapter and base are for adapters, and {source} holds a whole model; leave them out.")
@@ -198,7 +198,7 @@ def _load_base(name: str | None) -> Any:
     if config.get("quantization_config") is not None:
         raise ConfigError(
             f"{name} is quantised, and merging into quantised weights rounds the adapter away; name the original "
-            "with --base, or export the adapter alone."
+            "with --base, or export only the adapter."
         )
     return _class_of(config).from_pretrained(name, dtype="auto")
 

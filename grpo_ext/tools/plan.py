@@ -1,8 +1,8 @@
-"""`grpo-ext plan` of a model: the memory that a training step and a rollout need per device, before anything runs.
+"""Estimates the memory that a training step and a rollout of a model need per device, for `grpo-ext plan`.
 
 `memory_of` is arithmetic on the number of parameters and on what an engine shards. Saved activations are measured
 (`measure`): two layers of the architecture, with random weights and a tiny vocabulary, run forward once on the CPU, and
-the sizes of all tensors that autograd keeps are added up. Sizes in bytes; weights are float32.
+the sizes of all tensors that autograd saves are added up. Sizes in bytes; weights are float32.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class MemoryLayout:
     head_tile: int = TILE[0] * TILE[1]  # logits that the head computes at a time
 
 
-def _at_a_time(model: ModelSizes, engine: str) -> tuple[float, float]:
-    """The most bytes of gathered weights, and of unsharded gradients, at any time."""
+def _peaks(model: ModelSizes, engine: str) -> tuple[float, float]:
+    """Peak bytes of gathered weights, and of unsharded gradients."""
     if engine not in ("zero3", "fsdp2"):
         return 0.0, 0.0
     # one layer in use and the next one being gathered; FSDP2 gathers weights outside of the layers once
@@ -89,7 +89,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     plain = model.parameters - model.quantised
     whole = plain * width + model.quantised * model.quantised_bytes
     shards_weights = layout.engine in ("zero3", "fsdp2")
-    gathered, reduced = _at_a_time(model, layout.engine)
+    gathered, reduced = _peaks(model, layout.engine)
     holders = layout.processes if layout.engine != "ddp" else 1  # of gradients and optimizer states
     resident_weights = whole / layout.processes if shards_weights else whole
     casts = plain * model.compute_bytes if half and not deepspeed and not shards_weights else 0
@@ -132,15 +132,15 @@ def load_config(model: str) -> Any:
         reason = str(error).splitlines()[0].rstrip(".")
         on_the_hub = not Path(model).exists() and model.count("/") <= 1 and not model.endswith(".json")
         download = f"https://huggingface.co/{model}/raw/main/config.json"
-        elsewhere = f" Without a network, download {download} elsewhere and name that file."
+        elsewhere = f" Without a network, download {download} elsewhere and pass that file."
         raise ConfigError(
-            f"model_name_or_path={model!r} has no readable configuration ({reason}); name a model, its folder, or "
-            f"its config.json.{elsewhere if on_the_hub else ''}"
+            f"model_name_or_path={model!r} has no readable configuration ({reason}); pass a model id, a folder, or "
+            f"a config.json.{elsewhere if on_the_hub else ''}"
         ) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"model_name_or_path={model!r} is a {type(config).__name__}, but memory is estimated for text models "
-            "only; name the text model inside."
+            "only; pass the text model inside it."
         )
     return config
 
@@ -194,7 +194,7 @@ def _saved_per_token(config: Any, compute: str) -> float:
 
 
 def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
-    """Bytes that autograd keeps of one forward pass of a small copy of an architecture."""
+    """Bytes that autograd saves in one forward pass of a small copy of an architecture."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     text.num_hidden_layers, text.vocab_size = layers, 64
@@ -213,7 +213,7 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
     def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage  # kept, so that no other tensor gets its address
+            saved[storage.data_ptr()] = storage  # kept alive, so that no other tensor gets its address
         return tensor
 
     half = torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32")
@@ -254,7 +254,7 @@ def expected_memory(
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
         reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
         bitwise=bool(settings.get("bitwise_invariant", False)),
-        weights_ahead=lag + 1 if lag else 0,  # for batches that are due later, and for the one that is late
+        weights_ahead=lag + 1 if lag else 0,  # one for each rollout batch ahead, and one for the current one
     )
     table = Table("part", Column("memory", justify="right"))
     for name, size in memory_of(sizes, layout).items():
@@ -268,7 +268,7 @@ def expected_memory(
         f"Prompts: up to {longest_prompt} tokens ({'assumed' if prompt is None else 'as set'}); completions: up to "
         f"{longest}\n"
         f"Largest micro-batch: {tokens:,} tokens\n"
-        f"Expected memory per device, {engine} on {geometry.num_processes}:"
+        f"Expected memory per device, {engine} on {geometry.num_processes} process(es):"
     ), table
 
 

@@ -109,5 +109,5 @@ def test_code_of_users_that_needs_equal_shares_is_refused(both, name, why):
 )
 def test_other_collectives_than_the_accelerators_are_refused_where_rows_may_not_count(both, name, why):
     for _, failed in both:
-        assert failed[name].startswith("ConfigError: code of yours ran a collective of accelerate.utils")
+        assert failed[name].startswith("ConfigError: your code ran a collective of accelerate.utils")
         assert why in failed[name]

@@ -78,7 +78,7 @@ def test_nothing_whole_is_an_error(copy, tmp_path):
     with pytest.raises(CheckpointError, match=r"optimizer.pt has changed since it was written.*'latest'"):
         make(copy, **SAVE).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     for word in (True, "auto"):  # what is broken is no reason to start anew
-        with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
             make(copy, **SAVE).train(resume_from_checkpoint=word)
     with pytest.raises(CheckpointError, match="does not exist"):
         make(copy, **SAVE).train(resume_from_checkpoint=str(tmp_path / "gone"))
@@ -117,7 +117,7 @@ def test_another_run_is_refused_and_each_change_is_named(copy, changes, named):
         assert trainer.state.global_step == 3
     else:
         trainer = other(copy, **changes, allow_changed_on_resume=["model"])
-        with pytest.raises(CheckpointError, match=r"goes on with the checkpoint's model\.parameters\."):
+        with pytest.raises(CheckpointError, match=r"keeps the checkpoint's model\.parameters\."):
             trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
 
 
@@ -207,7 +207,7 @@ def test_a_run_that_started_later_is_named(copy, caplog):
     make(copy, max_steps=1).train()  # saves nothing
     make(copy, **SAVE, max_steps=1).train("latest")
     assert f"Resuming from {copy}-2/checkpoint-1.\n" in caplog.text
-    assert f"Going on in {copy}-2. Runs that started later have no checkpoint: {copy}-3." in caplog.text
+    assert f"Continuing in {copy}-2. Runs that started later have no checkpoint: {copy}-3." in caplog.text
     caplog.clear()
     make(copy, **SAVE).train(copy / "checkpoint-2")  # a path says which
     make(copy, **SAVE).train("latest")
@@ -241,7 +241,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, caplog):
     assert again.state.global_step == steps
     assert torch.equal(parameters(whole), parameters(again))
     assert [int(folder.name.split("-")[1]) for folder in checkpoints(tmp_path)][-1] == steps
-    assert f"Going on after step {steps} of {steps}." in caplog.text
+    assert f"Resuming after step {steps} of {steps}." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
 
 def test_stop_strings_that_cannot_stop_are_refused(tmp_path):
     stops = {"generation_kwargs": {"stop_strings": ["a"]}}
-    with pytest.raises(ConfigError, match="does not know them"):
+    with pytest.raises(ConfigError, match="does not support them"):
         make(tmp_path, use_transformers_continuous_batching=True, **stops)
     with pytest.raises(ValueError, match="unable to identify tokens"):
         make(tmp_path, generation_kwargs={"stop_strings": ["\u00e9"]})

@@ -153,7 +153,7 @@ def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
 
 def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "shards_parameters", lambda accelerator: True)
-    with pytest.raises(ConfigError, match="tools may show an image to one alone; train with DDP"):
+    with pytest.raises(ConfigError, match="tools may show an image to only one; train with DDP"):
         with_tools(tmp_path)
 
 

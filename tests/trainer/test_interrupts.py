@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run after the current step, with a whole checkpoint and the way to go on."""
+"""SIGTERM and Ctrl-C end a run after the current step, with a complete checkpoint and the way to continue."""
 
 import multiprocessing
 import os

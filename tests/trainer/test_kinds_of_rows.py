@@ -116,7 +116,7 @@ ODD: dict[str, Any] = {
     r"\[\{'from': .* is neither .*rename 'from' and 'value'": [{"from": "human", "value": "ab"}],
     r"is neither .* \(\{'role': 'user'\}\)": [{"role": "user"}],
     r"is neither .* \(\{'content': None, .* fill contents": [USER, {"role": "assistant", "content": None}],
-    "does not take .*System role not supported": [{"role": "system", "content": "be kind"}, USER],
+    "does not accept .*System role not supported": [{"role": "system", "content": "be kind"}, USER],
     "None is neither": None,
 }
 

@@ -88,7 +88,7 @@ THINK = {
 SAID: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": (
         {"generation_kwargs": {"temperature": 0.5}},
-        "set GRPOConfig(temperature=0.5) instead): completions are drawn from other scores",
+        "set GRPOConfig(temperature=0.5) instead): completions are sampled from other scores",
     ),
     "repetition_penalty": ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 (it changes scores"),
     "bad words": ({"generation_kwargs": {"bad_words_ids": [[5]]}}, "bad_words_ids=[[5]] (it changes scores"),
@@ -115,7 +115,7 @@ def test_what_is_seldom_meant_is_said_once_at_the_start(tmp_path, caplog, name):
 def test_nothing_is_said_of_ordinary_settings(tmp_path, caplog):
     think = {**THINK, "processing_class": tiny_tokenizer(chat=True)}
     make(tmp_path, max_steps=1, generation_kwargs={"temperature": 0.7}, temperature=0.7, **think).train()
-    for words in ("are drawn from other", "are named", "eval_loss", "always 0", "does not cover this run"):
+    for words in ("are sampled from other", "are named", "eval_loss", "always 0", "does not cover this run"):
         assert words not in caplog.text
 
 

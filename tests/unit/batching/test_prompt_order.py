@@ -104,7 +104,7 @@ def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
         if not layout[index].starts_rollout:
             assert not any(parts)  # the rollout batch is at hand; a run that lost it asks for its rows
             parts = [part_of.dataset.rows(part.request) for part_of, part in zip(loaders, parts)]
-        real = [part for part in parts if not part.request.empty]
+        real = [part for part in parts if not part.request.stands_in]
         assert [name for part in real for name in names(part)] == expected
         for part in parts:
             assert part.request.layout == layout[index]

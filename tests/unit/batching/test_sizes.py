@@ -76,8 +76,8 @@ def test_sizes_that_cut_groups_are_refused_with_sizes_that_work(settings, wrong,
 @pytest.mark.parametrize(
     ("sizes", "remedy"),
     [
-        ({"rollout_batch_size": 16, "generation_batch_size": 32}, "set rollout_batch_size alone"),
-        ({"rollout_batch_size": 8, "steps_per_generation": 2}, "set rollout_batch_size alone"),
+        ({"rollout_batch_size": 16, "generation_batch_size": 32}, "set only rollout_batch_size"),
+        ({"rollout_batch_size": 8, "steps_per_generation": 2}, "set only rollout_batch_size"),
         # it would depend on the hardware
         ({"global_batch_size": 18, "steps_per_generation": 2}, "set rollout_batch_size (a multiple of 36)"),
     ],

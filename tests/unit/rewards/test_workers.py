@@ -176,6 +176,6 @@ def test_a_worker_that_ends_is_a_call_that_failed(code, tmp_path, caplog):
 def test_a_worker_that_a_cluster_terminates_is_replaced_and_its_call_made_again_once(tmp_path):
     graded = ending("os.kill(os.getpid(), signal.SIGTERM)", 3, tmp_path)
     with working() as workers:
-        with pytest.raises(RewardError, match=r"SIGTERM\(-15\); .*reward_on_failure='none' goes on without"):
+        with pytest.raises(RewardError, match=r"SIGTERM\(-15\); .*reward_on_failure='none' continues without"):
             score([graded], workers)
         assert score([graded], workers)[0] == [[1.0] * 5]

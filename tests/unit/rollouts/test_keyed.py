@@ -152,7 +152,7 @@ def test_the_keys_of_all_processes_are_the_keys_of_one(processes):
     layout = EpochLayout(g, 12)[1]
     requests = [ProcessSlices(2, g.rollout_chunk_size, processes, rank).request(3, layout) for rank in range(processes)]
     rows = [len(request.prompts) * 2 for request in requests]
-    parts = [request_keys(one, n, seed=5, training=True) for one, n in zip(requests, rows) if not one.empty]
+    parts = [request_keys(one, n, seed=5, training=True) for one, n in zip(requests, rows) if not one.stands_in]
     index = torch.arange(12)
     assert [key for part in parts for key in part] == completion_keys(
         5, TRAIN_STREAM, 3, 1, index // 2, index % 2

@@ -38,7 +38,7 @@ def test_tensors_and_arrays_become_plain_numbers(kind):
 @pytest.mark.parametrize(
     ("output", "says"),
     [
-        (None, "a NoneType in the place of a dictionary"),
+        (None, "a NoneType instead of a dictionary"),
         ({"prompt_ids": [[3], [4]]}, "no completion_ids, logprobs"),
         ({**GOOD, "completion_ids": [[5, 1]]}, "1 completion_ids for 2 prompts"),
         ({**GOOD, "completion_ids": [[5, 1], []]}, "no tokens of prompt or completion in row 1"),
