@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -74,7 +74,7 @@ class ForwardRunner:
         self.choice = ForwardChoice(forms, accelerator.device, self.sharded, checkpointing, refused)
         self._in_form: Any = None  # the model whose backward passes run in its form
 
-    def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> Self:
+    def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> ForwardRunner:
         """A runner for another thread; the second of each twin runs there, in the form of the first."""
         runner = copy.copy(self)
         runner.accelerator, runner._in_form = accelerator, None
