@@ -264,8 +264,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
-        with compat.hiding_old_names():
-            self._forwards.choose_forms(self._view.models)
+        self._forwards.choose_forms(self._view.models)
         batch = self._rollouts.completions_of(StepRows.checked(generation_batch))
         if not self.model.training and (scored := self._rollouts.scored) is not None:
             self._pass_at_k.observe(scored.rewards_BF, scored.settings.weights_F, scored.settings.functions.names)
