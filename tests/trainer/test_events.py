@@ -1,5 +1,6 @@
 """Callbacks get the events that they get from TRL: a micro-batch is a substep, and a batch of an evaluation."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import trl
 import grpo_ext
 from tests.support.kept import of_stock
 from tests.support.tiny import prompts, stock_scores
-from tests.support.trainers import make
+from tests.support.trainers import make, on
 
 EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
 # 16 completions a step and 24 an evaluation, in micro-batches of 4
@@ -91,3 +92,12 @@ def test_a_step_is_whole_where_a_callback_stops_the_run_inside_it(tmp_path):
     assert trainer.state.global_step == 2
     assert recorder.count("on_substep_end") == 2 * 3
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_warning_of_every_step_is_shown_once(tmp_path):
+    """Python shows a warning again after each change of its filters."""
+    warn = on("on_step_end", lambda state: warnings.warn("of a callback", UserWarning, stacklevel=1))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        make(tmp_path, max_steps=3, callbacks=[warn]).train()
+    assert [str(entry.message) for entry in shown].count("of a callback") == 1
