@@ -110,11 +110,6 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
 # ---- Writing a checkpoint -------------------------------------------------------------------------------------------
 
 
-class _SavedLater(TrainerState):
-    def save_to_json(self, json_path: str) -> None:
-        """Write nothing, because `_complete` does."""
-
-
 @contextlib.contextmanager
 def _failing_together(explain: Callable[[str], str]) -> Iterator[None]:
     """An error inside on one process is a CheckpointError on all, so that none waits in a later collective."""
@@ -146,8 +141,9 @@ def writing_checkpoint(
             "checkpoints are untouched. If space is short, use save_total_limit, save_only_model or another output_dir."
         )
 
-    # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
-    with assigned(state, best_global_step=None, __class__=_SavedLater), _failing_together(explain):
+    # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it; `_complete`
+    # saves the state
+    with assigned(state, best_global_step=None, save_to_json=lambda path: None), _failing_together(explain):
         yield
     best_folder = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if best_folder == final or best_folder.is_dir():

@@ -11,8 +11,8 @@ from typing import Any
 
 @contextmanager
 def assigned(target: Any, **values: Any) -> Iterator[None]:
-    """Inside, attributes of `target` have these values; afterwards they are as before, absent ones included."""
-    absent = object()
+    """Inside, attributes of `target` have these values; afterwards they are as before: absent, or of its class."""
+    absent, before_here = object(), {*vars(target)}
     before = {name: getattr(target, name, absent) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
@@ -20,7 +20,8 @@ def assigned(target: Any, **values: Any) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            delattr(target, name) if value is absent else setattr(target, name, value)
+            of_class = name not in before_here and name in vars(target)
+            delattr(target, name) if value is absent or of_class else setattr(target, name, value)
 
 
 def replace_forward(module: Any, run: Callable[..., Any], mark: Any = True) -> None:
