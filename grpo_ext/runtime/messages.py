@@ -18,11 +18,10 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write nothing if the program has configured handlers of its own, which get the message too."""
-        if logging.root.handlers:
-            return
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        # the console may be gone, closed or None, or a signal may come in the middle of a line
-        with suppress(OSError, ValueError, AttributeError, RuntimeError):
+        if logging.root.handlers or stream is None:  # a program without a console
+            return
+        with suppress(OSError, ValueError, RuntimeError):  # it is gone or closed, or a signal came in mid-line
             # Accelerate's loggers name the process, even the one that usually logs
             tqdm.write(self.format(record).removeprefix("[RANK 0] "), file=stream)
             stream.flush()
