@@ -35,7 +35,7 @@ class Replay(NamedTuple):
 
     def __str__(self) -> str:
         settings = ("sampling_mask='replay'", "routing_replay=True")
-        return " and ".join(setting for setting, replays in zip(settings, self) if replays)
+        return " and ".join(setting for setting, replays in zip(settings, self, strict=True) if replays)
 
     def refuse_other_tokens(self, problem: str) -> None:
         """Raise a ConfigError for a forward of tokens without a record; `problem`: a clause about these tokens."""

@@ -147,6 +147,11 @@ class TrainerView:
         return isinstance(self.processing_class, ProcessorMixin)
 
     @property
+    def num_prompts(self) -> int | None:
+        """Prompts of the training set; None for a stream."""
+        return len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+
+    @property
     def models(self) -> list[Any]:
         return [model for model in (self.model, self.ref_model) if model is not None]
 

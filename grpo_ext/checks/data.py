@@ -75,7 +75,7 @@ def iterate_prompts(dataset: Any) -> Iterator[Any]:
 
 
 def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
-    """Check a prompt of every kind, and prompts with unknown tokens; a few of those that are made row by row."""
+    """Check a prompt of every kind, and prompts with unknown tokens; a few of the rows that a transform makes."""
     some = () if not hasattr(dataset, "__len__") else ((n, dataset[n]["prompt"]) for n in sample_rows(dataset))
     beyond = [] if chat.embedded is None else list(range(chat.embedded, len(chat.tokenizer)))
     unknown = [token for token in chat.tokenizer.convert_ids_to_tokens(beyond) if token]  # ids may have gaps

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import ProcessorMixin
 
 from .. import compat
-from ..algorithms.advantages import AdvantageRule
 from ..config import GRPOConfig
 from ..errors import ConfigError, did_you_mean, refuse_combination, shortened
 from ..forward.architecture import base_model_of, layer_kinds
@@ -28,7 +27,7 @@ from ..forward.reference import weight_sums
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
 from ..rollouts.equal_shares import check_equal_shares, why_equal
 from ..rollouts.images import ImageSource
-from ..rollouts.settings import CHANGE_ROWS, own_sampling, suppressed_in, template_of, why_not_by_key
+from ..rollouts.settings import CHANGE_ROWS, advantage_rule, own_sampling, suppressed_in, template_of, why_not_by_key
 from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_names, check_tools
 from ..rollouts.vllm import SENT
@@ -112,8 +111,7 @@ def _refuse_dynamic_sampling(view: TrainerView, config: GRPOConfig) -> None:
             f"dynamic_sampling=True draws further prompts from the rest of the training set, which has {rows} and "
             f"a rollout batch takes {prompts}; use more prompts, or a smaller rollout_batch_size."
         )
-    rule = AdvantageRule(config.advantage_estimator, view.scale_rewards, view.multi_objective_aggregation)
-    if rule.depends_on_the_batch and (method := view.overridden("_generate_and_score_completions")):
+    if advantage_rule(view).depends_on_the_batch and (method := view.overridden("_generate_and_score_completions")):
         raise ConfigError(
             f"dynamic_sampling=True computes advantages over the batch once it is full, and the advantages of {method} "
             "would be lost; use an estimator that looks at one group at a time (the default does)."
@@ -169,9 +167,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
         )
     models.check_optimizer(view.optimizer, policy)
     if view.use_vllm:
-        dataset = view.train_dataset
-        length = len(dataset) if hasattr(dataset, "__len__") else None
-        check_equal_shares(config.geometry, length, config.dataloader_drop_last)
+        check_equal_shares(config.geometry, view.num_prompts, config.dataloader_drop_last)
     uncovered = models.refuse(models.split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
     if config.bitwise_invariant:
         check_bitwise(view, rollouts)

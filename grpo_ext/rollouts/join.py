@@ -94,7 +94,7 @@ def join(
     functions in it; None without one.
     """
     starts = list(itertools.accumulate((len(share.entries) for share in shares), initial=0))
-    pairs = zip(shares, starts)
+    pairs = zip(shares, starts[:-1], strict=True)
     calls = [replace(c, first=c.first + start - share.first) for share, start in pairs for c in share.reward_calls]
     if rewards_by_user is None:
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])

@@ -51,6 +51,10 @@ def reward_functions(view: TrainerView) -> RewardFunctions:
     return RewardFunctions(functions, names, view.reward_processing_classes, dict(view.chat_template_kwargs))
 
 
+def advantage_rule(view: TrainerView) -> AdvantageRule:
+    return AdvantageRule(view.args.advantage_estimator, view.scale_rewards, view.multi_objective_aggregation)
+
+
 def _sampling(view: TrainerView, worker: RolloutWorker) -> SamplingSettings:
     environments = Environments(dict(view.environment_factories or {}), view.environment_pools, worker.retired)
     return SamplingSettings(
@@ -95,7 +99,7 @@ def _rewards(view: TrainerView) -> RewardSettings:
     return RewardSettings(
         functions=reward_functions(view),
         weights_F=torch.as_tensor(view.reward_weights).float().cpu().clone(),
-        rule=AdvantageRule(view.args.advantage_estimator, view.scale_rewards, view.multi_objective_aggregation),
+        rule=advantage_rule(view),
         recorders={n: hook for n, name in _RECORDERS.items() if (hook := view.override_of(name)) is not None},
         pending_metrics=view.pending_metrics,
         pending_columns=view.pending_columns,

@@ -30,29 +30,32 @@ class TrlMethods:
     rollouts: Rollouts
     _free_requests: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
 
+    def __post_init__(self) -> None:
+        self.view, self.worker = self.rollouts.view, self.rollouts.worker
+
     def score(self, inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """`_generate_and_score_completions`: TRL's padded dictionary of any rows of this process."""
         rollouts, settings = self.rollouts, self.rollouts.settings_now()
         sampling = settings.sampling
-        call = self.rollouts.worker.calls.innermost(ScoreCall)
+        call = self.worker.calls.innermost(ScoreCall)
         rows, rounds = list(inputs), [] if call is None else call.rounds
         request = self._request(rows, sampling.num_generations)
         rollouts.send_weights()
         local = rollouts.rounds.sample(StepRows(rows, request), settings, repeat=len(rounds))
         rounds.append(rollouts.rounds.join(local))
-        if call is None or not (self.rollouts.view.args.dynamic_sampling and sampling.training):
+        if call is None or not (self.view.args.dynamic_sampling and sampling.training):
             rollouts.log.add(rounds[-1:], settings)
-        return trl_dictionary(local, rounds[-1], self.rollouts.worker.images, self.rollouts.worker.settings)
+        return trl_dictionary(local, rounds[-1], self.worker.images, self.worker.settings)
 
     def rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         """`_calculate_rewards` of this process's rows: (B, F) of all processes, in global order."""
         settings = self.rollouts.settings_now()
-        call = self.rollouts.worker.calls.innermost(RewardsCall)
+        call = self.worker.calls.innermost(RewardsCall)
         request = self._request(inputs, settings.sampling.num_generations)
         local = LocalRollout(request, settings) if call is None else call.local
         local.request = request
         columns = ([], [], [], []) if request.stands_in else (inputs, prompts, completions, ids)
-        rewards_BF, calls = self.rollouts.worker.compute_rewards(local, *columns)
+        rewards_BF, calls = self.worker.compute_rewards(local, *columns)
         shares = gather_lists([(rewards_BF, calls)])
         if call is None:  # called by other code of the user, which logs where TRL's methods do
             for reward_call in calls:
@@ -61,11 +64,11 @@ class TrlMethods:
                 for name, values in reward_call.columns.items():
                     settings.rewards.pending_columns.setdefault(name, []).extend(values)
         local.reward_calls = [reward_call for _, part in shares for reward_call in part]
-        return torch.cat([rewards for rewards, _ in shares]).to(self.rollouts.view.accelerator.device)
+        return torch.cat([rewards for rewards, _ in shares]).to(self.view.accelerator.device)
 
     def generate(self, prompts: Sequence[Any]) -> tuple[Any, ...] | None:
         """`_generate`: TRL's tuple of eight, from the turns of any prompts; None outside of a user's `_generate`."""
-        if (call := self.rollouts.worker.calls.innermost(GenerateCall)) is None:
+        if (call := self.worker.calls.innermost(GenerateCall)) is None:
             return None
         local, transcripts = call.local, []
         known, sampling = local.transcripts, local.settings.sampling
@@ -77,7 +80,7 @@ class TrlMethods:
             row.set_prompt(prompt)
             transcripts.append(row)
         part = LocalRollout(local.request, local.settings, transcripts)
-        self.rollouts.worker.run_turns(part)
+        self.worker.run_turns(part)
         local.known_ends |= {tuple(row.ids): row.ended for row in transcripts}
         for place, row in enumerate(transcripts if known else ()):
             known[place % len(known)].tool_calls += row.tool_calls
@@ -89,8 +92,8 @@ class TrlMethods:
 
         None, so that TRL's method answers, outside of a user's `_generate_single_turn` and with continuous batching.
         """
-        call = self.rollouts.worker.calls.innermost(TurnCall)
-        if call is None or self.rollouts.view.use_transformers_continuous_batching:
+        call = self.worker.calls.innermost(TurnCall)
+        if call is None or self.view.use_transformers_continuous_batching:
             return None
         chunk, repeat, rows = call.chunk, next(call.super_calls), []
         for place, ids in enumerate(prompt_ids):
@@ -102,8 +105,8 @@ class TrlMethods:
             if images is not None:
                 row = replace(row, images=list(images[place] or ()), number=None)
             rows.append(replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
-        config = None if self.rollouts.view.use_vllm else sampling_config(self.rollouts.view)
-        sampled = self.rollouts.worker.engine.generate(rows, config, self.rollouts.view.group_size)
+        config = None if self.view.use_vllm else sampling_config(self.view)
+        sampled = self.worker.engine.generate(rows, config, self.view.group_size)
         call.local.known_ends |= {tuple(row.ids): row.ended for row in sampled if row.ended is not None}
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps
@@ -111,10 +114,10 @@ class TrlMethods:
     def _request(self, rows: Sequence[Mapping[str, Any]], group: int) -> RolloutRequest:
         """The request of a user's override, or a new one, with the columns of all processes' rows; a collective."""
         columns = tuple(dict.fromkeys(name for keys in gather_lists([list(row) for row in rows]) for name in keys))
-        if (rewarding := self.rollouts.worker.calls.innermost(RewardsCall)) is not None:
+        if (rewarding := self.worker.calls.innermost(RewardsCall)) is not None:
             return replace(rewarding.local.request, columns=columns)
-        if (scoring := self.rollouts.worker.calls.innermost(ScoreCall)) is not None:
+        if (scoring := self.worker.calls.innermost(ScoreCall)) is not None:
             return replace(scoring.request, columns=columns)
-        prompts, rank = ceil_div(len(rows), group), self.rollouts.view.accelerator.process_index
+        prompts, rank = ceil_div(len(rows), group), self.view.accelerator.process_index
         layout = StepLayout(BEYOND + next(self._free_requests), 0, 0, range(prompts), range(len(rows)))
         return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group, columns=columns)

@@ -273,12 +273,11 @@ class RunKeeper(TrainerCallback):
 
     def announce(self) -> str:
         view, args, limits = self.view, self.args, self.limits
-        prompts = len(view.train_dataset) if hasattr(view.train_dataset, "__len__") else None
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
         continuous = view.use_transformers_continuous_batching
         plan = describe_plan(
             dataclasses.replace(self.geometry, micro_batch_size=limits.rows),
-            prompts,
+            view.num_prompts,
             args.dataloader_drop_last,
             None if args.max_steps > 0 else args.num_train_epochs,
             micro_batch_tokens=limits.tokens,
