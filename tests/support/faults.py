@@ -1,6 +1,23 @@
-"""Planted faults: one line of the package changed, and the tests of `make test` that have to fail then."""
+"""Planted faults: one line of the package changed, and the tests of `make test` that have to fail then.
 
+python -m tests.support.faults         plants all of them, one at a time, in a copy; half a minute each
+python -m tests.support.faults 3 7     some, by their numbers
+
+Prints "caught" or "MISSED" for each. Exit status 1 where one was missed, or where its text does not occur once.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FAILED = 1  # pytest's exit status where tests ran and failed
 
 
 @dataclass(frozen=True)
@@ -140,12 +157,148 @@ FAULTS = [
         "return difference if norm else",
         f"{CHECK} -k error_is",
     ),
+    # rollouts, resumes and processes, which tests of whole runs catch
+    Fault(
+        "rollouts/rounds.py",
+        "starts[number] + place * group + i for",
+        "place * group + i for",
+        "tests/trainer/test_dynamic_sampling.py",
+    ),
+    Fault(
+        "rollouts/rounds.py",
+        "sum(map(len, has_variance[1:])), open_places)",
+        "0, open_places)",
+        "tests/trainer/test_dynamic_sampling.py",
+    ),
+    Fault(
+        "rollouts/join.py",
+        "tokens=sum(transcript.mask),",
+        "tokens=len(transcript.mask),",
+        "tests/parity/test_prompts.py -k mask",
+    ),
+    Fault(
+        "rollouts/ahead.py",
+        "range(step, self.max_steps)), lag + 1)",
+        "range(step, self.max_steps)), lag)",
+        "tests/trainer/test_ahead.py -k named",
+    ),
+    Fault(
+        "rollouts/tools.py",
+        "completion <= self.max_completion_length and",
+        "completion < self.max_completion_length and",
+        "tests/parity/test_turns.py -k fit_into",
+    ),
+    Fault(
+        "rollouts/tools.py",
+        "+ completion < self.context",
+        "+ completion <= self.context",
+        "tests/parity/test_turns.py -k fills_the_context",
+    ),
+    Fault(
+        "rollouts/tools.py",
+        "            self.environments.retire(environment)\n",
+        "            pass\n",
+        "tests/trainer/test_tools.py -k hangs",
+    ),
+    Fault(
+        "rollouts/engine_check.py",
+        ".item()) <= self.bound",
+        ".item()) <= 1e9 * self.bound",
+        "tests/trainer/test_vllm.py -k other_weights",
+    ),
+    Fault(
+        "rollouts/images.py",
+        "if any_process(any(shown)) and any_process(not all(shown)):",
+        "if False:",
+        "tests/trainer/test_images.py -k every_prompt_has_an_image_or_none",
+    ),
+    Fault(
+        "run/interrupts.py",
+        "if os.getpid() != self._process:",
+        "if False:",
+        "tests/trainer/test_interrupts.py -k forks",
+    ),
+    Fault(
+        "run/interrupts.py",
+        "if not any_process(self.requested):",
+        "if not self.requested:",
+        "tests/trainer/test_interrupts.py -k both_processes",
+    ),
+    Fault(
+        "forward/reference.py",
+        "if state and self.view.ref_model is not None:",
+        "if False:",
+        "tests/trainer/test_reference.py -k callback_has_moved",
+    ),
+    Fault(
+        "checks/settings.py",
+        'max(tensor_parallel, sizes.get("tp_size", 1))',
+        'sizes.get("tp_size", 1)',
+        "tests/trainer/test_settings.py -k known_to_work",
+    ),
+    Fault(
+        "checks/trainer.py",
+        "if rows <= prompts:",
+        "if rows < prompts:",
+        "tests/trainer/test_bad_input.py -k parts_that",
+    ),
+    Fault(
+        "runtime/out_of_memory.py",
+        'min(self.rows, state["rows"])',
+        "self.rows",
+        "tests/trainer/test_out_of_memory.py -k resume_keeps",
+    ),
+    Fault(
+        "step/loss.py",
+        'cfg.beta != 0.0 and "ref_per_token_logps" not in columns',
+        "False",
+        "tests/trainer/test_hooks.py -k kl_term",
+    ),
 ]
 
 
+def copy_of_repository(folder: Path) -> None:
+    """Copy the files that git knows, and new ones that it does not ignore."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in listed.stdout.decode().splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def verdict(fault: Fault, folder: Path) -> str:
+    """What comes of the fault's tests in a copy of the repository, which is left as it was."""
+    path = folder / "grpo_ext" / fault.path
+    text = path.read_text()
+    if text.count(fault.before) != 1:
+        return f"MISSED: the text occurs {text.count(fault.before)} times"
+    path.write_text(text.replace(fault.before, fault.after))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--show-capture=no", *shlex.split(fault.tests)]
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    path.write_text(text)
+    if done.returncode == FAILED:
+        return "caught"
+    last = (done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]])[-1]
+    return f"MISSED: pytest ended with status {done.returncode} ({last})"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plant faults by their numbers, or all of them; returns the exit status."""
+    numbers = [int(argument) for argument in arguments] or range(len(FAULTS))
+    missed = 0
+    with tempfile.TemporaryDirectory() as name:
+        copy_of_repository(Path(name))
+        for number in numbers:
+            fault = FAULTS[number]
+            found = verdict(fault, Path(name))
+            missed += found != "caught"
+            print(f"{number:3} {fault.path}: {fault.before.strip()[:60]!r}: {found}", flush=True)
+    print(f"{len(numbers) - missed} of {len(numbers)} faults were caught.")
+    return int(bool(missed))
+
+
 if __name__ == "__main__":
-    import sys
-
-    from tests.support.plant import main
-
     sys.exit(main(sys.argv[1:]))

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.support.plant import ALL, ROOT
+from tests.support.faults import FAULTS, ROOT
 
 
-@pytest.mark.parametrize("number", range(len(ALL)), ids=lambda number: f"{number}-{ALL[number].path}")
+@pytest.mark.parametrize("number", range(len(FAULTS)), ids=lambda number: f"{number}-{FAULTS[number].path}")
 def test_the_text_of_a_planted_fault_occurs_once_and_its_tests_exist(number):
-    fault = ALL[number]
+    fault = FAULTS[number]
     assert (ROOT / "grpo_ext" / fault.path).read_text().count(fault.before) == 1
     assert fault.before != fault.after
     assert (ROOT / fault.tests.split()[0]).exists()
