@@ -13,7 +13,7 @@ from grpo_ext import GRPOTrainer
 from tests.distributed.tasks import RANK, save, trainer_of
 from tests.support.launch import leave
 from tests.support.tiny import letter_reward, prompts
-from tests.support.trainers import change
+from tests.support.trainers import WithoutSuper, change
 
 
 def half_teaches(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
@@ -139,14 +139,6 @@ class FieldOfOne(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         scored = super()._generate_and_score_completions(inputs)
         return scored | ({"extra": scored["advantages"]} if RANK else {})
-
-
-class WithoutSuper(GRPOTrainer):
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        ids = torch.arange(5, 9).repeat(len(inputs), 1)
-        ones, advantages = torch.ones_like(ids), torch.arange(float(len(inputs))) % 4 - 1.5
-        scored = {"prompt_ids": ids, "prompt_mask": ones, "completion_ids": ids, "completion_mask": ones}
-        return scored | {"advantages": advantages}
 
 
 class Fails(GRPOTrainer):

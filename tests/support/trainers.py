@@ -99,6 +99,16 @@ class OtherMask(GRPOTrainer):
         return super()._compute_loss(model, {**inputs, "completion_mask": inputs["completion_mask"].clone()})
 
 
+class WithoutSuper(GRPOTrainer):
+    """A user's rollouts, made without TRL's method."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        ids = torch.arange(5, 9).repeat(len(inputs), 1)
+        ones, advantages = torch.ones_like(ids), torch.arange(float(len(inputs))) % 4 - 1.5
+        scored = {"prompt_ids": ids, "prompt_mask": ones, "completion_ids": ids, "completion_mask": ones}
+        return scored | {"advantages": advantages}
+
+
 def native_fp16(inner: Callable[..., None]) -> Callable[..., None]:
     """`Accelerator.__init__` with fp16 on a CPU, which Accelerate leaves off; torch's own autocast works there."""
 

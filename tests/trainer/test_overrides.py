@@ -15,7 +15,7 @@ from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
 from tests.support.beside_trl import build, learns_as_in_trl
 from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
-from tests.support.trainers import make, passing_on
+from tests.support.trainers import WithoutSuper, make, passing_on
 
 # Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `compute_loss` and
 # `_compute_loss` are given more inputs; scoring comes without keywords about images, which are None; `log` is given
@@ -153,19 +153,11 @@ def test_what_is_not_called_is_said(tmp_path, caplog):
     assert "Own.get_high_entropy_mask has no effect here" in caplog.text
 
 
-class Alone(GRPOTrainer):
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        ids = torch.arange(5, 9).repeat(len(inputs), 1)
-        ones, advantages = torch.ones_like(ids), torch.arange(float(len(inputs))) % 4 - 1.5
-        scored = {"prompt_ids": ids, "prompt_mask": ones, "completion_ids": ids, "completion_mask": ones}
-        return scored | {"advantages": advantages}
-
-
 def test_an_override_without_super_is_said_once_and_refused_in_bitwise_mode(tmp_path, caplog):
-    make(tmp_path / "plain", cls=Alone, max_steps=2).train()
+    make(tmp_path / "plain", cls=WithoutSuper, max_steps=2).train()
     assert caplog.text.count("_generate_and_score_completions does not call super(), so it may sample") == 1
     with pytest.raises(ConfigError, match="bitwise_invariant=True needs this trainer's own sampling"):
-        make(tmp_path / "bitwise", cls=Alone, bitwise_invariant=True).train()
+        make(tmp_path / "bitwise", cls=WithoutSuper, bitwise_invariant=True).train()
 
 
 def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
