@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +236,7 @@ def record_start(folder: str | Path, output_dir: str | Path) -> None:
     path = Path(folder)
     asked = _record(path)["output_dir"] if (path / RECORD).exists() else os.path.basename(Path(output_dir))
     with suppress(OSError):  # without it, a resume from here goes on in output_dir
-        started = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+        started = datetime.now(UTC).isoformat(timespec="microseconds")
         record = {"folder": os.path.basename(path), "output_dir": asked, "started": started}
         (path / RECORD).write_text(json.dumps(record) + "\n")
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import IO, Any
 
 import psutil
@@ -117,7 +117,7 @@ def _cpu() -> str:
 def record_of(results: Sequence[Result], settings: Mapping[str, Any]) -> dict[str, Any]:
     """All figures as plain values, with when, on what, with what and how they were measured."""
     record = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
         "settings": dict(settings),
