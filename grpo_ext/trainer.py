@@ -376,15 +376,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             threads = divide_threads(self.args, self.accelerator.device)
             self._rollouts.begin(self.geometry, threads.sampling)
             warn_before_training(self._view, self._rollouts, self._uncovered)
-            if not self._forwards.sharded:  # else the loop prepares the models first
-                self._forwards.choose_forms(self._view.models)
-            with (
-                pinned(self.args.pinned_threads),
-                computing_with(threads.training),
-                self._keeper.running(checkpoint),
-                contextlib.closing(self._rollouts),
-            ):
-                return super().train(checkpoint, trial, ignore_keys_for_eval)
+            with pinned(self.args.pinned_threads), computing_with(threads.training):
+                if not self._forwards.sharded:  # else the loop prepares the models first
+                    self._forwards.choose_forms(self._view.models)
+                with self._keeper.running(checkpoint), contextlib.closing(self._rollouts):
+                    return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""

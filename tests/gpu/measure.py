@@ -126,7 +126,7 @@ def run_tests(part: str, is_toy: bool, seconds: float) -> dict[str, Any]:
         results = Path(folder, "results")
         results.touch()
         names = {"GRPO_EXT_GPU_RESULTS": str(results), "GRPO_EXT_GPU_PART": part, "GRPO_EXT_TOY": str(int(is_toy))}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+        command = [sys.executable, "-m", "pytest", "-q", "--durations=5", "-p", "no:cacheprovider", "tests/gpu"]
         try:
             status = subprocess.run(command, env=os.environ | names, stdout=sys.stderr, timeout=seconds).returncode
         except subprocess.TimeoutExpired:

@@ -2,7 +2,7 @@
 
 import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,10 +29,14 @@ if TOY:
 PROMPT, COMPLETION, GROUP = (16, 40, 8) if TOY else (128, 128, 8)
 
 
-def train(
-    folder: Path, shape: dict[str, Any], adapter: Any = None, sampled: bool = False, **settings: Any
-) -> tuple[GRPOTrainer, torch.Tensor]:
-    """A trainer after its run, and the update; unless `sampled`, completions are given."""
+class Trained(NamedTuple):
+    trainer: GRPOTrainer
+    update: torch.Tensor  # of all parameters, float64
+    peak: int  # bytes of device memory in training; 0 in a rehearsal
+
+
+def train(folder: Path, shape: dict[str, Any], adapter: Any = None, sampled: bool = False, **settings: Any) -> Trained:
+    """Train; unless `sampled`, completions are given."""
     gc.collect()
     torch.cuda.empty_cache()
     sizes = {"global_batch_size": 32, "num_generations": GROUP, "per_device_train_batch_size": 8}
@@ -53,27 +57,29 @@ def train(
     if not TOY:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
+    peak = 0 if TOY else torch.cuda.max_memory_allocated()
     pairs = zip(trainer.model.parameters(), before)
-    return trainer, torch.cat([(p.detach().cpu().double() - old.double()).flatten() for p, old in pairs])
+    update = torch.cat([(p.detach().double() - old.to(DEVICE).double()).flatten() for p, old in pairs])
+    return Trained(trainer, update, peak)
 
 
 @pytest.mark.skipif(TOY, reason="TF32 is a mode of CUDA devices")
 def test_tf32_trains(record_property, tmp_path):
-    plain, tf32 = (train(tmp_path / str(on), SMALL, bf16=False, tf32=on)[1] for on in (False, True))
+    plain, tf32 = (train(tmp_path / str(on), SMALL, bf16=False, tf32=on).update for on in (False, True))
     record_property("TF32 against float32", float((tf32 - plain).norm() / plain.norm()))
     assert not torch.equal(plain, tf32)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_model_of_half_a_billion_weights_trains(record_property, tmp_path, precision):
-    trainer, update = train(tmp_path, HALF_B, fp16=precision == "fp16", bf16=precision == "bf16")
+    trainer, update, peak = train(tmp_path, HALF_B, fp16=precision == "fp16", bf16=precision == "bf16")
     assert bool(torch.isfinite(update).all())
     assert float(update.norm()) > 0
     assert isinstance(trainer.accelerator.scaler, LossScaler) == (precision == "fp16")
     config = AutoConfig.for_model(**HALF_B)
     sizes = measure(config, compute="float16" if precision == "fp16" else "bfloat16")
     expected = memory_of(sizes, MemoryLayout("ddp", 1, PROMPT + GROUP * COMPLETION, 1))["training"]
-    peak = expected if TOY else torch.cuda.max_memory_allocated()
+    peak = expected if TOY else peak
     record_property("expected GiB", expected / 2**30)
     record_property("peak GiB", peak / 2**30)
     assert 0.7 < expected / peak < 1.3
@@ -82,9 +88,9 @@ def test_a_model_of_half_a_billion_weights_trains(record_property, tmp_path, pre
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_split_matters_no_more_than_rounding(record_property, tmp_path, precision):
     half = {"fp16": precision == "fp16", "bf16": precision == "bf16"}
-    exact = train(tmp_path / "float32", SMALL, fp16=False, bf16=False, per_device_train_batch_size=32)[1]
-    large = train(tmp_path / "large", SMALL, per_device_train_batch_size=32, **half)[1]
-    small = train(tmp_path / "small", SMALL, per_device_train_batch_size=3, **half)[1]
+    exact = train(tmp_path / "float32", SMALL, fp16=False, bf16=False, per_device_train_batch_size=32).update
+    large = train(tmp_path / "large", SMALL, per_device_train_batch_size=32, **half).update
+    small = train(tmp_path / "small", SMALL, per_device_train_batch_size=3, **half).update
     noise, split = (large - exact).norm() / exact.norm(), (small - large).norm() / large.norm()
     record_property("against float32", float(noise))
     record_property("between splits", float(split))
@@ -97,7 +103,7 @@ def test_splits_of_whole_groups_differ_by_what_the_forward_leaves(record_propert
     def update(size: int, on: bool) -> torch.Tensor:
         settings = {"optim": "sgd", "learning_rate": 10.0, "max_grad_norm": 0.0, "max_steps": 1, "bf16": True}
         settings |= {"per_device_train_batch_size": size, "float32_weight_gradients": on}
-        return train(tmp_path / f"{size}-{on}", HALF_B, **settings)[1].float()
+        return train(tmp_path / f"{size}-{on}", HALF_B, **settings).update.float()
 
     apart = {}
     for on in (True, False):
@@ -115,16 +121,17 @@ def test_two_splits_have_the_same_bits_in_bitwise_mode(monkeypatch, tmp_path, fi
     monkeypatch.setattr(lm_head, "triton_head", lambda: pytest.fail("TRL's Triton head was asked for"))
     settings = {"bitwise_invariant": True, "sampled": True, **filters}
     eight, three = (
-        train(tmp_path / str(size), SMALL, per_device_train_batch_size=size, **settings)[1] for size in (8, 3)
+        train(tmp_path / str(size), SMALL, per_device_train_batch_size=size, **settings).update for size in (8, 3)
     )
     assert torch.equal(eight, three)
-    other = train(tmp_path / "seed", SMALL, seed=1, **settings)[1]
+    other = train(tmp_path / "seed", SMALL, seed=1, **settings).update
     assert not torch.equal(eight, other)
 
 
 def test_an_adapter_trains_alone(tmp_path):
-    trainer, update = train(tmp_path, HALF_B, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]), sampled=True)
-    trained = torch.cat([p.new_full((p.numel(),), p.requires_grad) for p in trainer.model.parameters()]).cpu().bool()
+    adapter = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+    trainer, update, _ = train(tmp_path, HALF_B, adapter, sampled=True)
+    trained = torch.cat([p.new_full((p.numel(),), p.requires_grad) for p in trainer.model.parameters()]).bool()
     assert bool(torch.isfinite(update).all())
     assert float(update[trained].norm()) > 0
     assert float(update[~trained].norm()) == 0
@@ -134,7 +141,7 @@ def test_an_adapter_trains_alone(tmp_path):
 def test_a_step_that_overflows_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(LossScaler, "initial", 2.0**32)
     monkeypatch.setattr(LossScaler, "hysteresis", 1)
-    trainer, _ = train(tmp_path, SMALL, fp16=True, bf16=False)
+    trainer = train(tmp_path, SMALL, fp16=True, bf16=False).trainer
     line = [line for line in trainer.state.log_history if "fp16/loss_scale" in line][-1]
     assert line["fp16/skipped_steps"] >= 1
     assert line["fp16/loss_scale"] < 2.0**32
@@ -142,7 +149,7 @@ def test_a_step_that_overflows_is_skipped(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("form", ["prefix", "padded"])
 def test_a_step_of_half_a_billion_weights_is_that_of_packs(record_property, tmp_path, form):
-    one, other = (train(tmp_path / name, HALF_B, forward=name, max_steps=1)[1] for name in ("packed", form))
+    one, other = (train(tmp_path / name, HALF_B, forward=name, max_steps=1).update for name in ("packed", form))
     agreement = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
     record_property("cosine of the updates", agreement)
     assert agreement > 0.9  # Adam's first step is the sign of each element's gradient, and bfloat16 turns small ones

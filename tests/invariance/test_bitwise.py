@@ -1,12 +1,15 @@
 """`bitwise_invariant=True`: every parameter, optimizer tensor and logged value has the same bits for every split."""
 
 import pytest
+import torch
 
+from grpo_ext.forward import choice
 from grpo_ext.tools.check.comparison import metric_difference
 from grpo_ext.tools.check.runs import Run
 from grpo_ext.tools.stock import OURS
 from tests.support.cases import CASES, QUANTISED, Bench
 from tests.support.launches import REFERENCE, SIZES, Launches
+from tests.support.trainers import make
 
 NAMES = [  # what bitwise mode takes
     name for name, case in CASES.items() if "micro_batch_tokens" not in case.config and case.rollout_func is None
@@ -89,3 +92,17 @@ def test_without_it_the_bits_differ(launches):
     one, other = (launches.result(1, plain_run(launches.bench, size)) for size in (REFERENCE, 5))
     assert one.error is None
     assert one.trace[-1] != other.trace[-1]
+
+
+def test_forms_are_compared_with_the_kernels_of_the_run(monkeypatch, tmp_path):
+    """TRL's Triton head, which torch does not know to repeat its bits, had been used on GPUs before the first step."""
+    seen, compare = [], choice.why_form_fails
+
+    def recorded(*given):
+        seen.append((torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()))
+        return compare(*given)
+
+    monkeypatch.setattr(choice, "why_form_fails", recorded)
+    for bitwise in (True, False):
+        make(tmp_path / str(bitwise), bitwise_invariant=bitwise, max_steps=1, report_to="none").train()
+    assert seen == [(True, 1), (False, torch.get_num_threads())]

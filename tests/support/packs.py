@@ -56,7 +56,7 @@ def gradient(form: Form, model: Any, batch: Any) -> torch.Tensor:
     model.zero_grad()
     output = run_rows(form, model, batch, next(model.parameters()).device)
     logps, entropies = output.logps_S, output.entropies_S
-    weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype).view_as(logps)
+    weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype, device=logps.device).view_as(logps)
     loss = (weights * logps).sum() + 0.3 * (weights * entropies).sum()
     with in_form(base_model_of(model), form):
         loss.backward()
