@@ -26,6 +26,8 @@ hypothesis.settings.register_profile("many", max_examples=200, **SAME)
 def pytest_configure(config):
     config.addinivalue_line("markers", "xdist_group(name): tests that stay with one worker of pytest-xdist")
     hypothesis.settings.load_profile("many" if config.getoption("--full") else "some")
+    if not all("tests/gpu" in path for path in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # expected values are those of a CPU, and processes are forked
 
 
 def pytest_addoption(parser):

@@ -45,7 +45,8 @@ class Gradients(TrainerCallback):
         grads = [parameter.grad for parameter in model.parameters()]
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                for group in module._get_fsdp_state()._fsdp_param_groups:
+                state = module._get_fsdp_state()
+                for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # torch 2.11
                     grads += [part.unsharded_accumulated_grad for part in group.fsdp_params]
                     grads += [part._unsharded_param.grad for part in group.fsdp_params]
         local = [getattr(grad, "_local_tensor", grad).untyped_storage() for grad in grads if grad is not None]

@@ -70,6 +70,7 @@ PARTS = (
     Part("sampling", 25),
     Part("bits", 45),
     Part("training", 110),
+    Part("matrix", 90),
     Part("users", 140, tuple(Run(shape, *who) for shape in (FULL, LORA) for who in TRAINERS)),
     Part("generate", 70, tuple(Run(shape, who) for shape in SAMPLED for who in (OURS, STOCK))),
     Part("other forms", 40, (Run(FULL, OURS, "prefix"), Run(FULL, OURS, "padded"))),

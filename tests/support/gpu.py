@@ -14,6 +14,7 @@ needs_gpu = pytest.mark.skipif(
 # belongs to the first part whose text is in its name, so that none is in two parts, or in none
 TEST_PARTS = {
     "flex attention": "flex_attention",
+    "matrix": "test_matrix_on_gpu",
     "head": "test_head_on_gpu",
     "kernels": "test_packs_on_gpu",
     "sampling": "test_sampling_on_gpu",
