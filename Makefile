@@ -106,7 +106,7 @@ GPU_PYTHON ?= 3.12
 wheels-gpu:  ## with a network: fill wheels/ for `make test-gpu` on a machine without (GPU_PYTHON=3.12, its Python)
 	@$(PYTHON) -m tests.gpu.environment --download $(GPU_PYTHON)
 
-test-gpu:  ## on a GPU, in 9 minutes and without a network: tests/gpu and the bench, into gpu.json (TOY=1: a rehearsal)
+test-gpu:  ## on a GPU, in at most 20 minutes and without a network: tests/gpu and the bench, into gpu.json (TOY=1: a rehearsal)
 	@$(PYTHON) -m tests.gpu.environment
 	@$(GPU)/bin/python -m tests.gpu.measure $(if $(TOY),--toy) $(ARGS)
 

@@ -45,10 +45,12 @@ class Gradients(TrainerCallback):
         grads = [parameter.grad for parameter in model.parameters()]
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                state = module._get_fsdp_state()
-                for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # torch 2.11
-                    grads += [part.unsharded_accumulated_grad for part in group.fsdp_params]
-                    grads += [part._unsharded_param.grad for part in group.fsdp_params]
+                fsdp = vars(module._get_fsdp_state())
+                groups = fsdp.get("_fsdp_param_groups") or [
+                    fsdp.get("_fsdp_param_group")
+                ]  # torch 2.11 has one, or None
+                for part in (part for group in groups if group is not None for part in group.fsdp_params):
+                    grads += [part.unsharded_accumulated_grad, part._unsharded_param.grad]
         local = [getattr(grad, "_local_tensor", grad).untyped_storage() for grad in grads if grad is not None]
         held = {storage.data_ptr(): storage.nbytes() for storage in local}  # those of a layer share one
         whole = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -65,16 +65,16 @@ LORA = Shape("LoRA, ragged answers", 128, 64, 1792, skewed=True, groups=8, check
 SAMPLED = tuple(Shape(f"sampling, {8 * groups} rows", 64, 1, 128, groups=groups, sample=True) for groups in (8, 32))
 TRAINERS = ((OURS, "packed"), (OURS, "packed", True), (STOCK,))
 PARTS = (
-    Part("head", 50),
-    Part("kernels", 45),
-    Part("sampling", 25),
-    Part("bits", 45),
-    Part("training", 110),
-    Part("matrix", 90),
-    Part("users", 140, tuple(Run(shape, *who) for shape in (FULL, LORA) for who in TRAINERS)),
-    Part("generate", 70, tuple(Run(shape, who) for shape in SAMPLED for who in (OURS, STOCK))),
-    Part("other forms", 40, (Run(FULL, OURS, "prefix"), Run(FULL, OURS, "padded"))),
-    Part("flex attention", 40),
+    Part("head", 60),
+    Part("kernels", 60),
+    Part("sampling", 60),
+    Part("bits", 90),
+    Part("training", 220),
+    Part("matrix", 180),
+    Part("users", 190, tuple(Run(shape, *who) for shape in (FULL, LORA) for who in TRAINERS)),
+    Part("generate", 120, tuple(Run(shape, who) for shape in SAMPLED for who in (OURS, STOCK))),
+    Part("other forms", 70, (Run(FULL, OURS, "prefix"), Run(FULL, OURS, "padded"))),
+    Part("flex attention", 150),
 )
 
 
@@ -219,7 +219,7 @@ def run_part(part: Part, is_toy: bool, seconds: float, result: dict[str, Any], s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU")
-    parser.add_argument("--seconds", type=float, default=500, help="budget of all parts together")
+    parser.add_argument("--seconds", type=float, default=1200, help="budget of all parts together")
     names = [part.name for part in PARTS]
     parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     parser.add_argument(
