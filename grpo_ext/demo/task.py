@@ -4,8 +4,6 @@ Unlike in TRL's examples nothing is downloaded: a short supervised run on the CP
 Its teacher is careless, so that there is something to learn. Held-out words are never trained.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile
@@ -141,9 +139,6 @@ def demo_named(name: str) -> Demo:
             "takes sums and last_word."
         )
     return load_named(name, f"--demo {name}", Demo)
-
-
-# ---- Warm start ------------------------------------------------------------------------------------------------------
 
 
 def build_tokenizer(symbols: str = SEPARATOR + LETTERS, positions: int = 64) -> PreTrainedTokenizerFast:

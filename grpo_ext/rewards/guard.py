@@ -5,8 +5,6 @@ silent zeros; `None` still means "does not apply"; a call that hangs or fails ca
 rewards.runner; rollouts limit tools and environments with `in_time`, and `join` gathers the records.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import math

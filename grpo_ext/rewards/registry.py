@@ -4,8 +4,6 @@ Unlike TRL's, the math rewards also take plain completions, and the gold answer 
 `solution`. recipes/grpo.py calls `resolve_rewards`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -5,8 +5,6 @@ a failed call may be retried, and processes exchange no data. Called by the roll
 logs. Shapes: B completions of this process, F reward functions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence

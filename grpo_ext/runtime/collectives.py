@@ -4,8 +4,6 @@ Accelerate's `gather` wants equal shapes on all processes; their parts of a roll
 exchange begins with a header, in which a process says where it is, or that it failed; so none waits for one that did.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import itertools
@@ -15,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -202,7 +200,7 @@ class UsersAccelerator(Accelerator):
     uneven: _Uneven | None = None
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> UsersAccelerator:
+    def of(cls, accelerator: Accelerator) -> Self:
         users = cls.__new__(cls)
         users.__dict__ = accelerator.__dict__
         return users
@@ -312,20 +310,12 @@ def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
             tensor.copy_(summed)
 
 
-def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
-    return stack_over_processes(values).sum(0)
-
-
 def max_over_processes(value: int) -> int:
     return max(_meet("an exchange of numbers", value))
 
 
 def any_process(value: bool) -> bool:
     return bool(max_over_processes(int(value)))
-
-
-def first_of_all_processes(value: Any) -> Any:
-    return next((item for item in gather_lists([value]) if item is not None), None)
 
 
 def without_long_waits(work: Callable[[], Any]) -> Any:

@@ -1,7 +1,5 @@
 """Moves tensors to a device together, in one copy that the host does not wait for."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@
 to the recipe's parser. Libraries are imported when a command needs them: a `plan` of sizes does not import torch.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 Returns what TRL's trainer takes: `prompt` (text or messages), `answer` for the rewards, every other column unchanged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any

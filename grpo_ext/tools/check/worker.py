@@ -1,7 +1,5 @@
 """The processes of runs.py: each trains the runs of a launch; the main one sends the results through its pipe."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
@@ -33,9 +31,7 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
         trainer_class: Any = trl.GRPOTrainer
     else:
         args, trainer_class = GRPOConfig(**config), GRPOTrainer
-    load = {**(config.get("model_init_kwargs") or {}), "device_map": None}
-    if run.quantization is not None:
-        load["quantization_config"] = run.quantization
+    load = {**(config.get("model_init_kwargs") or {}), "device_map": None, "quantization_config": run.quantization}
     model = create_model_from_path(run.model_path, **load)
     if run.nameless:
         model.config._name_or_path = ""
@@ -57,7 +53,7 @@ class _Recorder(TrainerCallback):
         self.run, self.trainer, self.result = run, trainer, result
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        if self.run.gradients and not self.result.gradients:
+        if not self.run.trace and not self.result.gradients:
             parameters = self.trainer.accelerator.unwrap_model(self.trainer.model).named_parameters()
             gradients = {name: p.grad for name, p in parameters if p.grad is not None}
             if any(bool(gradient.any()) for gradient in gradients.values()):
