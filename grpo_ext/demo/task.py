@@ -66,7 +66,7 @@ class Demo:
 
 def sorted_letters_reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """Return 1.0 if the completion is the answer, letter for letter, else 0.0."""
-    return [float(completion == gold) for completion, gold in zip(completions, answer)]
+    return [float(completion == gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def _words(rng: random.Random) -> Iterator[str]:

@@ -113,7 +113,7 @@ def _meet(place: str, value: int = 0, failure: Exception | None = None) -> list[
     if any(header[0] != _MAGIC for header in headers):
         raise _known(ProcessError(f"at {place}, a collective of torch.distributed or accelerate.utils met. {_REMEDY}"))
     sent = None if failure is None else (type(failure).__name__, str(failure))  # its class may not be picklable
-    places, reports = zip(*gather_object([(place, sent)]))
+    places, reports = zip(*gather_object([(place, sent)]), strict=True)
     failures = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
     if not failures:
         where = "; ".join(f"process {rank} is at {name}" for rank, name in enumerate(places))
@@ -306,7 +306,7 @@ def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat)
-        for tensor, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket)):
+        for tensor, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             tensor.copy_(summed)
 
 
