@@ -1,8 +1,7 @@
 """Calls reward functions and reward models for the completions of one process.
 
 Differs from TRL's `_calculate_rewards`: a function is called once for each chunk of completions, its result is checked,
-a failed call may be retried, and processes exchange no data. Called by the rollout worker; `join` gathers rewards and
-logs. Shapes: B completions of this process, F reward functions.
+a failed call may be retried, and processes exchange no data. Shapes: B completions of this process, F functions.
 """
 
 import asyncio

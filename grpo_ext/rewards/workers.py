@@ -1,8 +1,7 @@
 """Processes that call reward functions beside training (`reward_workers`) and can be killed.
 
 loky starts, watches and kills them: fresh interpreters that do not import the training script, so a script needs no
-`if __name__ == "__main__"`. Each process has its own executor, so killing one call ends no other. Used by
-rewards.runner; rewards.worker runs in the process.
+`if __name__ == "__main__"`. Each process has its own executor, so killing one call ends no other.
 """
 
 import threading

@@ -285,12 +285,11 @@ def uneven_collectives(
         )
 
 
-def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> None:
     _refuse_local()
     if PartialState().num_processes > 1:
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             tensor.data.copy_(broadcast(tensor.data.to(device).contiguous()))
-    return model
 
 
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:

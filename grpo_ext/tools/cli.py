@@ -149,7 +149,6 @@ def check(
             against=against,
             tolerance=tolerance,
             bitwise=bitwise,
-            progress=typer.echo,
         )
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))

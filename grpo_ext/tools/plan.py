@@ -177,11 +177,8 @@ def measure(
 def _saved_per_token(config: Any, compute: str) -> float:
     long = min(_TOKENS, getattr(config.get_text_config(), "max_position_embeddings", None) or _TOKENS)
     short = long // 3  # two lengths, so that whatever does not grow with tokens cancels
-
-    def per_token(layers: int) -> float:
-        return (_saved(config, layers, long, compute) - _saved(config, layers, short, compute)) / (long - short)
-
-    return per_token(2) - per_token(1)
+    one, two = (_saved(config, n, long, compute) - _saved(config, n, short, compute) for n in (1, 2))
+    return (two - one) / (long - short)
 
 
 def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:

@@ -4,7 +4,7 @@ The run is that of recipes/grpo.py without output and evaluation, and in float32
 precision. Stock TRL under the same splits (`against="trl"`) is the negative control.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,6 @@ def check(
     against: str | None = None,
     tolerance: float = TOLERANCE,
     bitwise: bool = False,
-    progress: Callable[[str], None] = lambda line: None,
 ) -> CheckReport:
     """Train a few steps of a run, which has a `global_batch_size`, under every split; compare with the first split.
 
@@ -122,7 +121,8 @@ def check(
         config["bitwise_invariant"] = True
     for split in splits:
         geometry_of({**config, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
-    progress(f"{len(splits)} splits in {run.half or 'float32'}, written as processes x completions in a forward")
+    what = f"{len(splits)} splits in {run.half or 'float32'}"
+    print(f"{what}, written as processes x completions in a forward", flush=True)
     results: list[SplitResult] = []
     references: dict[str, RunResult] = {}
     for processes in dict.fromkeys(split.processes for split in splits):  # they share a launch
@@ -136,7 +136,7 @@ def check(
             if trained.error is None:
                 references.setdefault(job.trainer, trained)
             results.append(compare(job, split, references.get(job.trainer, trained), trained, tolerance))
-            progress(str(results[-1]))
+            print(results[-1], flush=True)
     report = CheckReport(results, steps)
     if all(result.verdict == "refused" for result in report.of(OURS)):
         raise ConfigError(f"no split could be trained: {report.of(OURS)[0].reason}")
