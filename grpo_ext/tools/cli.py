@@ -134,22 +134,15 @@ def check(
     Trains in float32 unless the run's settings name bf16 or fp16, and saves, reports and evaluates nothing.
     """
     load_libraries()
-    from .check.splits import check as compare_splits
-    from .check.splits import load_run, splits_of
+    from .check import splits
 
     counts = integers(processes, "processes")
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as folder:
-        run, about = load_run(settings_of(context, config), Path(folder))
+        run, about = splits.load_run(settings_of(context, config), Path(folder))
         typer.echo(about)
-        report = compare_splits(
-            run,
-            splits_of(run.config["global_batch_size"], counts, sizes),
-            steps=steps,
-            against=against,
-            tolerance=tolerance,
-            bitwise=bitwise,
-        )
+        cuts = splits.splits_of(run.config["global_batch_size"], counts, sizes)
+        report = splits.check(run, cuts, steps=steps, against=against, tolerance=tolerance, bitwise=bitwise)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
     typer.echo(report.conclusion())
