@@ -103,8 +103,7 @@ class RewardRunner:
             return rewards_BF, []
         records: list[RewardCall] = []
         for asynchronous in (False, True):
-            named = enumerate(zip(sources.functions, sources.names, strict=True))
-            numbers = [number for number, (function, _) in named if is_async(function) is asynchronous]
+            numbers = [number for number, each in enumerate(sources.functions) if is_async(each) is asynchronous]
             try:
                 begun = [self._begin(sources, number, rows) for number in numbers]
                 for number, chunks in zip(numbers, begun, strict=True):

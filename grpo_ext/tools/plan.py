@@ -53,7 +53,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    engine: str  # one of `cli.ENGINES`
+    engine: str  # one of `cli.Engine`
     processes: int  # devices that share what the engine shards
     tokens: int  # in the largest micro-batch, prompts included
     sampled_tokens: int  # in one `generate` call at maximal length, prompts included
