@@ -49,20 +49,18 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
 
 
 class _Recorder(TrainerCallback):
-    def __init__(self, run: Run, trainer: trl.GRPOTrainer, result: RunResult) -> None:
-        self.run, self.trainer, self.result = run, trainer, result
+    def __init__(self, run: Run, result: RunResult) -> None:
+        self.run, self.result = run, result
 
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
         if not self.run.trace and not self.result.gradients:
-            parameters = self.trainer.accelerator.unwrap_model(self.trainer.model).named_parameters()
-            gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             if any(bool(gradient.any()) for gradient in gradients.values()):
                 self.result.gradients = {name: g.detach().to("cpu", copy=True) for name, g in gradients.items()}
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *args: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         if self.run.trace:
-            model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-            self.result.trace.append(state_hashes(model, self.trainer.optimizer))
+            self.result.trace.append(state_hashes(model, optimizer))
 
 
 def _train(run: Run, trainer: trl.GRPOTrainer) -> RunResult:
@@ -71,7 +69,7 @@ def _train(run: Run, trainer: trl.GRPOTrainer) -> RunResult:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().double().clone() for name, p in parameters.items()}
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(_Recorder(run, trainer, result))
+    trainer.add_callback(_Recorder(run, result))
     with run.within(model):
         trainer.train(resume_from_checkpoint=run.resume_from)
         if run.eval_path:
