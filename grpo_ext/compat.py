@@ -4,8 +4,6 @@ The only module that imports from inside TRL. `verify_overrides` compares the tr
 versions: an override of a method that was renamed would never be called, and the run would silently train as TRL does.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
@@ -119,7 +117,7 @@ def unwrapped_for_generation(
     model: Any, accelerator: Any, gradient_checkpointing_kwargs: dict[str, Any] | None, **options: Any
 ) -> Iterator[Any]:
     """Enter TRL's context, then restore gradient checkpointing, whose keyword arguments TRL 1.15 forgets."""
-    knows = "gradient_checkpointing_kwargs" in inspect.signature(unwrap_model_for_generation).parameters
+    knows = "gradient_checkpointing_kwargs" in parameters_of(unwrap_model_for_generation)
     if knows:
         options["gradient_checkpointing_kwargs"] = gradient_checkpointing_kwargs
     inner = accelerator.unwrap_model(model)

@@ -1,7 +1,5 @@
 """Loads functions and other objects by name: `package.module.name`, or `path/to/file.py:name`."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util
@@ -22,9 +20,7 @@ def load_file(path: str) -> ModuleType:
     source, loaded = file.read_bytes(), sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__grpo_ext_source__", None) == source:
         return loaded
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None  # a file with this suffix always has a loader
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, file)  # a file with this suffix always has a loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     vars(module)["__grpo_ext_source__"] = source  # set last: a module that failed to load lacks it

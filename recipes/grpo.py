@@ -201,7 +201,7 @@ class HeldOut:
             output = model.generate(**inputs, generation_config=settings)[:, inputs["input_ids"].shape[1] :]
             completions = self.tokenizer.batch_decode(output, skip_special_tokens=True)
             rewards = self.task.reward_funcs[0](prompts=prompts, completions=completions, answer=rows["answer"])
-            samples += zip(prompts, completions, rows["answer"], [reward == 1.0 for reward in rewards])
+            samples += zip(prompts, completions, rows["answer"], [reward == 1.0 for reward in rewards], strict=True)
         model.train(was_training)
         return sum(right for *_, right in samples) / len(samples), samples
 
@@ -243,7 +243,7 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
     after = held_out.show("After", policy)
     log(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
-    seconds_by_step = dict(zip(by_step, [0.0, *held_out.seconds]))
+    seconds_by_step = dict(zip(by_step, [0.0, *held_out.seconds], strict=True))
     figures: dict[str, Any] = {"exact_match_by_step": by_step, "seconds_by_step": seconds_by_step}
     metrics = Path(str(trainer.args.output_dir)) / "metrics.json"
     if training.resume_from_checkpoint and metrics.is_file():  # this run has ended before

@@ -133,7 +133,7 @@ def last_word_reward(completions: list[Any], answer: list[str], **kwargs: Any) -
     """Return 1.0 if the completion is the answer and nothing else, in any case, with or without a full stop."""
     return [
         float(completion_text(completion).strip().rstrip(".").lower() == gold)
-        for completion, gold in zip(completions, answer)
+        for completion, gold in zip(completions, answer, strict=True)
     ]
 
 

@@ -75,7 +75,7 @@ def product_reward(prompts: Any, completions: Any, log_metric: Any, **kwargs: An
     log_metric("guessed", sum(len(messages) == 1 for messages in completions) / len(completions))
     return [
         float(message["role"] == "assistant" and message["content"] == calculate(text))
-        for text, message in zip(texts, last)
+        for text, message in zip(texts, last, strict=True)
     ]
 
 

@@ -4,8 +4,6 @@ Unlike in TRL's examples nothing is downloaded: a short supervised run on the CP
 Its teacher is careless, so that there is something to learn. Held-out words are never trained.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile
@@ -68,7 +66,7 @@ class Demo:
 
 def sorted_letters_reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """Return 1.0 if the completion is the answer, letter for letter, else 0.0."""
-    return [float(completion == gold) for completion, gold in zip(completions, answer)]
+    return [float(completion == gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def _words(rng: random.Random) -> Iterator[str]:
@@ -141,9 +139,6 @@ def demo_named(name: str) -> Demo:
             "takes sums and last_word."
         )
     return load_named(name, f"--demo {name}", Demo)
-
-
-# ---- Warm start ------------------------------------------------------------------------------------------------------
 
 
 def build_tokenizer(symbols: str = SEPARATOR + LETTERS, positions: int = 64) -> PreTrainedTokenizerFast:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PrecisionError
-from ..runtime.collectives import first_of_all_processes
+from ..runtime.collectives import gather_lists
 
 
 def is_finite(value: Any) -> bool:
@@ -48,7 +48,7 @@ def explaining(what: str, model: torch.nn.Module, fp16: bool, sharded: bool) -> 
     weight = None if sharded else bad_weight(model)
     with torch.no_grad(), first_module(model) as first:
         yield
-    module = first_of_all_processes(first[0] if first else None)
+    module = next(iter(gather_lists(first)), None)
     raise PrecisionError(f"{what}: {explanation(weight, module, fp16)}.")
 
 

@@ -1,11 +1,8 @@
 """One call of a reward function: bounded in time, retried, checked, and recorded with what it logs.
 
 Differs from TRL: NaN, infinity and non-numbers are errors that name the function, the row and the value, instead of
-silent zeros; `None` still means "does not apply"; a call that hangs or fails can be ended and retried. Used by
-rewards.runner; rollouts limit tools and environments with `in_time`, and `join` gathers the records.
+silent zeros; `None` still means "does not apply"; a call that hangs or fails can be ended and retried.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextvars

@@ -4,8 +4,6 @@ Unlike TRL's, the math rewards also take plain completions, and the gold answer 
 `solution`. recipes/grpo.py calls `resolve_rewards`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
@@ -83,7 +81,7 @@ def exact_number(completions: list[Any], **columns: Any) -> list[float | None]:
     """
     golds = [final_number(str(gold)) for gold in _gold("exact_number", columns, "answer", "solution")]
     answers = [final_number(completion_text(completion)) for completion in completions]
-    return [None if gold is None else float(answer == gold) for gold, answer in zip(golds, answers)]
+    return [None if gold is None else float(answer == gold) for gold, answer in zip(golds, answers, strict=True)]
 
 
 def _length_penalty(max_completion_length: int) -> RewardFunction:

@@ -1,11 +1,8 @@
 """Calls reward functions and reward models for the completions of one process.
 
 Differs from TRL's `_calculate_rewards`: a function is called once for each chunk of completions, its result is checked,
-a failed call may be retried, and processes exchange no data. Called by the rollout worker; `join` gathers rewards and
-logs. Shapes: B completions of this process, F reward functions.
+a failed call may be retried, and processes exchange no data. Shapes: B completions of this process, F functions.
 """
-
-from __future__ import annotations
 
 import asyncio
 import inspect
@@ -106,8 +103,7 @@ class RewardRunner:
             return rewards_BF, []
         records: list[RewardCall] = []
         for asynchronous in (False, True):
-            named = enumerate(zip(sources.functions, sources.names, strict=True))
-            numbers = [number for number, (function, _) in named if is_async(function) is asynchronous]
+            numbers = [number for number, each in enumerate(sources.functions) if is_async(each) is asynchronous]
             try:
                 begun = [self._begin(sources, number, rows) for number in numbers]
                 for number, chunks in zip(numbers, begun, strict=True):

@@ -3,8 +3,6 @@
 The process does not import the training script, nor torch unless a function does. Started by rewards.workers.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

@@ -1,11 +1,8 @@
 """Processes that call reward functions beside training (`reward_workers`) and can be killed.
 
 loky starts, watches and kills them: fresh interpreters that do not import the training script, so a script needs no
-`if __name__ == "__main__"`. Each process has its own executor, so killing one call ends no other. Used by
-rewards.runner; rewards.worker runs in the process.
+`if __name__ == "__main__"`. Each process has its own executor, so killing one call ends no other.
 """
-
-from __future__ import annotations
 
 import threading
 import zlib
@@ -22,7 +19,7 @@ from loky.process_executor import BrokenProcessPool, ShutdownExecutorError
 
 from ..errors import ConfigError
 from .guard import CallCancelled, CallTimeout, ChunkRewards, GuardedCall
-from .worker import Attempt, RewardCall, begin, call_loaded, load, pack
+from .worker import Attempt, begin, call_loaded, load, pack
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -75,29 +72,26 @@ class RewardWorkers:
         )
 
     def _attempt(self, guarded: GuardedCall, ended: threading.Event) -> Attempt:
-        keywords, record, state = dict(guarded.keywords), guarded.record, guarded.keywords["trainer_state"]
+        keywords, state = dict(guarded.keywords), guarded.keywords["trainer_state"]
         if (step := getattr(state, "global_step", None)) is not None:
             # its class would import transformers there, and its log grows during a run
             keywords["trainer_state"] = SimpleNamespace(**{**vars(state), "log_history": []})
         # random numbers of a call do not depend on the process, the split or failed attempts
-        seed = zlib.crc32(f"{self.seed} {step} {record.number} {record.first}".encode())
-        request = (id(guarded.function), seed, keywords, record, guarded.faults.timeout)
+        seed = zlib.crc32(f"{self.seed} {step} {guarded.record.number} {guarded.record.first}".encode())
         for again in (True, False):
             if ended.is_set():
                 break
             try:
-                return self._call(*request)
+                return self._call(guarded, seed, keywords)
             except WorkerDied as died:
                 # a cluster sends SIGTERM to all processes, and the training process decides when to stop
                 if not ended.is_set() and not (again and "SIGTERM" in str(died)):
                     raise
         raise CallCancelled("the processes of reward_workers were ended")
 
-    def _call(
-        self, key: int, seed: int, keywords: dict[str, Any], record: RewardCall, seconds: float | None
-    ) -> Attempt:
-        """Run `call_loaded` in this thread's process; after `seconds` kill it, with a CallTimeout (None: no limit)."""
-        thread = threading.get_ident()
+    def _call(self, guarded: GuardedCall, seed: int, keywords: dict[str, Any]) -> Attempt:
+        """Run `call_loaded` in this thread's process; kill it after the time that a call may take."""
+        thread, key, record = threading.get_ident(), id(guarded.function), guarded.record
         process = self._processes.get(thread)
         if process is None:
             process = ProcessPoolExecutor(1, timeout=None, env=_ENVIRONMENT, initializer=begin), set()
@@ -107,14 +101,14 @@ class RewardWorkers:
             if key not in loaded:
                 executor.submit(load, key, self._packed[key][1], record.function).result()
                 loaded.add(key)
-            return executor.submit(call_loaded, key, seed, keywords, record).result(seconds)
+            return executor.submit(call_loaded, key, seed, keywords, record).result(guarded.faults.timeout)
         except (BrokenProcessPool, ShutdownExecutorError) as error:
             self._kill(thread)
             exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]
             raise WorkerDied(f"its process has ended: {exit_codes.strip('{}') or 'no exit code'}") from None
         except FutureTimeout:
             self._kill(thread)
-            raise CallTimeout(seconds, "reward_timeout") from None
+            raise CallTimeout(guarded.faults.timeout, "reward_timeout") from None
 
     def _kill(self, thread: int) -> None:
         executor, _ = self._processes.pop(thread, (None, None))

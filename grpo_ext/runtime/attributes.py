@@ -1,7 +1,5 @@
 """Sets attributes of an object for a while, and replaces forwards of modules for good."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Iterator

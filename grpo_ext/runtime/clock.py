@@ -1,7 +1,5 @@
 """Measures the phases of a step in seconds, for the logs, beside TRL's `step_time`."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Accelerate's `gather` wants equal shapes on all processes; their parts of a roll
 exchange begins with a header, in which a process says where it is, or that it failed; so none waits for one that did.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import itertools
@@ -15,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -115,7 +113,7 @@ def _meet(place: str, value: int = 0, failure: Exception | None = None) -> list[
     if any(header[0] != _MAGIC for header in headers):
         raise _known(ProcessError(f"at {place}, a collective of torch.distributed or accelerate.utils met. {_REMEDY}"))
     sent = None if failure is None else (type(failure).__name__, str(failure))  # its class may not be picklable
-    places, reports = zip(*gather_object([(place, sent)]))
+    places, reports = zip(*gather_object([(place, sent)]), strict=True)
     failures = [(rank, *report) for rank, report in enumerate(reports) if report is not None]
     if not failures:
         where = "; ".join(f"process {rank} is at {name}" for rank, name in enumerate(places))
@@ -191,48 +189,43 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
     return torch.cat([part[:n] for part, n in zip(stack_over_processes(padded), lengths, strict=True)])
 
 
-class _Uneven(NamedTuple):
-    empty: Callable[[], bool]
-    refused_in: str | None
-
-
 class UsersAccelerator(Accelerator):
     """A trainer's accelerator, for users' code: see `uneven_collectives`. Refused on the thread that samples ahead."""
 
-    uneven: _Uneven | None = None
+    empty: Callable[[], bool] | None = None  # where rows are uneven, whether this process adds none
+    refused_in: str | None = None
 
     @classmethod
-    def of(cls, accelerator: Accelerator) -> UsersAccelerator:
+    def of(cls, accelerator: Accelerator) -> Self:
         users = cls.__new__(cls)
         users.__dict__ = accelerator.__dict__
         return users
 
-    def _meet(self, name: str) -> _Uneven | None:
-        """Meet the other processes where rows are uneven; None elsewhere."""
+    def _meet(self, name: str) -> Callable[[], bool] | None:
+        """Meet the other processes where rows are uneven, and return `empty`; None elsewhere."""
         if self.num_processes > 1:
             _refuse_local()
-        if self.uneven is None:
-            return None
-        if self.uneven.refused_in is not None:
+        if self.refused_in is not None:
             raise RolloutError(
-                f"{self.uneven.refused_in} gathers, and is called once for each rollout chunk, of which processes have "
+                f"{self.refused_in} gathers, and is called once for each rollout chunk, of which processes have "
                 "different numbers; gather in _generate or _generate_and_score_completions instead."
             )
-        _meet(f"accelerator.{name}")
-        return self.uneven
+        if self.empty is not None:
+            _meet(f"accelerator.{name}")
+        return self.empty
 
     def gather(self, tensor: Any) -> Any:
-        if (uneven := self._meet("gather")) is None:
+        if (empty := self._meet("gather")) is None:
             return super().gather(tensor)
-        rows = 0 if uneven.empty() else None
+        rows = 0 if empty() else None
         return recursively_apply(lambda part: ragged_gather(part.detach(), rows), tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        if (uneven := self._meet("reduce")) is None:
+        if (empty := self._meet("reduce")) is None:
             return super().reduce(tensor, reduction, scale)
 
         def reduced(tensor: torch.Tensor) -> torch.Tensor:
-            parts = ragged_gather(tensor.detach()[None], 0 if uneven.empty() else None)
+            parts = ragged_gather(tensor.detach()[None], 0 if empty() else None)
             total = parts.amax(0) if reduction == "max" and len(parts) else parts.sum(0, dtype=tensor.dtype)
             if tensor.requires_grad:  # the gradient passes through, as in Accelerate's method
                 total = total + (tensor - tensor.detach())
@@ -241,12 +234,12 @@ class UsersAccelerator(Accelerator):
         return recursively_apply(reduced, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        if (uneven := self._meet("gather_for_metrics")) is None:
+        if (empty := self._meet("gather_for_metrics")) is None:
             return super().gather_for_metrics(input_data, use_gather_object)
         with suppress(TypeError):  # not tensors
             if not use_gather_object:
                 return self.gather(input_data)
-        return gather_lists([] if uneven.empty() else input_data)
+        return gather_lists([] if empty() else input_data)
 
     def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
         self._meet("pad_across_processes")
@@ -278,7 +271,7 @@ def uneven_collectives(
         yield
         return
     before = _collectives() - _Counter.ours
-    with assigned(accelerator, uneven=_Uneven(empty, refused_in)):
+    with assigned(accelerator, empty=empty, refused_in=refused_in):
         yield
     if others_refused and _collectives() - _Counter.ours != before:
         raise ConfigError(
@@ -287,12 +280,11 @@ def uneven_collectives(
         )
 
 
-def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> None:
     _refuse_local()
     if PartialState().num_processes > 1:
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             tensor.data.copy_(broadcast(tensor.data.to(device).contiguous()))
-    return model
 
 
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
@@ -308,12 +300,8 @@ def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat)
-        for tensor, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket)):
+        for tensor, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             tensor.copy_(summed)
-
-
-def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
-    return stack_over_processes(values).sum(0)
 
 
 def max_over_processes(value: int) -> int:
@@ -322,10 +310,6 @@ def max_over_processes(value: int) -> int:
 
 def any_process(value: bool) -> bool:
     return bool(max_over_processes(int(value)))
-
-
-def first_of_all_processes(value: Any) -> Any:
-    return next((item for item in gather_lists([value]) if item is not None), None)
 
 
 def without_long_waits(work: Callable[[], Any]) -> Any:

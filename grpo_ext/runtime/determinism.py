@@ -1,7 +1,5 @@
 """Threads, kernels and settings that change bits; bitwise mode sets them for a run, or refuses them."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator
@@ -17,7 +15,6 @@ from ..errors import ConfigError
 from .attributes import assigned
 from .collectives import gather_lists
 
-_FLASH = "FLASH_ATTENTION_DETERMINISTIC"  # read by transformers at each call
 _ALIGNMENT = 64  # bytes; of every tensor that torch allocates on the CPU
 CUBLAS, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # read when CUDA starts
 # whose products of float32 may be rounded more coarsely (TF32, bfloat16); torch refuses its older switches beside these
@@ -84,16 +81,18 @@ def pinned(threads: int | None) -> Iterator[None]:
             f"bitwise_invariant=True needs {CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
             f"{os.environ.get(CUBLAS)!r}. Make the GRPOConfig, which sets it, before using the GPU, or set it yourself."
         )
-    with ExitStack() as restored:
-        restored.enter_context(computing_with(threads))
+    with (
+        ExitStack() as restored,
+        computing_with(threads),
+        assigned(torch.backends.cudnn, benchmark=False),
+        # costs time, and nothing here reads such memory
+        assigned(torch.utils.deterministic, fill_uninitialized_memory=False),
+        patch_environment(FLASH_ATTENTION_DETERMINISTIC=1),  # transformers reads it at each call
+    ):
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         before = torch.are_deterministic_algorithms_enabled()
         restored.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
         torch.use_deterministic_algorithms(True)
         for backend in _PRODUCTS:
             restored.enter_context(assigned(backend, fp32_precision="ieee"))
-        restored.enter_context(assigned(torch.backends.cudnn, benchmark=False))
-        # costs time, and nothing here reads such memory
-        restored.enter_context(assigned(torch.utils.deterministic, fill_uninitialized_memory=False))
-        restored.enter_context(patch_environment(**{_FLASH: 1}))
         yield

@@ -4,8 +4,6 @@ Differs from a bare logger, which shows only warnings. `logging.getLogger("grpo_
 silences the plan of a run and its other messages.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from contextlib import suppress

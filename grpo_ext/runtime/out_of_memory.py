@@ -4,8 +4,6 @@ Differs from TRL and Accelerate's `auto_find_batch_size`, which start the whole 
 smaller size is layout, so the update stays the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Silences other libraries, for commands and recipes; the trainer never does."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 

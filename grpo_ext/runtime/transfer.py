@@ -1,7 +1,5 @@
 """Moves tensors to a device together, in one copy that the host does not wait for."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -20,9 +18,9 @@ def to_device(values: Any, device: torch.device | str) -> Any:
     hosted = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     sizes = [math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for tensor in hosted]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    for part, tensor in zip(buffer.split(sizes), hosted):
+    for part, tensor in zip(buffer.split(sizes), hosted, strict=True):
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    parts = iter(zip(buffer.to(device, non_blocking=True).split(sizes), hosted))
+    parts = iter(zip(buffer.to(device, non_blocking=True).split(sizes), hosted, strict=True))
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":

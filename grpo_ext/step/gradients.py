@@ -26,7 +26,6 @@ from ..runtime.collectives import (
     shards_parameters,
     stack_over_processes,
     sum_in_place,
-    sum_over_processes,
     together,
 )
 
@@ -114,7 +113,7 @@ class FixedPointGradients(NativeGradients):
     def finish(self, count: int) -> None:
         """Sum over all processes; a PrecisionError on all if a term was not finite or out of range on any."""
         device = self.accelerator.device
-        terms = int(sum_over_processes(torch.tensor(float(count), device=device)))
+        terms = int(stack_over_processes(torch.tensor(float(count), device=device)).sum())
         anywhere = _used_anywhere([name in self._sums for name in self.parameters], self.accelerator)
         names = [name for name, used in zip(self.parameters, anywhere, strict=True) if used]
         if not names:

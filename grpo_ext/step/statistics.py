@@ -20,7 +20,7 @@ from ..algorithms.losses import StepCounts, entropy_threshold
 from ..batching.micro_batches import Form, MicroBatch, StepSizes
 from ..errors import PrecisionError
 from ..rollouts.batch import RolloutBatch
-from ..runtime.collectives import gather_lists, ragged_gather, sum_over_processes
+from ..runtime.collectives import gather_lists, ragged_gather, stack_over_processes
 
 _Number = torch.Tensor | float
 
@@ -146,7 +146,7 @@ def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics
     if experts:
         chosen = functools.reduce(torch.add, (chosen * weight for weight, (chosen, _, _) in experts))
         rows = sum(rows for weight, (_, _, rows) in experts if weight)
-        totals = sum_over_processes(torch.cat([chosen, chosen.new_tensor([float(rows)])]))
+        totals = stack_over_processes(torch.cat([chosen, chosen.new_tensor([float(rows)])])).sum(0)
         context.router_rows = int(totals[-1])
         context.expert_share = totals[:-1] / max(context.router_rows, 1)
 

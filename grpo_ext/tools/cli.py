@@ -4,10 +4,9 @@
 to the recipe's parser. Libraries are imported when a command needs them: a `plan` of sizes does not import torch.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +32,7 @@ OF_A_RUN: dict[str, Any] = {
     "epilog": "Also takes every option of recipes/grpo.py: --model_name_or_path, --dataset_name, --rewards, "
     "--use_peft and all others that `python recipes/grpo.py --help` lists.",
 }
-ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
+Engine = StrEnum("Engine", ["ddp", "zero2", "zero3", "fsdp2"])
 CONFIG = typer.Option(help="YAML file of a run, as for recipes/grpo.py; options override it.")
 
 
@@ -71,7 +70,7 @@ def plan(
     config: Annotated[Path | None, CONFIG] = None,
     processes: Annotated[int, typer.Option(help="Number of processes.")] = 1,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts in the training set.")] = None,
-    engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
+    engine: Annotated[Engine, typer.Option(help="With a model: what it is trained with.")] = Engine.ddp,
     prompt_length: Annotated[
         int | None, typer.Option(min=1, help="With a model: tokens of the longest prompt (default: 512).")
     ] = None,
@@ -83,8 +82,6 @@ def plan(
     from ..batching.plan_text import describe_plan
     from ..batching.sizes import geometry_of
 
-    if engine not in ENGINES:
-        raise ConfigError(f"engine={engine!r}: use one of {', '.join(ENGINES)}.")
     settings = {name: value for name, value in settings_of(context, config).items() if value is not None}
     if "demo" in settings:
         from ..demo.task import demo_named
@@ -136,23 +133,15 @@ def check(
     Trains in float32 unless the run's settings name bf16 or fp16, and saves, reports and evaluates nothing.
     """
     load_libraries()
-    from .check.splits import check as compare_splits
-    from .check.splits import load_run, splits_of
+    from .check import splits
 
     counts = integers(processes, "processes")
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as folder:
-        run, about = load_run(settings_of(context, config), Path(folder))
+        run, about = splits.load_run(settings_of(context, config), Path(folder))
         typer.echo(about)
-        report = compare_splits(
-            run,
-            splits_of(run.config["global_batch_size"], counts, sizes),
-            steps=steps,
-            against=against,
-            tolerance=tolerance,
-            bitwise=bitwise,
-            progress=typer.echo,
-        )
+        cuts = splits.splits_of(run.config["global_batch_size"], counts, sizes)
+        report = splits.check(run, cuts, steps=steps, against=against, tolerance=tolerance, bitwise=bitwise)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
     typer.echo(report.conclusion())

@@ -4,8 +4,6 @@ Differs from transformers' ProgressCallback, its base class, in its lines: selec
 Call `Console().install(trainer)` before `train()`; only the main process prints. recipes/grpo.py uses it.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -75,10 +73,10 @@ class Console(ProgressCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         super().on_step_end(args, state, control)
-        measures = self.measure is not None and self.every > 0 and state.global_step % self.every == 0
-        control.should_log |= measures  # on every process: logging is a collective
-        if measures and self.measure is not None and state.is_world_process_zero:
-            self.measured[state.global_step] = dict(self.measure(model))
+        if self.measure is not None and self.every > 0 and state.global_step % self.every == 0:
+            control.should_log = True  # on every process: logging is a collective
+            if state.is_world_process_zero:
+                self.measured[state.global_step] = dict(self.measure(model))
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         if _on_terminal():

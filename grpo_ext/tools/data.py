@@ -3,8 +3,6 @@
 Returns what TRL's trainer takes: `prompt` (text or messages), `answer` for the rewards, every other column unchanged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -72,10 +70,6 @@ def _read(source: str, data: DataArguments) -> Dataset:
     return load_dataset(source, data.dataset_config, split=split)
 
 
-def _values(dataset: Dataset, column: str) -> list[Any]:
-    return list(dataset.select_columns(column)[column])  # its error for a missing column names the existing ones
-
-
 def _replaced(dataset: Dataset, column: str, name: str, values: list[Any]) -> Dataset:
     # add before removing the old column: a data set without columns forgets how many rows it has
     dataset = dataset.add_column("_values", values)
@@ -88,7 +82,7 @@ def _with_answer(dataset: Dataset, data: DataArguments) -> Dataset:
     marker, column = data.answer_after, data.answer_column or "answer"
     if data.answer_column is None and marker is None:
         return dataset
-    answers = _values(dataset, column)
+    answers = list(dataset.select_columns(column)[column])  # its error for a missing column names the existing ones
     if marker is not None:
         for row, text in enumerate(map(str, answers)):
             answers[row] = text.rpartition(marker)[2].strip()
@@ -103,7 +97,7 @@ def _with_answer(dataset: Dataset, data: DataArguments) -> Dataset:
 def _with_prompt(dataset: Dataset, data: DataArguments) -> Dataset:
     template, column = data.prompt_template, data.prompt_column
     if template is None:
-        prompts = _values(dataset, column)
+        prompts = list(dataset.select_columns(column)[column])
     else:
         column = "prompt"
         try:

@@ -5,8 +5,6 @@ optimizer, no reference. Weights are copied as they are stored; converting them,
 engine's shards holds the model in memory once. Needs no GPU and no training processes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile
@@ -71,8 +69,8 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="_exporting-", dir=target.parent) as temporary:
             folder = Path(temporary) / "export"  # next to other temporary folders
-            folder.mkdir()
             if adapter:
+                base = base or json.loads((source / _ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
                 kind = _write_adapter(source, folder, merge_adapter, base, dtype)
             else:
                 kind = _write_model(source, folder, dtype)
@@ -105,12 +103,9 @@ def _holds_adapter(source: Path, trust_shards: bool) -> bool:
     return adapter
 
 
-# ---- Weights --------------------------------------------------------------------------------------------------------
-
-
 def _write_model(source: Path, folder: Path, dtype: str | None) -> str:
     plain = folder if dtype is None else folder.with_name("plain")
-    plain.mkdir(exist_ok=True)
+    plain.mkdir()
     files, kind = list(source.glob(_WEIGHTS)), "full"
     for path in files:
         shutil.copyfile(path, plain / path.name)
@@ -156,20 +151,19 @@ def _class_of(config: dict[str, Any]) -> Any:
 
 
 def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dtype: str | None) -> str:
-    settings = json.loads((source / _ADAPTER_CONFIG).read_text())
-    settings["base_model_name_or_path"] = base or settings.get("base_model_name_or_path")
+    settings = json.loads((source / _ADAPTER_CONFIG).read_text()) | {"base_model_name_or_path": base}
     tensors = _adapter_tensors(source, folder.with_name("joined"))
     if dtype is not None and not merge:
         tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     alone = folder.with_name("adapter") if merge else folder
-    alone.mkdir(exist_ok=True)
+    alone.mkdir()
     save_file(tensors, alone / _ADAPTER, metadata={"format": "pt"})
     (alone / _ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     if not merge:
         return "adapter"
     from peft import PeftModel, get_peft_model_state_dict
 
-    model = _load_base(settings["base_model_name_or_path"])
+    model = _load_base(base)
     stored = str(model.dtype).removeprefix("torch.")
     # in float32: half precision would round small updates away
     with_adapter = PeftModel.from_pretrained(model.float(), str(alone))
@@ -203,9 +197,6 @@ def _load_base(name: str | None) -> Any:
     return _class_of(config).from_pretrained(name, dtype="auto")
 
 
-# ---- Tokenizer, configuration and model card -------------------------------------------------------------------------
-
-
 def _copy_beside(source: Path, folder: Path) -> None:
     for path in sorted(source.iterdir()):
         model_code = path.suffix == ".py" and not path.name.startswith("zero_to_")
@@ -217,8 +208,6 @@ def _copy_beside(source: Path, folder: Path) -> None:
 
 def _write_card(source: Path, folder: Path, title: str, kind: str, base: str | None) -> None:
     adapter = (folder / _ADAPTER_CONFIG).is_file()
-    if base is None and (config := source / _ADAPTER_CONFIG).is_file():
-        base = json.loads(config.read_text()).get("base_model_name_or_path")
     base, images = base_name(base), (folder / "processor_config.json").is_file()
     code = usage(title, base, adapter, (folder / "chat_template.jinja").is_file(), images)
     run = json.loads(path.read_text()) if (path := source / FINGERPRINT).is_file() else {}

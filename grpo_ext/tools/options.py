@@ -5,8 +5,6 @@ Differs from TRL's parser: gives the settings that were made, before the datacla
 name is an error with a hint. Unlike in TRL's script, a run that names neither model nor data is the embedded demo.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterable, Mapping

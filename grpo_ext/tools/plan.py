@@ -5,8 +5,6 @@
 the sizes of all tensors that autograd saves are added up. Sizes in bytes; weights are float32.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping, Sequence
@@ -55,7 +53,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    engine: str  # one of `cli.ENGINES`
+    engine: str  # one of `cli.Engine`
     processes: int  # devices that share what the engine shards
     tokens: int  # in the largest micro-batch, prompts included
     sampled_tokens: int  # in one `generate` call at maximal length, prompts included
@@ -64,19 +62,6 @@ class MemoryLayout:
     bitwise: bool = False  # gradients are summed as 64-bit integers
     weights_ahead: int = 0  # copies of the trained weights on this device, to sample ahead
     head_tile: int = TILE[0] * TILE[1]  # logits that the head computes at a time
-
-
-def _peaks(model: ModelSizes, engine: str) -> tuple[float, float]:
-    """Peak bytes of gathered weights, and of unsharded gradients."""
-    if engine not in ("zero3", "fsdp2"):
-        return 0.0, 0.0
-    # one layer in use and the next one being gathered; FSDP2 gathers weights outside of the layers once
-    gathered = 2 * model.largest_layer * model.compute_bytes
-    if engine == "zero3":
-        return gathered, 0.0
-    # gradients are reduced in every micro-batch: one unit at a time is unsharded, with a float32 copy
-    unit = max(model.largest_layer, model.outside) * model.trained / model.parameters
-    return gathered + model.outside * model.compute_bytes, unit * (model.compute_bytes + _WEIGHT_BYTES)
 
 
 def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
@@ -89,7 +74,13 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     plain = model.parameters - model.quantised
     whole = plain * width + model.quantised * model.quantised_bytes
     shards_weights = layout.engine in ("zero3", "fsdp2")
-    gathered, reduced = _peaks(model, layout.engine)
+    # peaks: one layer in use and the next one being gathered; FSDP2 gathers weights outside of the layers once
+    gathered, reduced = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0.0, 0.0
+    if layout.engine == "fsdp2":
+        gathered += model.outside * model.compute_bytes
+        # gradients are reduced in every micro-batch: one unit at a time is unsharded, with a float32 copy
+        unit = max(model.largest_layer, model.outside) * model.trained / model.parameters
+        reduced = unit * (model.compute_bytes + _WEIGHT_BYTES)
     holders = layout.processes if layout.engine != "ddp" else 1  # of gradients and optimizer states
     resident_weights = whole / layout.processes if shards_weights else whole
     casts = plain * model.compute_bytes if half and not deepspeed and not shards_weights else 0
@@ -186,11 +177,8 @@ def measure(
 def _saved_per_token(config: Any, compute: str) -> float:
     long = min(_TOKENS, getattr(config.get_text_config(), "max_position_embeddings", None) or _TOKENS)
     short = long // 3  # two lengths, so that whatever does not grow with tokens cancels
-
-    def per_token(layers: int) -> float:
-        return (_saved(config, layers, long, compute) - _saved(config, layers, short, compute)) / (long - short)
-
-    return per_token(2) - per_token(1)
+    one, two = (_saved(config, n, long, compute) - _saved(config, n, short, compute) for n in (1, 2))
+    return (two - one) / (long - short)
 
 
 def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:

@@ -4,8 +4,6 @@ Differs from a tracker: it is written from the log in the run's folder, even whi
 killed, and shows the settings of every start.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io

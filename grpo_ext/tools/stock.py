@@ -3,8 +3,6 @@
 Settings of this package that only lay out a run are dropped; they change nothing that is learned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

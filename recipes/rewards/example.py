@@ -25,6 +25,6 @@ def share_in_place(completions: list[Any], answer: list[str], **columns: Any) ->
     """
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     return [
-        sum(ours == theirs for ours, theirs in zip(text, gold)) / max(len(text), len(gold), 1)
-        for text, gold in zip(texts, answer)
+        sum(ours == theirs for ours, theirs in zip(text, gold, strict=False)) / max(len(text), len(gold), 1)
+        for text, gold in zip(texts, answer, strict=True)
     ]

@@ -5,10 +5,9 @@ The gradient error is the same for the first gradient: weights and completions a
 the optimizer has not amplified any rounding.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,11 +39,9 @@ IN_FLOAT32 = Rounding(GRADIENT_TOLERANCE, METRIC_TOLERANCE, update=1e-2, log=1e-
 # to 2e-3; most faults cause larger errors (docs/tools.md). Once a sampled token has changed, updates differ by up to
 # 0.33; updates of another seed differ by 1.4.
 IN_HALF = Rounding(gradient=0.1, start=5e-3, update=0.5, log=math.inf)
-_TIMING = ("step_time", "total_flos")  # values that do not follow from the algorithm
-_TIMING_ENDS = ("_runtime", "_per_second")
-_LAYOUT_STARTS = ("time/", "layout/")  # values that depend on the split
+# values that do not follow from the algorithm, or that depend on the split
+_NOT_COMPARED = re.compile(r"step_time|total_flos|.*(_runtime|_per_second)|(time|layout)/.*")
 _SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that reveal different completions
-_GOOD = ("reference", "same", "same bits", "rounding")
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class CheckReport:
     @property
     def ok(self) -> bool:
         """Whether all splits of this package's trainer learned the same."""
-        return all(r.verdict in _GOOD for r in self.of(OURS))
+        return all(r.verdict in ("reference", "same", "same bits", "rounding") for r in self.of(OURS))
 
     def of(self, trainer: str) -> list[SplitResult]:
         return [r for r in self.results if r.trainer == trainer]
@@ -145,15 +142,13 @@ def metric_difference(reference: list[dict[str, Any]], other: list[dict[str, Any
     """Largest `|a - b| / max(1, |a|)` over all logged values except timings, and its name."""
     if len(reference) != len(other):
         return math.inf, f"{len(reference)} against {len(other)} log lines"
-    worst, name = 0.0, ""
-    for line_a, line_b in zip(reference, other):
-        for key in line_a.keys() | line_b.keys():
-            if key in _TIMING or key.endswith(_TIMING_ENDS) or key.startswith(_LAYOUT_STARTS):
-                continue
-            gap = _relative_gap(line_a.get(key), line_b.get(key))
-            if gap > worst:
-                worst, name = gap, key
-    return worst, name
+    gaps = [
+        (_relative_gap(a.get(key), b.get(key)), key)
+        for a, b in zip(reference, other, strict=True)
+        for key in a.keys() | b.keys()
+        if not _NOT_COMPARED.fullmatch(key)
+    ]
+    return max([(0.0, ""), *gaps], key=lambda gap: gap[0])
 
 
 def _relative_gap(a: Any, b: Any) -> float:
@@ -179,7 +174,7 @@ def compare(
         return result
     result.update_error = update_error(reference.delta, other.delta)
     result.metric_error, metric = metric_difference(reference.log, other.log)
-    if run.gradients:
+    if not run.trace:
         result.gradient_error = gradient_error(reference, other)
     result.verdict, result.reason = _verdict(run, result, reference, other, tolerance, metric)
     return result
@@ -219,7 +214,7 @@ def _verdict(
 
 def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str, str]]) -> str:
     """Name the first step and tensor whose hashes differ; empty if there is none."""
-    for step, (a, b) in enumerate(zip(reference, other), start=1):
+    for step, (a, b) in enumerate(zip(reference, other, strict=False), start=1):
         if different := sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name)):
             return f"the first difference is in {different[0]} after step {step}"
     return "" if len(reference) == len(other) else f"{len(reference)} against {len(other)} steps"
@@ -227,7 +222,7 @@ def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str,
 
 def _known_cause(run: Run, reference: RunResult, other: RunResult, beyond: str) -> str:
     """Why a split differs, if settings or the log show it; `beyond`: what 16-bit rounding does not explain."""
-    logs = enumerate(zip(reference.log, other.log), start=1)
+    logs = enumerate(zip(reference.log, other.log, strict=False), start=1)
     changed = (step for step, (a, b) in logs if any(_relative_gap(a.get(k), b.get(k)) > 1e-6 for k in _SAMPLED))
     step = next(changed, 0)
     if run.trainer == STOCK and step == 1:

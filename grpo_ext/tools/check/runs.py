@@ -4,8 +4,6 @@ A run trains a few steps from a saved model and reports the parameter change and
 processes share a launch, because importing the libraries takes longer than training a tiny model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -45,8 +43,7 @@ class Run:
     peft: PeftConfig | None = None  # None: full training
     quantization: Any = None  # a `transformers.BitsAndBytesConfig`
     eval_path: str | None = None  # folder of a data set that is evaluated once, after training
-    trace: bool = False  # hash every parameter and optimizer tensor after every step
-    gradients: bool = False  # return the first gradient that is not zero
+    trace: bool = False  # hash every parameter and optimizer tensor after every step; no `gradients` then
     resume_from: str | None = None  # a checkpoint
     rollout_func: Any = None
     nameless: bool = False  # clear the model's name, as for a model built in memory
@@ -99,18 +96,22 @@ def train(
         (folder / RUNS).write_bytes(pack(list(runs)))
         # not Accelerate's launcher, which takes defaults from the user's configuration file
         environments = ranked(_environment(runs, processes), processes)
+
+        def failed(how: str) -> LaunchError:
+            output = (folder / OUTPUT).read_text(errors="replace")[-3000:]
+            return LaunchError(f"{what}{how}. Last output:\n{output}")
+
         workers = dict(stack.enter_context(_worker(folder, environment, start)) for environment in environments)
         while workers:
             ready: list[Any] = wait([*workers], timeout_s)
             if not ready:
-                late = f"{what}: one took more than {timeout_s:g} s; use fewer steps."
-                raise LaunchError(f"{late} {_last_output(folder)}")
+                raise failed(f": one took more than {timeout_s:g} s; use fewer steps")
             for pipe in ready:
                 try:
                     message = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     status = workers[pipe].wait()
-                    raise LaunchError(f"{what} ended with status {status}. {_last_output(folder)}") from None
+                    raise failed(f" ended with status {status}") from None
                 if isinstance(message, RunResult):
                     yield message
                 elif message is None:  # all runs are trained
@@ -150,7 +151,3 @@ def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
     if processes > 1 and torch.cuda.device_count() < processes:
         environment["ACCELERATE_USE_CPU"] = "true"
     return environment
-
-
-def _last_output(folder: Path) -> str:
-    return f"Last output:\n{(folder / OUTPUT).read_text(errors='replace')[-3000:]}"

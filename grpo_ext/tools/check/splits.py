@@ -4,9 +4,7 @@ The run is that of recipes/grpo.py without output and evaluation, and in float32
 precision. Stock TRL under the same splits (`against="trl"`) is the negative control.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,14 +68,13 @@ def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
 
 def _config(settings: Mapping[str, Any], load: dict[str, Any]) -> dict[str, Any]:
     """Settings of GRPOConfig, with sizes that no split changes."""
-    geometry = geometry_of(fields_of(settings, GRPOConfig), 1)
-    config = {name: value for name, value in fields_of(settings, GRPOConfig).items() if name not in _SIZES}
-    config["global_batch_size"] = geometry.global_batch_size
+    ours = fields_of(settings, GRPOConfig)
+    geometry = geometry_of(ours, 1)
     # one `generate` call per chunk, so that every split trains on the same completions
-    config["rollout_chunk_size"] = geometry.rollout_chunk_size
+    sizes = {name: getattr(geometry, name) for name in ("global_batch_size", "rollout_chunk_size")}
     if geometry.steps_per_rollout > 1:
-        config["rollout_batch_size"] = geometry.rollout_batch_size
-    return {**config, "model_init_kwargs": load}
+        sizes["rollout_batch_size"] = geometry.rollout_batch_size
+    return {name: value for name, value in ours.items() if name not in _SIZES} | sizes | {"model_init_kwargs": load}
 
 
 def _precision(run: Run) -> str:
@@ -90,7 +87,7 @@ def _precision(run: Run) -> str:
 
 
 def splits_of(global_batch_size: int, processes: Sequence[int], sizes: Sequence[int] | None = None) -> list[Split]:
-    """List each micro-batch size on each number of processes.
+    """Each micro-batch size on each number of processes.
 
     Without sizes: on the first number of processes, the whole step in one forward, and a size that leaves a remainder;
     on each other number, two equal micro-batches per process if possible, which stock TRL can train too.
@@ -112,7 +109,6 @@ def check(
     against: str | None = None,
     tolerance: float = TOLERANCE,
     bitwise: bool = False,
-    progress: Callable[[str], None] = lambda line: None,
 ) -> CheckReport:
     """Train a few steps of a run, which has a `global_batch_size`, under every split; compare with the first split.
 
@@ -125,7 +121,8 @@ def check(
         config["bitwise_invariant"] = True
     for split in splits:
         geometry_of({**config, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
-    progress(f"{len(splits)} splits in {run.half or 'float32'}, written as processes x completions in a forward")
+    what = f"{len(splits)} splits in {run.half or 'float32'}"
+    print(f"{what}, written as processes x completions in a forward", flush=True)
     results: list[SplitResult] = []
     references: dict[str, RunResult] = {}
     for processes in dict.fromkeys(split.processes for split in splits):  # they share a launch
@@ -133,13 +130,13 @@ def check(
         for trainer in (OURS, STOCK) if against else (OURS,):
             for split in (split for split in splits if split.processes == processes):
                 settings = {**config, "per_device_train_batch_size": split.micro_batch_size}
-                job = replace(run, name=str(len(jobs)), trainer=trainer, config=settings)
-                jobs.append((replace(job, trace=bitwise, gradients=not bitwise), split))
+                job = replace(run, name=str(len(jobs)), trainer=trainer, config=settings, trace=bitwise)
+                jobs.append((job, split))
         for trained, (job, split) in zip(train([job for job, _ in jobs], processes), jobs, strict=True):
             if trained.error is None:
                 references.setdefault(job.trainer, trained)
             results.append(compare(job, split, references.get(job.trainer, trained), trained, tolerance))
-            progress(str(results[-1]))
+            print(results[-1], flush=True)
     report = CheckReport(results, steps)
     if all(result.verdict == "refused" for result in report.of(OURS)):
         raise ConfigError(f"no split could be trained: {report.of(OURS)[0].reason}")

@@ -1,7 +1,5 @@
 """The processes of runs.py: each trains the runs of a launch; the main one sends the results through its pipe."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
@@ -33,9 +31,7 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
         trainer_class: Any = trl.GRPOTrainer
     else:
         args, trainer_class = GRPOConfig(**config), GRPOTrainer
-    load = {**(config.get("model_init_kwargs") or {}), "device_map": None}
-    if run.quantization is not None:
-        load["quantization_config"] = run.quantization
+    load = {**(config.get("model_init_kwargs") or {}), "device_map": None, "quantization_config": run.quantization}
     model = create_model_from_path(run.model_path, **load)
     if run.nameless:
         model.config._name_or_path = ""
@@ -53,20 +49,18 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
 
 
 class _Recorder(TrainerCallback):
-    def __init__(self, run: Run, trainer: trl.GRPOTrainer, result: RunResult) -> None:
-        self.run, self.trainer, self.result = run, trainer, result
+    def __init__(self, run: Run, result: RunResult) -> None:
+        self.run, self.result = run, result
 
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        if self.run.gradients and not self.result.gradients:
-            parameters = self.trainer.accelerator.unwrap_model(self.trainer.model).named_parameters()
-            gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+    def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        if not self.run.trace and not self.result.gradients:
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             if any(bool(gradient.any()) for gradient in gradients.values()):
                 self.result.gradients = {name: g.detach().to("cpu", copy=True) for name, g in gradients.items()}
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *args: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         if self.run.trace:
-            model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-            self.result.trace.append(state_hashes(model, self.trainer.optimizer))
+            self.result.trace.append(state_hashes(model, optimizer))
 
 
 def _train(run: Run, trainer: trl.GRPOTrainer) -> RunResult:
@@ -75,7 +69,7 @@ def _train(run: Run, trainer: trl.GRPOTrainer) -> RunResult:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().double().clone() for name, p in parameters.items()}
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(_Recorder(run, trainer, result))
+    trainer.add_callback(_Recorder(run, result))
     with run.within(model):
         trainer.train(resume_from_checkpoint=run.resume_from)
         if run.eval_path:

@@ -81,7 +81,7 @@ def test_metric_difference_finds_the_worst_value_and_leaves_timings_out():
 
 
 def verdict(reference: RunResult, other: RunResult, trace: bool = False, **changes: Any) -> SplitResult:
-    run = replace(run_of({}, trace=trace, gradients=not trace), **changes)
+    run = replace(run_of({}, trace=trace), **changes)
     return compare(run, Split(1), reference, other)
 
 

@@ -17,7 +17,7 @@ from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.config import forms_of
 from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
-from grpo_ext.tools.cli import ENGINES
+from grpo_ext.tools.cli import Engine
 from grpo_ext.tools.plan import MemoryLayout, ModelSizes, largest_micro_batch, load_config, measure, memory_of
 from tests.bench.shapes import MODELS, decoder
 from tests.support import forks
@@ -116,7 +116,7 @@ SIZES = ModelSizes(
 
 
 def test_memory_is_divided_as_each_engine_shards_it():
-    parts = {engine: memory_of(SIZES, MemoryLayout(engine, 8, 4096, 64 * 1024)) for engine in ENGINES}
+    parts = {engine: memory_of(SIZES, MemoryLayout(engine, 8, 4096, 64 * 1024)) for engine in Engine}
     assert parts["ddp"]["optimizer"] == 8 * parts["fsdp2"]["optimizer"] == 8 * 10**9
     # DeepSpeed in half precision: 2 bytes of weights and gradients, float32 copies with the optimizer's shards
     assert parts["zero2"]["optimizer"] == parts["zero3"]["optimizer"] == 12 * 10**9 / 8
