@@ -199,6 +199,29 @@ def gathering_reward(folder: Path) -> Any:
     return trainer
 
 
+def failing_reward(folder: Path) -> None:
+    """Fails on the second process in the second step."""
+
+    def reward(trainer_state: Any, **columns: Any) -> list[float]:
+        if RANK == 1 and trainer_state.global_step == 1:
+            raise KeyError("a fault")
+        return letter_reward(**columns)
+
+    trainer_of(folder, reward=reward).train()
+
+
+def failing_rollout(folder: Path) -> None:
+    """Fails on the first process before its first forward; the other compares its own with this one."""
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        if RANK == 0:
+            raise KeyError("a fault")
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": [[5, 6, 7, 1]] * len(ids), "logprobs": None}
+
+    trainer_of(folder, rollout_func=rollout, beta=0.1).train()
+
+
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 FAILING: dict[str, Callable[[Path], Any]] = {
     "comparison": lambda folder: failing(folder, "comparison"),
@@ -206,6 +229,8 @@ FAILING: dict[str, Callable[[Path], Any]] = {
     "rollout": lambda folder: failing(folder, "rollout", at=1),
     "evaluation": lambda folder: failing(folder, "evaluation", at=2),
     "evaluation, memory": lambda folder: failing(folder, "evaluation", at=2, error=MEMORY),
+    "reward": failing_reward,
+    "rollout function": failing_rollout,
     "gathers": lambda folder: failing(folder, "gathers"),
     "no super": lambda folder: failing(folder, "no super"),
     "objects of the loss": lambda folder: failing(folder, "objects of the loss"),
