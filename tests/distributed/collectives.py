@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ class Fails(GRPOTrainer):
         return scored
 
 
-def failing(folder: Path, place: str, at: int = 0, error: Exception | None = None) -> Any:
+def failing(folder: Path, place: str, at: int, error: Exception | None = None) -> Any:
     trainer = trainer_of(folder, groups=3, cls=Fails, eval_dataset=prompts(3, seed=1))
     trainer.place, trainer.at, trainer.error = place, at, error or KeyError("a fault")
 
@@ -199,16 +200,37 @@ def gathering_reward(folder: Path) -> Any:
     return trainer
 
 
+def failing_reward(folder: Path) -> None:
+    """Fails on the second process in the second step."""
+
+    def reward(trainer_state: Any, **columns: Any) -> list[float]:
+        if RANK == 1 and trainer_state.global_step == 1:
+            raise KeyError("a fault")
+        return letter_reward(**columns)
+
+    trainer_of(folder, reward=reward).train()
+
+
+def failing_rollout(folder: Path) -> None:
+    """Fails on the first process before its first forward; the other compares its own with this one."""
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        if RANK == 0:
+            raise KeyError("a fault")
+        ids = trainer.processing_class(text=prompts)["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": [[5, 6, 7, 1]] * len(ids), "logprobs": None}
+
+    trainer_of(folder, rollout_func=rollout, beta=0.1).train()
+
+
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+# places of `Fails`, and the steps at which it fails there
+AT = {"comparison": 0, "loss": 1, "rollout": 1, "evaluation": 2, "gathers": 0, "no super": 0, "objects of the loss": 0}
 FAILING: dict[str, Callable[[Path], Any]] = {
-    "comparison": lambda folder: failing(folder, "comparison"),
-    "loss": lambda folder: failing(folder, "loss", at=1),
-    "rollout": lambda folder: failing(folder, "rollout", at=1),
-    "evaluation": lambda folder: failing(folder, "evaluation", at=2),
+    **{place: partial(failing, place=place, at=at) for place, at in AT.items()},
     "evaluation, memory": lambda folder: failing(folder, "evaluation", at=2, error=MEMORY),
-    "gathers": lambda folder: failing(folder, "gathers"),
-    "no super": lambda folder: failing(folder, "no super"),
-    "objects of the loss": lambda folder: failing(folder, "objects of the loss"),
+    "reward": failing_reward,
+    "rollout function": failing_rollout,
     "objects": lambda folder: trainer_of(folder, cls=GathersObjects, **DYNAMIC).train(),
     "reward with a lag": gathering_reward,
     "turns": lambda folder: trainer_of(folder, groups=3, cls=GathersTurns).train(),

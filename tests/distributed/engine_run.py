@@ -87,7 +87,7 @@ def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     for number, run in enumerate(job["runs"]):
         os.environ.update(run["env"])
-        args = GRPOConfig(str(folder / run["name"]), **run["config"])
+        args = GRPOConfig(**run["config"])
         family = Path(run["model"]).name
         with_images = family in FAMILIES
         kind = AutoModelForImageTextToText if with_images else AutoModelForCausalLM

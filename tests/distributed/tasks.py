@@ -1,14 +1,14 @@
-"""What the tests of this folder run on two processes: `tasks.py FOLDER TASK ARGUMENTS...` saves what each returns.
+"""What test_two_processes.py runs on two processes, all in one launch: `tasks.py FOLDER` saves what each task returns.
 
 A test that compares with one process calls a task itself.
 """
 
+import functools
 import itertools
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,19 +159,16 @@ def packs_on_one(folder: Path, what: str) -> list[float]:
     trainer = trainer_of(folder, bf16=True, num_iterations=2)
     build = forms.build_pack
 
-    def refused(*args):
-        raise PackRefused("the second process takes none")
-
     def changed(*args):
+        if RANK and what == "refusal":
+            raise PackRefused("the second process takes none")
         pack = build(*args)
-        pack.positions_N[:] = range(len(pack.positions_N))
+        if RANK:
+            pack.positions_N[:] = range(len(pack.positions_N))
         return pack
 
-    if RANK == 1 and what == "refusal":
-        forms.build_pack = refused
-    elif RANK == 1:
-        forms.build_pack = changed
-    trainer.train()
+    with mock.patch.object(forms, "build_pack", changed):
+        trainer.train()
     return log_of(trainer, "layout/padding_share")
 
 
@@ -204,38 +201,10 @@ def row_columns(folder: Path, base: Any) -> list[tuple[Any, ...]]:
     return calls
 
 
-def failure(folder: Path, place: str, *ranks: int) -> None:
-    """Fails in the second step, at a place, on the processes named; in the first rollout where that is the place."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, when the first process has ended
-    fails = RANK in ranks
-
-    def fail(where: str, state: Any) -> None:
-        if where == place and fails and state.global_step == 1:
-            raise KeyError("no score today")
-
-    def reward(**kwargs: Any) -> list[float]:
-        fail("reward", kwargs["trainer_state"])
-        return letter_reward(**kwargs)
-
-    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:  # before the first forward is compared
-        if fails:
-            raise KeyError("no score today")
-        ids = trainer.processing_class(text=prompts)["input_ids"]
-        return {"prompt_ids": ids, "completion_ids": [[5, 6, 7, 1]] * len(ids), "logprobs": None}
-
-    parts = {"rollout_func": rollout, "beta": 0.1} if place == "rollout" else {}
-    trainer = trainer_of(folder, reward=reward, max_steps=4, **parts)
-    try:
-        trainer.train()
-    except Exception as error:
-        save(folder, f"{type(error).__name__}: {error}")
-        raise
-
-
 def shared_disk(folder: Path) -> list[str]:
     """The folders of a run whose processes are on two nodes with one disk, the second of which looks slowly."""
     trainer = trainer_of(folder, max_steps=1, save_strategy="steps", save_steps=1)
-    PartialState().local_process_index = 0  # each the first process of its node
+    first = mock.patch.object(PartialState(), "local_process_index", 0)  # each is the first process of its node
     is_dir = Path.is_dir
 
     def slow(path: Path) -> bool:
@@ -244,9 +213,9 @@ def shared_disk(folder: Path) -> list[str]:
             time.sleep(2)
         return there
 
-    Path.is_dir = slow
-    trainer.train()
-    trainer.accelerator.wait_for_everyone()
+    with first, mock.patch.object(Path, "is_dir", slow):
+        trainer.train()
+        trainer.accelerator.wait_for_everyone()
     return sorted(path.name for path in (folder / "out").iterdir() if not path.name.startswith("_"))
 
 
@@ -259,7 +228,18 @@ def results(folder: Path) -> list[Any]:
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
+TASKS: dict[str, Callable[[Path], Any]] = {
+    "four groups": lambda folder: train_and_evaluate(folder, 4),
+    "one group": lambda folder: train_and_evaluate(folder, 1),
+    "own model": lambda folder: train_and_evaluate(folder, 1, own_model=True),
+    "gathered": gathered,
+    "images": lambda folder: shown_images(folder, 3),
+    "shared disk": shared_disk,
+    **{what: functools.partial(packs_on_one, what=what) for what in ("fault", "refusal")},
+    **{f"changed, {n} groups": functools.partial(changed_rollouts, groups=n) for n in (3, 1)},
+}
+
 if __name__ == "__main__":
-    folder, task, *arguments = sys.argv[1:]
-    save(Path(folder), globals()[task](Path(folder), *(int(a) if a.isdecimal() else a for a in arguments)))
-    leave(Path(folder))
+    folder = Path(sys.argv[1])
+    save(folder, {name: task(folder / name) for name, task in TASKS.items()})
+    leave(folder)

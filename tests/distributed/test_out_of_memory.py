@@ -1,12 +1,11 @@
 """One of two processes runs out of memory at some forward: both start the step again, and learn the same."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from grpo_ext.tools.check.comparison import update_error
-from grpo_ext.tools.check.runs import RunResult
+from grpo_ext.tools.check.runs import Run, RunResult
 from tests.support.cases import Bench
 from tests.support.kills import out_of_memory
 from tests.support.launches import run_all
@@ -20,14 +19,13 @@ CASES = [("default", 1), ("default", 4), ("default", 6), ("bitwise", 2)]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, RunResult]:
     bench = Bench(tmp_path_factory.mktemp("memory"))
-    whole = {
-        mode: bench.run("grpo", 2, name=mode, trace=True, max_steps=3, **settings) for mode, settings in MODES.items()
-    }
-    again = [
-        dataclasses.replace(whole[mode], name=f"{mode}-{at}", rewards=(out_of_memory(at, rank=1),))
-        for mode, at in CASES
-    ]
-    return {result.name: result for result in run_all([*whole.values(), *again], processes=2)}
+
+    def run(mode: str, name: str, **changes: Any) -> Run:
+        return bench.run("grpo", 2, name=name, trace=True, max_steps=3, **MODES[mode], **changes)
+
+    runs = [run(mode, mode) for mode in MODES]
+    runs += [run(mode, f"{mode}-{at}", rewards=(out_of_memory(at, rank=1),)) for mode, at in CASES]
+    return {result.name: result for result in run_all(runs, processes=2)}
 
 
 @pytest.mark.parametrize(("mode", "at"), CASES)

@@ -8,40 +8,36 @@ import pytest
 from grpo_ext import GRPOTrainer
 from tests.distributed import tasks
 from tests.support import forks
-from tests.support.launch import ROOT, accelerate_launch, environment, launcher, two_processes
+from tests.support.launch import ROOT, accelerate_launch, environment, launcher
 from tests.support.trainers import error
 from tests.tolerances import METRIC, UPDATE
 
 
-def on_two(folder: Path, task: str, *arguments: Any) -> list[Any]:
-    status, output = two_processes(Path(tasks.__file__), str(folder), task, *map(str, arguments))
+@pytest.fixture(scope="module")
+def both(tmp_path_factory, request) -> dict[str, list[Any]]:
+    """What each process has of every task.
+
+    Through the launcher, with the file that ships with the recipes; with --full in interpreters of its own.
+    """
+    folder = tmp_path_factory.mktemp("both")
+    env = environment(PYTHONPATH=str(ROOT))
+    if forks.serves(env) and not request.config.getoption("--full"):
+        status, output = forks.run_forked_by(launcher(), [tasks.__file__, str(folder)], env, 300)
+    else:
+        done = accelerate_launch(Path(tasks.__file__), str(folder))
+        status, output = done.returncode, done.stderr
     assert status == 0, output[-3000:]
-    return tasks.results(folder)
+    return {name: [process[name] for process in tasks.results(folder)] for name in tasks.TASKS}
 
 
 @pytest.fixture(scope="module")
-def four_groups(tmp_path_factory, request):
-    """Through the launcher, with the file that ships with the recipes; with --full in interpreters of its own."""
-    folder = tmp_path_factory.mktemp("four")
-    started = [tasks.__file__, str(folder), "train_and_evaluate", "4"]
-    env = environment(PYTHONPATH=str(ROOT))
-    if forks.serves(env) and not request.config.getoption("--full"):
-        status, output = forks.run_forked_by(launcher(), started, env, 300)
-    else:
-        done = accelerate_launch(Path(started[0]), *started[1:])
-        status, output = done.returncode, done.stderr
-    assert status == 0, output[-3000:]
-    return tasks.results(folder)
+def four_groups(both) -> list[dict[str, Any]]:
+    return both["four groups"]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     return tasks.train_and_evaluate(tmp_path_factory.mktemp("alone"), 4)
-
-
-@pytest.fixture(scope="module")
-def one_group(tmp_path_factory):
-    return on_two(tmp_path_factory.mktemp("one"), "train_and_evaluate", 1)
 
 
 def test_the_shipped_configuration_joins_two_processes(four_groups):
@@ -59,17 +55,12 @@ def test_the_reference_has_the_weights_of_the_first_process(four_groups):
     assert later[0] > 1e-6
 
 
-@pytest.fixture(scope="module")
-def gathered(tmp_path_factory):
-    return on_two(tmp_path_factory.mktemp("gathered"), "gathered")
+def test_a_process_without_rows_adds_none_to_what_is_gathered(both):
+    assert [process["rows"] for process in both["gathered"]] == [[0.0, 1.0, 2.0]] * 2
 
 
-def test_a_process_without_rows_adds_none_to_what_is_gathered(gathered):
-    assert [process["rows"] for process in gathered] == [[0.0, 1.0, 2.0]] * 2
-
-
-def test_rows_with_keys_of_their_own_give_reward_functions_the_same_on_two_processes(gathered, tmp_path):
-    first, second = (process["columns"] for process in gathered)
+def test_rows_with_keys_of_their_own_give_reward_functions_the_same_on_two_processes(both, tmp_path):
+    first, second = (process["columns"] for process in both["gathered"])
     for base in (GRPOTrainer, tasks.Rewards):
         name = base.__name__
         alone = tasks.row_columns(tmp_path / name, base)
@@ -116,50 +107,50 @@ def test_what_reward_functions_log_and_see_is_that_of_one_process(four_groups, a
     assert whole["table"] != alone["table"]
 
 
-def test_pass_at_k_is_that_of_one_process(four_groups, one_group, alone):
+def test_pass_at_k_is_that_of_one_process(both, alone):
     passes = alone["passes"]
     assert list(passes) == ["eval_mean@4", "eval_pass@1", "eval_pass@2", "eval_pass@3", "eval_pass@4"]
     assert 0 < passes["eval_pass@1"] < passes["eval_pass@4"]
-    assert [process["passes"] for process in four_groups] == [passes, passes]
-    assert passes not in [process["passes"] for process in one_group]  # another run
+    assert [process["passes"] for process in both["four groups"]] == [passes, passes]
+    assert passes not in [process["passes"] for process in both["one group"]]  # another run
 
 
-def test_a_process_without_a_group_scores_nothing_and_learns_and_logs_the_same(one_group, tmp_path):
-    first, second = one_group
+def test_a_process_without_a_group_scores_nothing_and_learns_and_logs_the_same(both, tmp_path):
+    first, second = both["one group"]
     assert [len(first["scored"]), len(second["scored"])] == [8, 0]
     assert first["parameters"] == second["parameters"]
     alone = tasks.train_and_evaluate(tmp_path, 1)
-    for process in one_group:
+    for process in both["one group"]:
         assert process["metrics"] == alone["metrics"]
         assert process["table"] == alone["table"]
 
 
-def test_a_generate_of_the_models_own_is_asked_by_every_process_for_its_share(tmp_path):
-    alone = tasks.train_and_evaluate(tmp_path / "alone", 1, own_model=True)
-    both = on_two(tmp_path, "train_and_evaluate", 1, 4, 1)
+def test_a_generate_of_the_models_own_is_asked_by_every_process_for_its_share(both, tmp_path):
+    alone = tasks.train_and_evaluate(tmp_path, 1, own_model=True)
     assert alone["asked"] == [4] * 5  # two steps of one group, an evaluation of three
-    assert [process["asked"] for process in both] == [[4] * 4, [4]]  # the second process had no group to train on
-    for process in both:
+    # the second process had no group to train on
+    assert [process["asked"] for process in both["own model"]] == [[4] * 4, [4]]
+    for process in both["own model"]:
         assert process["metrics"] == alone["metrics"]
         assert process["table"] == alone["table"]
         assert process["parameters"] == pytest.approx(alone["parameters"], rel=UPDATE)
 
 
-def test_images_that_an_environment_shows_reach_the_process_that_trains_on_them(tmp_path):
+def test_images_that_an_environment_shows_reach_the_process_that_trains_on_them(both, tmp_path):
     """Groups, and so their rows, are scored by another process than trains on them."""
-    alone = tasks.shown_images(tmp_path / "alone", 3)
-    for update in on_two(tmp_path, "shown_images", 3):
+    alone = tasks.shown_images(tmp_path, 3)
+    for update in both["images"]:
         assert error(alone, update) <= UPDATE
 
 
-def test_a_checkpoint_on_a_disk_that_nodes_share_is_published_once(tmp_path):
+def test_a_checkpoint_on_a_disk_that_nodes_share_is_published_once(both):
     """A node that looks for its part while the checkpoint gets its name would move it away."""
-    assert on_two(tmp_path, "shared_disk") == [["README.md", "checkpoint-1", "log.jsonl"]] * 2
+    assert both["shared disk"] == [["README.md", "checkpoint-1", "log.jsonl"]] * 2
 
 
 @pytest.mark.parametrize("what", ["fault", "refusal"])
-def test_packs_that_one_process_does_not_take_are_taken_by_none(tmp_path, what):
-    first, second = on_two(tmp_path, "packs_on_one", what)
+def test_packs_that_one_process_does_not_take_are_taken_by_none(both, what):
+    first, second = both[what]
     assert first == second
     assert min(first) > 0
 
@@ -177,11 +168,11 @@ def test_processes_that_are_not_joined_are_refused(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("groups", [3, 1])
-def test_what_an_override_returns_is_trained_on_alike_on_two_processes(tmp_path, groups):
+def test_what_an_override_returns_is_trained_on_alike_on_two_processes(both, tmp_path, groups):
     """With 3 prompts a process has one more than the other; with one the second has none."""
-    first, second = on_two(tmp_path, "changed_rollouts", groups)
+    first, second = both[f"changed, {groups} groups"]
     assert first["update"].equal(second["update"])
-    alone = tasks.changed_rollouts(tmp_path / "alone", groups, size=16)
+    alone = tasks.changed_rollouts(tmp_path, groups, size=16)
     assert error(alone["update"], first["update"]) <= UPDATE
     one, few, *tokens = first["shapes"]
     assert (one, few, tokens[0]) == ([], [3 if groups > 1 else 2], tokens[1])

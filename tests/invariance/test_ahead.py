@@ -3,7 +3,6 @@
 The matrix (test_matrix.py) has its losses, terms and models for every split.
 """
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -61,7 +60,7 @@ def test_the_same_bits_for_every_split_and_nothing_is_gathered_beside_training(b
 @pytest.mark.parametrize(("processes", "times", "longest"), [(2, 1, 0.05), (2, 5, 0.3)])
 def test_delays_change_nothing(bench, whole, processes, times, longest):
     runs = [
-        dataclasses.replace(lagged(bench, f"jitter{lag}-{processes}-{n}", lag, 8), rewards=(jittery(longest),))
+        lagged(bench, f"jitter{lag}-{processes}-{n}", lag, 8, rewards=(jittery(longest),))
         for n in range(times)
         for lag in (1, 2)
     ]
@@ -73,32 +72,22 @@ def test_delays_change_nothing(bench, whole, processes, times, longest):
     ("lag", "processes", "steps"), [(1, 1, (1, 2, 6)), (2, 2, (3, 4)), pytest.param(2, 3, (1, 5, 6, 7), marks=full)]
 )
 def test_a_resumed_run_trains_the_rollout_batches_that_were_sampled_ahead(bench, whole, lag, processes, steps):
+    saved = bench.folder / f"lag{lag}"
     runs = [
-        dataclasses.replace(
-            lagged(bench, f"lag{lag}-from-{step}-on-{processes}", lag, 5),
-            resume_from=str(bench.folder / f"lag{lag}" / f"checkpoint-{step}"),
-        )
-        for step in steps
+        lagged(bench, f"lag{lag}-from-{step}", lag, 5, resume_from=str(saved / f"checkpoint-{step}")) for step in steps
     ]
     for step, result in zip(steps, run_all(runs, processes)):
         assert_same_run(whole[f"lag{lag}"], result, step, STEPS)
 
 
 def test_a_run_that_was_killed_goes_on_elsewhere(bench, whole):
-    run = dataclasses.replace(lagged(bench, "killed", 2), rewards=(dying("optimizer", 6, 1),))
     with pytest.raises(LaunchError):
-        run_all([run], processes=2)
-    again = dataclasses.replace(lagged(bench, "killed", 2, 3), resume_from="latest")
-    (result,) = run_all([again], processes=1)
+        run_all([lagged(bench, "killed", 2, rewards=(dying("optimizer", 6, 1),))], processes=2)
+    (result,) = run_all([lagged(bench, "killed", 2, 3, resume_from="latest")], processes=1)
     assert_same_run(whole["lag2"], result, STEPS - len(result.trace), STEPS)
     assert 0 < len(result.trace) < STEPS
 
 
 def test_an_error_of_one_process_ends_all(bench):
-    run = dataclasses.replace(lagged(bench, "failing", 1), rewards=(failing_on(1, 3),))
-    try:
-        (result,) = run_all([run], processes=2)
-        message = str(result.error)
-    except LaunchError as error:
-        message = str(error)
-    assert "the judge is out" in message
+    with pytest.raises(LaunchError, match="the judge is out"):
+        run_all([lagged(bench, "failing", 1, rewards=(failing_on(1, 3),))], processes=2)

@@ -1,6 +1,5 @@
 """A run that was stopped anywhere and resumed is the run that was not: the same bits, whatever resumes it."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.support.cases import Bench
 from tests.support.kills import dying
 from tests.support.launches import STEPS, assert_same_run, long_run, run_all
 from tests.support.selection import few_of
-from tests.support.tiny import letter_reward, sparse_reward, stock_scores
+from tests.support.tiny import sparse_reward, stock_scores
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 
 # one epoch of rollouts of 9, 9 and 4 prompts, each used twice; every second step begins within a group
@@ -44,8 +43,8 @@ def whole(bench, request) -> dict[str, RunResult]:
 
 
 def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) -> Run:
-    run = long_run(bench, bench.folder, f"{name}-from-{step}-{size}", size, **{**RUNS[name], **changes})
-    return dataclasses.replace(run, resume_from=str(bench.folder / name / f"checkpoint-{step}"))
+    settings = {**RUNS[name], **changes, "resume_from": str(bench.folder / name / f"checkpoint-{step}")}
+    return long_run(bench, bench.folder, f"{name}-from-{step}-{size}", size, **settings)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +74,7 @@ def test_dynamic_sampling_has_replaced_groups(whole):
 
 def test_another_layout_goes_on_to_rounding(bench, whole):
     step = 13
-    run = resumed(bench, "whole", step, 3, adam_epsilon=ADAM_EPSILON)
-    result = run_all([run], processes=2)[0]
+    (result,) = run_all([resumed(bench, "whole", step, 3, adam_epsilon=ADAM_EPSILON)], processes=2)
     assert result.error is None, result.error
     assert update_error(whole["whole"].delta, result.delta) <= UPDATE
     lines = [line for line in whole["whole"].log if line["step"] > step]
@@ -87,15 +85,14 @@ def test_another_layout_goes_on_to_rounding(bench, whole):
 @stock_scores
 def test_stock_trl_learns_something_else(bench):
     """The negative control: stopped in the middle of a rollout batch, stock TRL samples again."""
-    base = {"save_steps": 1, "rollout_batch_size": 32, "num_iterations": 2, "max_steps": 5}
-    settings = {"save_strategy": "steps", "loss_type": "grpo", **base}
-    first = bench.run("grpo", 16, STOCK, name="stock", output_dir=str(bench.folder / "stock"), **settings)
-    again = dataclasses.replace(
-        bench.run("grpo", 16, STOCK, name="stock-again", output_dir=str(bench.folder / "again"), **settings),
-        resume_from=str(bench.folder / "stock" / "checkpoint-3"),
-    )
-    one = run_all([first], processes=1)[0]
-    two = run_all([again], processes=1)[0]
+    settings = {"save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32, "num_iterations": 2}
+
+    def stock(name: str, **changes: Any) -> Run:
+        folder = str(bench.folder / name)
+        return bench.run("grpo", 16, STOCK, name=name, output_dir=folder, max_steps=5, **settings, **changes)
+
+    saved = str(bench.folder / "stock" / "checkpoint-3")
+    one, two = run_all([stock("stock"), stock("again", resume_from=saved)], processes=1)
     assert one.error is None, one.error
     assert two.error is None, two.error
     assert update_error(one.delta, two.delta) > DIFFERENT
@@ -108,16 +105,13 @@ AT = {"rollouts": 5, "rewards": 19, "window": 6, "optimizer": 7, "writing": 4, "
 @pytest.mark.parametrize("moment", few_of(AT, ("writing",)))
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(bench, whole, moment):
     name = f"killed-{moment}"
-    killed = long_run(bench, bench.folder, name)
-    killed = dataclasses.replace(killed, rewards=(dying(moment, AT[moment]),))
     with pytest.raises(LaunchError, match="status -9"):
-        run_all([killed], processes=1)
+        run_all([long_run(bench, bench.folder, name, rewards=(dying(moment, AT[moment]),))], processes=1)
     existing = checkpoints(bench.folder / name)
     assert not any(map(why_not_resumable, existing))  # nothing half-written carries a checkpoint's name
     step = int(existing[-1].name.split("-")[-1])
     assert 0 < step < STEPS - 1
-    again = dataclasses.replace(long_run(bench, bench.folder, name), resume_from="latest", rewards=(letter_reward,))
-    result = run_all([again], processes=1)[0]
+    (result,) = run_all([long_run(bench, bench.folder, name, resume_from="latest")], processes=1)
     assert result.error is None, result.error
     assert result.trace == whole["whole"].trace[step:]
     assert not list((bench.folder / name).glob("_writing-*"))

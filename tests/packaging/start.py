@@ -21,16 +21,12 @@ def write_start(folder: Path) -> tuple[Path, Path]:
     return model, data
 
 
-def environment(python_path: str | None = None) -> dict[str, str]:
-    """That of this process, offline, with another PYTHONPATH or none."""
+def call(*arguments: object, cwd: Path, path: str | None = None, program: object = sys.executable) -> str:
+    """What a process prints that has this PYTHONPATH, or none; fails with its error where it ends with one."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "FORCE_COLOR")}
-    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**inherited, **quiet} | ({} if python_path is None else {"PYTHONPATH": python_path})
-
-
-def python(*arguments: object, cwd: Path, path: str | None = str(ROOT), interpreter: object = sys.executable) -> str:
-    """What a Python process prints; fails with its error where it ends with one."""
-    command = [str(argument) for argument in (interpreter, *arguments)]
-    done = subprocess.run(command, cwd=cwd, env=environment(path), capture_output=True, text=True, timeout=300)
+    env = {**inherited, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env |= {} if path is None else {"PYTHONPATH": path}
+    command = [str(argument) for argument in (program, *arguments)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return done.stdout

@@ -3,6 +3,7 @@ What TRL's own import changes is TRL's."""
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,17 @@ import pytest
 from grpo_ext import Console, GRPOConfig, GRPOTrainer
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
-from .start import ROOT, python
+from .start import ROOT, call
 from .state_of_process import state
 
 SCRIPT = Path(__file__).with_name("state_of_process.py")
+python = partial(call, cwd=ROOT, path=str(ROOT))
 SEEDED = "import random, numpy, torch; [seed(0) for seed in (random.seed, numpy.random.seed, torch.manual_seed)]"
 
 
 def states(*statements: str) -> list[dict]:
     """The states of a process before the statements and after each of them."""
-    return json.loads(python("-W", "default", SCRIPT, *statements, cwd=ROOT).splitlines()[-1])
+    return json.loads(python("-W", "default", SCRIPT, *statements).splitlines()[-1])
 
 
 def differences(one: dict, other: dict) -> dict:
@@ -28,7 +30,7 @@ def differences(one: dict, other: dict) -> dict:
 
 def test_import_loads_no_library():
     code = "import sys, grpo_ext; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    loaded = set(python("-c", code, cwd=ROOT).split())
+    loaded = set(python("-c", code).split())
     assert not loaded & {"torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "rich", "typer"}
 
 
@@ -57,7 +59,7 @@ HEAR = "import os, sys; sys.stderr = sys.stdout; "
     ids=["a command", "another process", "loaded already"],
 )
 def test_an_import_that_takes_seconds_is_announced_once(code, printed):
-    assert python("-c", HEAR + code, cwd=ROOT) == printed
+    assert python("-c", HEAR + code) == printed
 
 
 @pytest.mark.full

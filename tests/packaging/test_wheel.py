@@ -2,17 +2,15 @@
 Installed without its dependencies, which are those of the environment of the tests; nothing is downloaded."""
 
 import shutil
-import subprocess
-import sys
 import sysconfig
 import venv
 import zipfile
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from .start import ROOT, environment, python, write_start
+from .start import ROOT, call, write_start
 
 pytestmark = pytest.mark.full
 MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext").rglob("*.py")}
@@ -36,11 +34,6 @@ print("trained with", grpo_ext.__file__)
 """
 
 
-def call(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    parts = [str(part) for part in command]
-    return subprocess.run(parts, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The wheel, an environment it is installed in, and an empty folder."""
@@ -51,16 +44,14 @@ def installed(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     outside.mkdir()
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    pip = ("-m", "pip", "--disable-pip-version-check")
     offline = ("-q", "--no-deps", "--no-index")
-    built = call(*pip, "wheel", *offline, "--no-build-isolation", "-w", folder, source, cwd=outside)
-    assert built.returncode == 0, built.stderr
+    call(*pip, "wheel", *offline, "--no-build-isolation", "-w", folder, source, cwd=outside)
     (wheel,) = folder.glob("*.whl")
     venv.create(home, with_pip=False)
     (packages,) = home.glob("lib/python*/site-packages")
     interpreter = home / "bin" / "python"
-    done = call(*pip, "--python", interpreter, "install", *offline, wheel, cwd=outside)
-    assert done.returncode == 0, done.stderr
+    call(*pip, "--python", interpreter, "install", *offline, wheel, cwd=outside)
     # from here on, or pip would find this package installed in the environment of the tests
     (packages / "dependencies.pth").write_text("\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
     return SimpleNamespace(wheel=wheel, python=interpreter, packages=packages, outside=outside)
@@ -80,18 +71,15 @@ def test_wheel_holds_every_module_the_licence_and_nothing_else(installed):
 
 
 def test_commands_work_outside_the_repository(installed):
-    command = installed.python.with_name("grpo-ext")
-    helped = call(command, "--help", cwd=installed.outside)
-    assert helped.returncode == 0, helped.stderr
-    assert all(name in helped.stdout for name in ("plan", "check", "report", "export"))
-    planned = call(command, "plan", "--global_batch_size", "16", "--num_generations", "4", cwd=installed.outside)
-    assert planned.returncode == 0, planned.stderr
-    assert "16 completions = 4 prompts x 4" in planned.stdout
+    command = partial(call, program=installed.python.with_name("grpo-ext"), cwd=installed.outside)
+    helped = command("--help")
+    assert all(name in helped for name in ("plan", "check", "report", "export"))
+    planned = command("plan", "--global_batch_size", "16", "--num_generations", "4")
+    assert "16 completions = 4 prompts x 4" in planned
 
 
 def test_installed_package_trains(installed, tmp_path):
     (installed.outside / "train.py").write_text(TRAIN)
-    start = write_start(tmp_path)
-    printed = python("train.py", *start, cwd=installed.outside, path=None, interpreter=installed.python)
+    printed = call("train.py", *write_start(tmp_path), cwd=installed.outside, program=installed.python)
     assert f"trained with {installed.packages}" in printed
     assert "step    1/1  reward" in printed

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -121,11 +122,7 @@ def plain(value: Any) -> Any:
 
 Parts = Callable[[Journal], dict[str, Any]]
 Act = Callable[[Any], Any]
-
-
-def train(trainer: Any) -> None:
-    """What is done with a trainer by default."""
-    trainer.train()
+train: Act = methodcaller("train")  # what is done with a trainer by default
 
 
 def run_one(package: Any, folder: Path, parts: Parts, scoring: bool = False, act: Act = train, **settings: Any) -> Run:
@@ -169,22 +166,17 @@ def three_runs(folder: Path, parts: Parts, act: Act = train, **settings: Any) ->
     return [of_stock(lambda: run(*kinds[0])), *(run(*kind) for kind in kinds[1:])]
 
 
-def differences(stock: Run, scored: Run, ours: Run, known: Sequence[Known] = ()) -> list[str]:
-    """What grpo_ext does otherwise than TRL, beside what is known; a line each."""
-    bare = Run(**{**vars(stock), "outputs": [], "rows": []})
-    return [f"with an override: {line}" for line in compare(stock, scored, known)] + compare(bare, ours, known)
-
-
 def alike(folder: Path, parts: Parts, act: Act = train, known: Sequence[Known] = (), **settings: Any) -> Run:
     """Run a case with stock TRL and with grpo_ext, and assert that they do the same; the run of stock TRL.
 
     One step on one rollout batch of ROWS completions by default; with `steps_per_generation=2`, two. The rows of an
     epoch are whole rollout batches: TRL drops the rest, which grpo_ext trains as a smaller step.
     """
-    runs = three_runs(folder, parts, act, **settings)
-    lines = differences(*runs, known)
+    stock, scored, ours = three_runs(folder, parts, act, **settings)
+    lines = [f"with an override: {line}" for line in compare(stock, scored, known)]
+    lines += compare(Run(**{**vars(stock), "outputs": [], "rows": []}), ours, known)
     assert not lines, "\n".join(lines)
-    return runs[0]
+    return stock
 
 
 def compare(stock: Run, ours: Run, known: Sequence[Known] = ()) -> list[str]:

@@ -36,9 +36,11 @@ CHECKPOINTS = "tests/trainer/test_checkpoints.py"
 CHECKS = "tests/unit/test_checks.py"
 CUTS = "tests/unit/batching/test_micro_batches.py"
 DECODING = "tests/unit/rollouts/test_decoding.py"
+DYNAMIC = "tests/trainer/test_dynamic_sampling.py"
 FIXED_POINT = "tests/unit/precision/test_fixed_point.py"
 GUARD = "tests/unit/rewards/test_guard.py"
 HEAD = "tests/unit/forward/test_tiled_log_probs.py"
+INTERRUPTS = "tests/trainer/test_interrupts.py"
 KEYED = "tests/unit/rollouts/test_keyed.py"
 LOSSES = "tests/unit/algorithms/test_losses.py"
 MEMORY = "tests/unit/runtime/test_out_of_memory.py"
@@ -49,212 +51,139 @@ PACKING = "tests/unit/batching/test_packing.py"
 RANDOM = "tests/unit/algorithms/test_keyed_random.py"
 ROUTING = "tests/unit/forward/test_routing.py"
 SIZES = "tests/unit/batching/test_sizes.py"
+TURNS = "tests/parity/test_turns.py"
 VARLEN = "tests/unit/forward/test_varlen.py"
 
-FAULTS = [
-    Fault(
-        "algorithms/losses.py",
-        "(completions * cfg.max_completion_length)",
-        "(completions * mask.size(1))",
-        f"{LOSSES} -k aggregation",
-    ),
-    Fault("algorithms/losses.py", "/ len(counts.group_tokens)", "/ len(set(groups_B))", f"{LOSSES} -k prompt_mean"),
-    Fault(
-        "algorithms/losses.py",
-        "kl = torch.exp(delta) - delta - 1",
-        "kl = torch.exp(delta) - 1",
-        f"{NUMBERS} -k kl_biased",
-    ),
-    Fault(
-        "algorithms/losses.py",
-        ".clamp(max=cfg.epsilon_high).detach() * advantages",
-        ".clamp(max=cfg.epsilon_high) * advantages",
-        f"{NUMBERS} -k cispo",
-    ),
-    Fault("algorithms/losses.py", "return float(value) - tolerance", "return float(value)", f"{LOSSES} -k entropy"),
-    Fault("algorithms/advantages.py", "keepdim=True) / (count - 1)", "keepdim=True) / count", ADVANTAGES),
-    Fault(
-        "algorithms/keyed_random.py",
-        "mix(mix(start, prompts_B), generations_B)",
-        "mix(start, prompts_B + generations_B)",
-        RANDOM,
-    ),
-    Fault(
-        "algorithms/keyed_random.py",
-        "searchsorted(cdf, target, right=True)",
-        "searchsorted(cdf, target, right=False)",
-        RANDOM,
-    ),
-    Fault(
-        "batching/packing.py",
-        "positions_N=position[segment_N] + within_N",
-        "positions_N=within_N",
-        f"{PACKING} {PACKED}",
-    ),
-    Fault(
-        "batching/packing.py", "run = length if keep_last else max(length - 1, 0)", "run = max(length - 1, 0)", PACKING
-    ),
-    Fault("batching/micro_batches.py", "MicroBatch((filler,), weight=0.0)", "MicroBatch((filler,))", CUTS),
-    Fault(
-        "batching/micro_batches.py", "count = ceil_div(len(rows), max_rows)", "count = len(rows) // max_rows + 1", CUTS
-    ),
-    Fault(
-        "batching/sizes.py",
-        "even_slice(ceil_div(num_prompts, groups), num",
-        "even_slice(num_prompts // groups, num",
-        SIZES,
-    ),
-    Fault("precision/fixed_point.py", ".mul_(2.0**FRACTION_BITS).round_()", ".mul_(2.0**FRACTION_BITS)", FIXED_POINT),
-    Fault("precision/fixed_point.py", "if largest > limit:", "if largest > 2 * limit:", FIXED_POINT),
-    Fault(
-        "forward/tiled_log_probs.py", "constant = up + entropy_up * entropy", "constant = up", f"{HEAD} -k derivative"
-    ),
-    Fault(
-        "forward/lm_head.py",
-        'config.model_type == "hyperclovax" else 1 / divisor',
-        'config.model_type == "hyperclovax" else divisor',
-        "tests/unit/forward/test_lm_head.py",
-    ),
-    Fault(
-        "forward/shared_prefix.py",
-        '"window_size_left": part.window - 1',
-        '"window_size_left": part.window',
-        f"{VARLEN} {PACKED}",
-    ),
-    Fault("forward/routing.py", "known_NK = recorded_NK != LIVE", "known_NK = recorded_NK > LIVE + 1", ROUTING),
-    Fault(
-        "forward/rows.py",
-        "places.amin(1, keepdim=True) if width",
-        "places.amin(1, keepdim=True) + 1 if width",
-        f"{PACKED} -k layout",
-    ),
-    Fault("rewards/guard.py", "not abs(number) <= _LARGEST", "abs(number) > _LARGEST", GUARD),
-    Fault("rewards/guard.py", "if len(values) != self.record.rows:", "if len(values) < self.record.rows:", GUARD),
-    Fault(
-        "rollouts/keyed.py",
-        "(torch.tensor(list(request.prompts)) +",
-        "(torch.arange(len(request.prompts)) +",
-        f"{KEYED} -k keys",
-    ),
-    Fault("rollouts/decoding.py", "count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING),
-    Fault("run/checkpoint.py", 'if digest != expected["sha256"]:', "if not digest:", f"{CHECKPOINTS} -k whole"),
-    Fault("step/statistics.py", "        if weight:\n", "        if True:\n", METRICS),
-    Fault(
-        "runtime/out_of_memory.py",
-        "size = self.limit = ceil_div(len(piece), 2)",
-        "size = ceil_div(len(piece), 2)",
-        MEMORY,
-    ),
-    Fault(
-        "checks/model.py",
-        "yield f\"{path or 'model'} ({type(module).__name__})",
-        'yield f"{path} ({type(model).__name__})',
-        CHECKS,
-    ),
-    Fault(
-        "tools/check/comparison.py",
-        "return difference / norm if norm else",
-        "return difference if norm else",
-        f"{CHECK} -k error_is",
-    ),
-    # rollouts, resumes and processes, which tests of whole runs catch
-    Fault(
-        "rollouts/rounds.py",
-        "starts[number] + place * group + i for",
-        "place * group + i for",
-        "tests/trainer/test_dynamic_sampling.py",
-    ),
-    Fault(
-        "rollouts/rounds.py",
-        "sum(map(len, has_variance[1:])), open_places)",
-        "0, open_places)",
-        "tests/trainer/test_dynamic_sampling.py",
-    ),
-    Fault(
-        "rollouts/join.py",
-        "tokens=sum(transcript.mask),",
-        "tokens=len(transcript.mask),",
-        "tests/parity/test_prompts.py -k mask",
-    ),
-    Fault(
-        "rollouts/ahead.py",
-        "range(step, self.max_steps)), lag + 1)",
-        "range(step, self.max_steps)), lag)",
-        "tests/trainer/test_ahead.py -k named",
-    ),
-    Fault(
-        "rollouts/tools.py",
-        "completion <= self.max_completion_length and",
-        "completion < self.max_completion_length and",
-        "tests/parity/test_turns.py -k fit_into",
-    ),
-    Fault(
-        "rollouts/tools.py",
-        "+ completion < self.context",
-        "+ completion <= self.context",
-        "tests/parity/test_turns.py -k fills_the_context",
-    ),
-    Fault(
-        "rollouts/tools.py",
-        "            self.environments.retire(environment)\n",
-        "            pass\n",
-        "tests/trainer/test_tools.py -k hangs",
-    ),
-    Fault(
-        "rollouts/engine_check.py",
-        ".item()) <= self.bound",
-        ".item()) <= 1e9 * self.bound",
-        "tests/trainer/test_vllm.py -k other_weights",
-    ),
-    Fault(
-        "rollouts/images.py",
-        "if any_process(any(shown)) and any_process(not all(shown)):",
-        "if False:",
-        "tests/trainer/test_images.py -k every_prompt_has_an_image_or_none",
-    ),
-    Fault(
-        "run/interrupts.py",
-        "if os.getpid() != self._process:",
-        "if False:",
-        "tests/trainer/test_interrupts.py -k forks",
-    ),
-    Fault(
-        "run/interrupts.py",
-        "if not any_process(self.requested):",
-        "if not self.requested:",
-        "tests/trainer/test_interrupts.py -k both_processes",
-    ),
-    Fault(
-        "forward/reference.py",
-        "if state and self.view.ref_model is not None:",
-        "if False:",
-        "tests/trainer/test_reference.py -k callback_has_moved",
-    ),
-    Fault(
-        "checks/settings.py",
-        'max(tensor_parallel, sizes.get("tp_size", 1))',
-        'sizes.get("tp_size", 1)',
-        "tests/trainer/test_settings.py -k known_to_work",
-    ),
-    Fault(
-        "checks/trainer.py",
-        "if rows <= prompts:",
-        "if rows < prompts:",
-        "tests/trainer/test_bad_input.py -k parts_that",
-    ),
-    Fault(
-        "runtime/out_of_memory.py",
-        'min(self.rows, state["rows"])',
-        "self.rows",
-        "tests/trainer/test_out_of_memory.py -k resume_keeps",
-    ),
-    Fault(
-        "step/loss.py",
-        'cfg.beta != 0.0 and "ref_per_token_logps" not in columns',
-        "False",
-        "tests/trainer/test_hooks.py -k kl_term",
-    ),
-]
+PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, tests
+    "algorithms/losses.py": [
+        ("(completions * cfg.max_completion_length)", "(completions * mask.size(1))", f"{LOSSES} -k aggregation"),
+        ("/ len(counts.group_tokens)", "/ len(set(groups_B))", f"{LOSSES} -k prompt_mean"),
+        ("kl = torch.exp(delta) - delta - 1", "kl = torch.exp(delta) - 1", f"{NUMBERS} -k kl_biased"),
+        (
+            ".clamp(max=cfg.epsilon_high).detach() * advantages",
+            ".clamp(max=cfg.epsilon_high) * advantages",
+            f"{NUMBERS} -k cispo",
+        ),
+        ("return float(value) - tolerance", "return float(value)", f"{LOSSES} -k entropy"),
+    ],
+    "algorithms/advantages.py": [("keepdim=True) / (count - 1)", "keepdim=True) / count", ADVANTAGES)],
+    "algorithms/keyed_random.py": [
+        ("mix(mix(start, prompts_B), generations_B)", "mix(start, prompts_B + generations_B)", RANDOM),
+        ("searchsorted(cdf, target, right=True)", "searchsorted(cdf, target, right=False)", RANDOM),
+    ],
+    "batching/packing.py": [
+        ("positions_N=position[segment_N] + within_N", "positions_N=within_N", f"{PACKING} {PACKED}"),
+        ("run = length if keep_last else max(length - 1, 0)", "run = max(length - 1, 0)", PACKING),
+    ],
+    "batching/micro_batches.py": [
+        ("MicroBatch((filler,), weight=0.0)", "MicroBatch((filler,))", CUTS),
+        ("count = ceil_div(len(rows), max_rows)", "count = len(rows) // max_rows + 1", CUTS),
+    ],
+    "batching/sizes.py": [
+        ("even_slice(ceil_div(num_prompts, groups), num", "even_slice(num_prompts // groups, num", SIZES)
+    ],
+    "precision/fixed_point.py": [
+        (".mul_(2.0**FRACTION_BITS).round_()", ".mul_(2.0**FRACTION_BITS)", FIXED_POINT),
+        ("if largest > limit:", "if largest > 2 * limit:", FIXED_POINT),
+    ],
+    "forward/tiled_log_probs.py": [("constant = up + entropy_up * entropy", "constant = up", f"{HEAD} -k derivative")],
+    "forward/lm_head.py": [
+        (
+            'config.model_type == "hyperclovax" else 1 / divisor',
+            'config.model_type == "hyperclovax" else divisor',
+            "tests/unit/forward/test_lm_head.py",
+        )
+    ],
+    "forward/shared_prefix.py": [
+        ('"window_size_left": part.window - 1', '"window_size_left": part.window', f"{VARLEN} {PACKED}")
+    ],
+    "forward/routing.py": [("known_NK = recorded_NK != LIVE", "known_NK = recorded_NK > LIVE + 1", ROUTING)],
+    "forward/rows.py": [
+        ("places.amin(1, keepdim=True) if width", "places.amin(1, keepdim=True) + 1 if width", f"{PACKED} -k layout")
+    ],
+    "rewards/guard.py": [
+        ("not abs(number) <= _LARGEST", "abs(number) > _LARGEST", GUARD),
+        ("if len(values) != self.record.rows:", "if len(values) < self.record.rows:", GUARD),
+    ],
+    "rollouts/keyed.py": [
+        ("(torch.tensor(list(request.prompts)) +", "(torch.arange(len(request.prompts)) +", f"{KEYED} -k keys")
+    ],
+    "rollouts/decoding.py": [("count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING)],
+    "run/checkpoint.py": [('if digest != expected["sha256"]:', "if not digest:", f"{CHECKPOINTS} -k whole")],
+    "step/statistics.py": [("        if weight:\n", "        if True:\n", METRICS)],
+    "runtime/out_of_memory.py": [
+        ("size = self.limit = ceil_div(len(piece), 2)", "size = ceil_div(len(piece), 2)", MEMORY),
+        ('min(self.rows, state["rows"])', "self.rows", "tests/trainer/test_out_of_memory.py -k resume_keeps"),
+    ],
+    "checks/model.py": [
+        ("yield f\"{path or 'model'} ({type(module).__name__})", 'yield f"{path} ({type(model).__name__})', CHECKS)
+    ],
+    "tools/check/comparison.py": [
+        ("return difference / norm if norm else", "return difference if norm else", f"{CHECK} -k error_is")
+    ],
+    "rollouts/rounds.py": [
+        ("starts[number] + place * group + i for", "place * group + i for", DYNAMIC),
+        ("sum(map(len, has_variance[1:])), open_places)", "0, open_places)", DYNAMIC),
+    ],
+    "rollouts/join.py": [
+        ("tokens=sum(transcript.mask),", "tokens=len(transcript.mask),", "tests/parity/test_prompts.py -k mask")
+    ],
+    "rollouts/ahead.py": [
+        (
+            "range(step, self.max_steps)), lag + 1)",
+            "range(step, self.max_steps)), lag)",
+            "tests/trainer/test_ahead.py -k named",
+        )
+    ],
+    "rollouts/tools.py": [
+        (
+            "completion <= self.max_completion_length and",
+            "completion < self.max_completion_length and",
+            f"{TURNS} -k fit_into",
+        ),
+        ("+ completion < self.context", "+ completion <= self.context", f"{TURNS} -k fills_the_context"),
+        (
+            "            self.environments.retire(environment)\n",
+            "            pass\n",
+            "tests/trainer/test_tools.py -k hangs",
+        ),
+    ],
+    "rollouts/engine_check.py": [
+        (".item()) <= self.bound", ".item()) <= 1e9 * self.bound", "tests/trainer/test_vllm.py -k other_weights")
+    ],
+    "rollouts/images.py": [
+        (
+            "if any_process(any(shown)) and any_process(not all(shown)):",
+            "if False:",
+            "tests/trainer/test_images.py -k every_prompt_has_an_image_or_none",
+        )
+    ],
+    "run/interrupts.py": [
+        ("if os.getpid() != self._process:", "if False:", f"{INTERRUPTS} -k forks"),
+        ("if not any_process(self.requested):", "if not self.requested:", f"{INTERRUPTS} -k both_processes"),
+    ],
+    "forward/reference.py": [
+        (
+            "if state and self.view.ref_model is not None:",
+            "if False:",
+            "tests/trainer/test_reference.py -k callback_has_moved",
+        )
+    ],
+    "checks/settings.py": [
+        (
+            'max(tensor_parallel, sizes.get("tp_size", 1))',
+            'sizes.get("tp_size", 1)',
+            "tests/trainer/test_settings.py -k known_to_work",
+        )
+    ],
+    "checks/trainer.py": [
+        ("if rows <= prompts:", "if rows < prompts:", "tests/trainer/test_bad_input.py -k parts_that")
+    ],
+    "step/loss.py": [
+        ('cfg.beta != 0.0 and "ref_per_token_logps" not in columns', "False", "tests/trainer/test_hooks.py -k kl_term")
+    ],
+}
+FAULTS = [Fault(path, *row) for path, rows in PLANTED.items() for row in rows]
 
 
 def copy_of_repository(folder: Path) -> None:

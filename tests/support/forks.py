@@ -128,14 +128,6 @@ def forked(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
     return SimpleNamespace(kill=process.kill, wait=lambda: process.join() or process.exitcode)
 
 
-def run_forked(
-    command: Sequence[str], processes: int, environment: dict[str, str], timeout_s: float
-) -> tuple[int | None, str]:
-    """Status and output of a script or module (`-m name`) with its arguments on forked processes."""
-    status, output, errors = run(command, ranked(environment, processes), timeout_s)
-    return status, output + errors
-
-
 TELL = """
 import json, os, sys
 with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
@@ -146,7 +138,10 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
 def run_forked_by(
     launcher: Sequence[str], command: Sequence[str], environment: dict[str, str], timeout_s: float
 ) -> tuple[int | None, str]:
-    """As `launcher command`, on forked processes: the launcher starts a script that tells what it was given."""
+    """As `launcher command`, on forked processes: the launcher starts a script that tells what it was given.
+
+    Returns the status, and the output with the errors.
+    """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "tell.py"
         script.write_text(TELL)

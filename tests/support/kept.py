@@ -19,16 +19,8 @@ import torch
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 LIBRARIES = (
-    "torch",
-    "trl",
-    "transformers",
-    "accelerate",
-    "peft",
-    "datasets",
-    "tokenizers",
-    "numpy",
-    "pillow",
-    "jinja2",
+    *("torch", "trl", "transformers", "accelerate", "peft"),
+    *("datasets", "tokenizers", "numpy", "pillow", "jinja2"),
 )
 folder: Path | None = None  # set by tests/conftest.py
 _calls: dict[str, int] = {}  # of the test that runs

@@ -60,13 +60,14 @@ def wrap(owner: Any, name: str, wrapped: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *args, **kwargs: wrapped(inner, *args, **kwargs))
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def dying(moment: str, at: int, rank: int = 0) -> Any:
     """SIGKILL for one process at the `at`-th time it reaches a moment."""
     owner, name, _ = MOMENTS[moment]
     count = [0]
-
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def counted(inner: Any, *args: Any, **kwargs: Any) -> Any:
         count[0] += 1
@@ -81,7 +82,7 @@ def dying_after(seconds: float, rank: int = 0) -> Any:
     """SIGKILL for one process some time after the first call of the rewards."""
 
     def arm() -> None:
-        timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        timer = threading.Timer(seconds, die)
         timer.daemon = True
         timer.start()
 

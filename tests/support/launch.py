@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from grpo_ext.tools.check.runs import ranked
 from tests.support import forks
 from tests.support.forks import ROOT
 
@@ -34,7 +35,8 @@ def on_processes(processes: int, script: Path, *args: str, timeout: float = 300)
     """Status and output of a script on processes as by `accelerate_launch`, forked where they can be."""
     env = environment()
     if forks.serves(env):
-        return forks.run_forked([str(script), *args], processes, env, timeout)
+        status, *texts = forks.run([str(script), *args], ranked(env, processes), timeout)
+        return status, "".join(texts)
     done = accelerate_launch(script, *args, processes=processes, timeout=timeout)
     return done.returncode, done.stdout + done.stderr
 
