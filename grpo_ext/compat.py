@@ -261,7 +261,7 @@ def verify_overrides(ours: type) -> None:
 
 @functools.cache
 def triton_head() -> Callable[..., Any] | None:
-    """TRL's Triton head for accelerators, if the installed TRL has the known version of it. Not tested on a GPU."""
+    """TRL's Triton head for accelerators, if the installed TRL has the known version of it."""
     if importlib.util.find_spec("triton") is None:
         return None
     try:
