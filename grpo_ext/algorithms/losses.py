@@ -134,11 +134,8 @@ class RatioRule:
         return bounded if self.mode.endswith("truncate") else ratios.where(ratios == bounded, 0.0)
 
 
-def importance_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:
-    """Log weights per token (B, T), or their mean per sequence (B, 1) (GSPO, arXiv 2507.18071)."""
-    if level == "token":
-        return log_ratio_BT
-    return ((log_ratio_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+def _sequence_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    return (values_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1.0)
 
 
 def off_policy_keep(
@@ -150,8 +147,7 @@ def off_policy_keep(
 ) -> torch.Tensor:
     """1.0 for sequences to keep, (B, 1): non-negative advantage or mean KL below `threshold` (DeepSeek-V3.2, eq. 9)."""
     kl_BT = torch.nan_to_num(sampling_logps_BT - logps_BT.detach(), nan=0.0)
-    mean_kl_B1 = (kl_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1.0)
-    return ((advantages_B1 >= 0) | (mean_kl_B1 <= threshold)).to(logps_BT.dtype)
+    return ((advantages_B1 >= 0) | (_sequence_mean(kl_BT, mask_BT) <= threshold)).to(logps_BT.dtype)
 
 
 @torch.no_grad()
@@ -173,12 +169,13 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
     """The per-token policy loss with its KL term, before any weighting; (B, 1) where every factor is per sequence.
 
     Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, SAPO 2511.20347, LUSPO and
-    VESPO as in TRL 1.16 `_compute_loss`.
+    VESPO as in TRL 1.16 `_compute_loss`, the mean ratio of a sequence GSPO 2507.18071.
     """
     logps, mask, advantages = batch.logps_BT, batch.mask_BT, batch.advantages
     old = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     log_ratio = logps - old
-    ratio = torch.exp(importance_log_ratio(log_ratio, mask, cfg.importance_sampling_level))
+    per_token = cfg.importance_sampling_level == "token"
+    ratio = torch.exp(log_ratio if per_token else _sequence_mean(log_ratio, mask))
     bounded, phi = ratio, None
     if cfg.loss_type == "cispo":
         loss = -ratio.clamp(max=cfg.epsilon_high).detach() * advantages * logps
@@ -275,15 +272,13 @@ def adapted_entropy_coefficient(
     return max(coefficient - delta, lowest)
 
 
-def load_balancing_loss(
-    router_probs_E: torch.Tensor, expert_share_E: torch.Tensor, num_experts: int, rows: float
-) -> torch.Tensor:
+def load_balancing_loss(router_probs_E: torch.Tensor, expert_share_E: torch.Tensor, rows: float) -> torch.Tensor:
     """A micro-batch's part of the load-balancing loss of the step (Switch Transformers, arXiv 2101.03961, eq. 4-6).
 
     With the share of each expert fixed step-wide, the loss is linear in the router probabilities, hence a sum. A row is
     a token in a layer: probabilities are summed over the micro-batch's rows, shares are per row of the step.
     """
-    return num_experts * (expert_share_E * router_probs_E).sum() / max(rows, 1)
+    return len(router_probs_E) * (expert_share_E * router_probs_E).sum() / max(rows, 1)
 
 
 def router_statistics(

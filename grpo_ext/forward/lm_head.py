@@ -100,7 +100,7 @@ class RouterOutput(NamedTuple):
 
     def aux_loss(self, top_k: int) -> torch.Tensor:
         chosen, probs, rows = router_statistics(self.logits, self.counts_BL, top_k)
-        return load_balancing_loss(probs, (chosen / max(rows, 1)).to(probs), probs.numel(), rows)
+        return load_balancing_loss(probs, (chosen / max(rows, 1)).to(probs), rows)
 
 
 @dataclass(frozen=True)
