@@ -17,7 +17,6 @@ import torch
 from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..algorithms.losses import load_balancing_loss, router_statistics
 from ..compat import triton_head
@@ -26,7 +25,7 @@ from ..runtime.attributes import replace_forward
 from .prefix_cache import Continuation, run_after_prompts
 from .routing import Routing, routed
 from .sampling_masks import SamplingMasks
-from .tiled_log_probs import LogitTransform, tiled_log_probs
+from .tiled_log_probs import LogitTransform, gathered, tiled_log_probs
 
 # keywords that carry a `Targets`, and a `Continuation`, through the wrapped model to its forward
 TARGETS, PREFIX = "grpo_ext_targets", "grpo_ext_prefix"
@@ -54,19 +53,6 @@ def logit_transform(config: Any, temperature: float = 1.0) -> LogitTransform:
     return LogitTransform(1.0 if scale is None else scale, first(_CAPS), temperature, vocabulary)
 
 
-def gathered(*parameters: Any) -> AbstractContextManager[Any]:
-    """Inside, parameters that ZeRO-3 has partitioned are gathered."""
-    if not is_deepspeed_zero3_enabled():
-        return nullcontext()
-    import deepspeed
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    # DeepSpeed itself partitions an embedding again that is gathered now (tied weights)
-    known = [p for p in parameters if hasattr(p, "ds_status")]
-    cut = [p for p in known if p.ds_status != ZeroParamStatus.AVAILABLE]
-    return deepspeed.zero.GatheredParameters(cut) if cut else nullcontext()
-
-
 def log_probs(
     hidden_SH: torch.Tensor,
     weight_VH: torch.Tensor,
@@ -86,7 +72,7 @@ def log_probs(
     if open_to_triton and plain and (kernel := triton_head()) is not None:
         settings = (transform.temperature, _KERNEL_COLUMNS, transform.cap, transform.scale)
         return kernel(hidden_SH, weight_VH, bias_V, targets_S, *settings, ("entropy",) if with_entropy else ())[:2]
-    return tiled_log_probs(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, gathered, masks)
+    return tiled_log_probs(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, masks)
 
 
 class RouterOutput(NamedTuple):

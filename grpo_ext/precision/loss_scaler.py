@@ -9,7 +9,6 @@ Accelerate moves the scheduler. Under DeepSpeed the engine scales by itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,10 +26,9 @@ class LossScaler(torch.amp.GradScaler):
     hysteresis = 2  # overflows before it halves; each skips its step
     minimum = 1.0  # the scale never falls below; an overflow there is an error
 
-    def __init__(self, device: torch.device, overflow_anywhere: Callable[[bool], bool]) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(device.type, init_scale=self.initial)
         self._lazy_init_scale_growth_tracker(device)  # otherwise `scale` does, and `value` cannot be set before
-        self.overflow_anywhere = overflow_anywhere
         self.patience = self.hysteresis  # overflows until the scale halves, 1 or more
         self.steps = self.skipped = self._reported = 0  # so far; steps include skipped ones
         self.last_overflow = -1  # the step, counted from 0; -1: none
@@ -48,7 +46,7 @@ class LossScaler(torch.amp.GradScaler):
         """Unscale once, and find out whether a gradient overflowed on any process."""
         if self._overflow is None:
             super().unscale_(optimizer)
-            self._overflow = self.overflow_anywhere(any(map(bool, self._found_inf_per_device(optimizer).values())))
+            self._overflow = any_process(any(map(bool, self._found_inf_per_device(optimizer).values())))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self.unscale_(optimizer)
@@ -106,7 +104,7 @@ def install_loss_scaler(accelerator: Any) -> None:
             f"fp16=True needs an accelerator: on {device.type} Accelerate silently computes in float32. Use "
             "bf16=True, or neither."
         )
-    accelerator.scaler = LossScaler(device, any_process)
+    accelerator.scaler = LossScaler(device)
 
 
 def reduce_in_float32(accelerator: Any) -> None:
