@@ -279,7 +279,5 @@ def _prepared(processor: PromptProcessor, text: str, image: torch.Tensor | None 
         from PIL import Image  # not installed where only text is trained on
 
         row["image"] = Image.fromarray(image.numpy())
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    conversation = [messages_of(row)]
-    encoded = processor.processor.apply_chat_template(conversation=conversation, **options, **processor.template)
-    return encoded["input_ids"][0], images_in(conversation[0])
+    messages = messages_of(row)
+    return processor.encoded(messages)["input_ids"][0], images_in(messages)

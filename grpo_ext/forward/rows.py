@@ -46,18 +46,14 @@ class TokenRows:
         input_ids, attended = input_ids.cpu(), mask.cpu().bool()
         width = input_ids.size(1) - completion_width
         # from the first token of the prompt that attention sees to the last of the completion
-        place_L = torch.arange(1, input_ids.size(1) + 1)
-        places = torch.where(attended, place_L, width + 1)[:, :width]
-        begin = places.amin(1, keepdim=True) if width else place_L[:1, None]
-        last = (attended * place_L)[:, width:].amax(1, keepdim=True).clamp(min=width)
-        real = (place_L >= begin) & (place_L <= last)
-        prompts = torch.stack([input_ids[:, :width].masked_fill(~real[:, :width], 0), real[:, :width]])
-        same = (prompts[:, 1:] == prompts[:, :-1]).all(dim=2).all(dim=0).tolist()
-        same = same_prompts(same, images)
-        lengths = torch.stack([real[:, :width].sum(1), real[:, width:].sum(1)]).tolist()
+        before = attended[:, :width].cumsum(1) > 0
+        after = attended[:, width:].flip(1).cumsum(1).flip(1) > 0
+        prompts = input_ids[:, :width].masked_fill(~before, -1)
+        same = same_prompts((prompts[1:] == prompts[:-1]).all(dim=1).tolist(), images)
+        real = torch.cat([before, after], dim=1)
         attended_N = attended[real]
         gaps = None if bool(attended_N.all()) else attended_N
-        return cls(input_ids[real], lengths[0], lengths[1], same, images, gaps)
+        return cls(input_ids[real], before.sum(1).tolist(), after.sum(1).tolist(), same, images, gaps)
 
     def __len__(self) -> int:
         return len(self.prompts_B)

@@ -124,8 +124,8 @@ FAULTS = [
     Fault("forward/routing.py", "known_NK = recorded_NK != LIVE", "known_NK = recorded_NK > LIVE + 1", ROUTING),
     Fault(
         "forward/rows.py",
-        "places.amin(1, keepdim=True) if width",
-        "places.amin(1, keepdim=True) + 1 if width",
+        "attended[:, :width].cumsum(1) > 0",
+        "attended[:, :width].cumsum(1) > 1",
         f"{PACKED} -k layout",
     ),
     Fault("rewards/guard.py", "not abs(number) <= _LARGEST", "abs(number) > _LARGEST", GUARD),
