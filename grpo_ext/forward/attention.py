@@ -174,7 +174,7 @@ def _by_group(
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
     outputs, device = [], states[0].device
     half = torch.is_autocast_enabled(device.type) or states[0].element_size() == 2
-    for group, *parts in zip(layout.groups, *(x.split(sizes, dim=2) for x in states)):
+    for group, *parts in zip(layout.groups, *(x.split(sizes, dim=2) for x in states), strict=True):
         if not split_is_cheaper(group, device, half):
             outputs.append(attend(*parts, mask=mask_of(group)))
         elif by_flash is not None:

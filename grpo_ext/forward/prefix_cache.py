@@ -122,7 +122,7 @@ def unknown_layers(config: Any) -> list[str]:
 def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int) -> Cache:
     """The cache that completions continue from, with a row of the recorded states for each."""
     layers = _layers(config, _Frozen)
-    for layer, record in zip(layers, recorded.layers):
+    for layer, record in zip(layers, recorded.layers, strict=True):
         layer.prompt_B, layer.prompt_width = prompt_B, width
         layer.keys, layer.values = getattr(record, "keys", None), getattr(record, "values", None)
         if not hasattr(record, "conv_states"):
@@ -165,5 +165,5 @@ def run_after_prompts(
         second = backbone(**passed, **{CACHE: cache})
     outputs = (first, second)
     hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])
-    routers = zip(*(getattr(output, "router_logits", None) or () for output in outputs))
+    routers = zip(*(getattr(output, "router_logits", None) or () for output in outputs), strict=True)
     return hidden, tuple(torch.cat([part.flatten(0, -2) for part in layer]) for layer in routers)

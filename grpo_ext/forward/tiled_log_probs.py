@@ -166,7 +166,7 @@ class _TiledLogProbs(torch.autograd.Function):
         saved = ctx.saved_tensors  # read only once: under checkpointing a second read fails
         with gathered(saved[1], saved[2]):
             grads = _backward(ctx, saved, *gradients)
-        return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, saved)), *[None] * 4
+        return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, saved[:3], strict=True)), *[None] * 4
 
 
 def _backward(
@@ -180,7 +180,7 @@ def _backward(
     exact = tiles.exact
     grads: list[torch.Tensor | None] = [
         torch.zeros_like(x, dtype=exact) if needed and x is not None else None
-        for x, needed in zip((hidden_SH, weight_VH, bias_V), ctx.needs_input_grad)
+        for x, needed in zip((hidden_SH, weight_VH, bias_V), ctx.needs_input_grad[:3], strict=True)
     ]
     up = torch.zeros_like(log_z) if up_S is None else up_S.to(exact) * tiles.factor
     entropy_up, constant = None, up

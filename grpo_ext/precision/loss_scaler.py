@@ -85,7 +85,7 @@ class LossScaler(torch.amp.GradScaler):
         return {"fp16/loss_scale": self.value, "fp16/overflows": overflows, "fp16/skipped_steps": float(self.skipped)}
 
     def state_dict(self) -> dict[str, float]:
-        return dict(zip(_STATE, (self.value, self.patience, self.steps, self.last_overflow, self.skipped)))
+        return dict(zip(_STATE, (self.value, self.patience, self.steps, self.last_overflow, self.skipped), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint; one of `torch.amp.GradScaler` has only a scale."""
