@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -182,11 +182,9 @@ def _run(
         head.unshard()  # where Accelerate finds no norm before it, the head is an FSDP unit that nothing else gathers
     weight, bias = head.weight, getattr(head, "bias", None)
     hidden_SH = hidden_SH.to(weight.device)  # `device_map` may put the head elsewhere
-    precision: AbstractContextManager[Any] = nullcontext()
     if cast_to_fp32:
         hidden_SH = hidden_SH.float()
-        precision = torch.autocast(hidden_SH.device.type, enabled=False)
-    with precision, gathered(weight, bias):
+    with torch.autocast(weight.device.type, enabled=False) if cast_to_fp32 else nullcontext(), gathered(weight, bias):
         tokens_S, masks = send_to_device((targets.tokens_S, targets.masks), weight.device)
         logps, entropy = log_probs(hidden_SH, weight, bias, tokens_S, transform, targets.entropy, masks)
     return logps, entropy if targets.entropy else None, routers if targets.router else None
