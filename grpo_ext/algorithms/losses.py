@@ -7,7 +7,6 @@ Called by step.loss for every micro-batch. Shapes: B completions, T completion t
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -291,7 +290,7 @@ def router_statistics(
     """
     flat = counts_BT.reshape(-1)
     real = flat > 0
-    times = flat[real]
+    times, device = flat[real], router_logits[0].device
     chosen, probs = [], []
     for logits in router_logits:
         layer_probs = torch.softmax(logits.float(), dim=-1)[real.to(logits.device)]
@@ -299,10 +298,6 @@ def router_statistics(
         picked = torch.topk(layer_probs, top_k, dim=-1).indices.reshape(-1)
         layer_chosen = torch.zeros(logits.size(-1), dtype=torch.float64, device=logits.device)
         layer_chosen.index_add_(0, picked, weights.double().repeat_interleave(top_k))  # deterministic, on CUDA too
-        chosen.append(layer_chosen)
-        probs.append((layer_probs * weights[:, None]).sum(0))
-    return _total(chosen), _total(probs), int(flat.sum()) * len(router_logits)
-
-
-def _total(layers: Sequence[torch.Tensor]) -> torch.Tensor:
-    return functools.reduce(lambda total, layer: total + layer.to(total.device), layers)
+        chosen.append(layer_chosen.to(device))
+        probs.append((layer_probs * weights[:, None]).sum(0).to(device))
+    return sum(chosen[1:], chosen[0]), sum(probs[1:], probs[0]), int(flat.sum()) * len(router_logits)

@@ -109,7 +109,6 @@ def install_loss_scaler(accelerator: Any) -> None:
 
 def reduce_in_float32(accelerator: Any) -> None:
     """Let FSDP2 sum gradients in float32, within and between processes; Accelerate's default is half precision."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    if plugin is not None and dataclasses.is_dataclass(policy) and getattr(plugin, "fsdp_version", 1) == 2:
-        plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=torch.float32)  # type: ignore[type-var]
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if getattr(plugin, "fsdp_version", 1) == 2 and (policy := plugin.mixed_precision_policy) is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=torch.float32)
