@@ -263,13 +263,12 @@ class OverridableRunner(ForwardRunner):
         routers = [part.router for part in parts if part.router is not None]
         if len(parts) == 1:
             call.router = parts[0].router
-        aux_loss = None
-        if routers:
-            experts = experts_per_token(base_model_of(model))
-            aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
-        logps_S, entropies = torch.cat([part.logps_S for part in parts]), None
-        places_2S = rows.places().to(logps_S.device)
-        if with_entropy:
-            entropies_S = torch.cat([part.entropies_S for part in parts if part.entropies_S is not None])
-            entropies = in_columns(entropies_S, places_2S, len(rows), width)
-        return in_columns(logps_S, places_2S, len(rows), width), entropies, aux_loss
+        experts = experts_per_token(base_model_of(model))
+        aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean() if routers else None
+        places_2S = rows.places().to(parts[0].logps_S.device)
+
+        def columns(values: list[torch.Tensor]) -> torch.Tensor:
+            return in_columns(torch.cat(values), places_2S, len(rows), width)
+
+        entropies = [part.entropies_S for part in parts if part.entropies_S is not None]
+        return columns([part.logps_S for part in parts]), columns(entropies) if entropies else None, aux_loss
