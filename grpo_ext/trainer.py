@@ -320,11 +320,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         **images: Any,
     ) -> Any:
         """Like TRL's method, in the model's form. A user's own tokens with images run through TRL's method."""
-        arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
-        has_images = any(value is not None for value in images.values())
-        if has_images and self._forwards.call_with(input_ids, attention_mask) is None:
-            return super()._get_per_token_logps_and_entropies(*arguments, **images)
-        scores = self._forwards.trl_log_probs(*arguments)
+        tensors, options = (input_ids, attention_mask), (logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
+        call = self._forwards.call_with(*tensors)
+        if call is None and any(value is not None for value in images.values()):
+            return super()._get_per_token_logps_and_entropies(model, *tensors, *options, **images)
+        call = call or self._forwards.own_call(*tensors, logits_to_keep)
+        scores = self._forwards.trl_log_probs(model, call, *options)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
     # ---- Sampling: TRL's methods, for users who override or call them ---------------------------------------------

@@ -17,14 +17,17 @@ from ..loading import load_named
 EPSILON = 1e-4  # TRL's guard against a zero standard deviation
 
 
-def nan_std(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
-    """The deviation (Bessel's correction) of entries that are not NaN; NaN for fewer than two."""
-    dims = tuple(range(x.dim())) if dim is None else (dim,)
-    count = (~torch.isnan(x)).sum(dim=dims, keepdim=True)
-    centred = x - torch.nanmean(x, dim=dims, keepdim=True)
-    variance = torch.nansum(centred**2, dim=dims, keepdim=True) / (count - 1)
-    std = torch.where(count > 1, variance, torch.nan).sqrt()
-    return std if keepdim else std.squeeze(dims)
+def nan_std(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The deviation (Bessel's correction) of entries that are not NaN, or NaN for fewer than two; keeps dimensions."""
+    count = (~torch.isnan(x)).sum(dim=dim, keepdim=True)
+    centred = x - torch.nanmean(x, dim=dim, keepdim=True)
+    variance = torch.nansum(centred**2, dim=dim, keepdim=True) / (count - 1)
+    return torch.where(count > 1, variance, torch.nan).sqrt()
+
+
+def _standardized(rewards: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    centred = rewards - torch.nanmean(rewards, dim=dim, keepdim=True)
+    return centred / (nan_std(rewards, dim).nan_to_num() + EPSILON)
 
 
 Estimator = Callable[[torch.Tensor], torch.Tensor]
@@ -51,7 +54,7 @@ def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
 @register_advantage_estimator("group_standardized")
 def group_standardized(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Reward minus the group's mean, over the group's standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)."""
-    return group_centered(rewards_PG) / (nan_std(rewards_PG, dim=1, keepdim=True).nan_to_num() + EPSILON)
+    return _standardized(rewards_PG, dim=1)
 
 
 @register_advantage_estimator("group_centered")
@@ -115,9 +118,7 @@ class AdvantageRule:
         rewards_B = weighted_sum(rewards_BF, weights_F)
         if self.aggregation == "normalize_then_sum":
             grouped = rewards_BF.view(-1, num_generations, rewards_BF.size(1))
-            mean = torch.nanmean(grouped, dim=1, keepdim=True)
-            std = nan_std(grouped, dim=1, keepdim=True) if num_generations > 1 else torch.zeros_like(mean)
-            total_B = weighted_sum(((grouped - mean) / (std + EPSILON)).view_as(rewards_BF), weights_F)
+            total_B = weighted_sum(_standardized(grouped, dim=1).view_as(rewards_BF), weights_F)
             rewards_B = torch.where(torch.isnan(rewards_B), torch.nan, total_B.nan_to_num(nan=0.0))
         return rewards_B.view(-1, num_generations)
 
@@ -160,12 +161,8 @@ def _estimated(name: str, rewards_PG: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isnan(rewards_PG), 0.0, advantages).reshape(-1)
 
 
-def _standardized(rewards: torch.Tensor) -> torch.Tensor:
-    return (rewards - torch.nanmean(rewards)) / (nan_std(rewards).nan_to_num() + EPSILON)
-
-
 def _batch_scaled(rewards_PG: torch.Tensor) -> torch.Tensor:
-    return group_centered(rewards_PG) / (nan_std(rewards_PG.view(-1)).nan_to_num() + EPSILON)
+    return group_centered(rewards_PG) / (nan_std(rewards_PG).nan_to_num() + EPSILON)
 
 
 # by TRL's `scale_rewards`

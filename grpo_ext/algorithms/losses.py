@@ -7,7 +7,6 @@ Called by step.loss for every micro-batch. Shapes: B completions, T completion t
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,11 +133,8 @@ class RatioRule:
         return bounded if self.mode.endswith("truncate") else ratios.where(ratios == bounded, 0.0)
 
 
-def importance_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:
-    """Log weights per token (B, T), or their mean per sequence (B, 1) (GSPO, arXiv 2507.18071)."""
-    if level == "token":
-        return log_ratio_BT
-    return ((log_ratio_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+def _sequence_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    return (values_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1.0)
 
 
 def off_policy_keep(
@@ -150,8 +146,7 @@ def off_policy_keep(
 ) -> torch.Tensor:
     """1.0 for sequences to keep, (B, 1): non-negative advantage or mean KL below `threshold` (DeepSeek-V3.2, eq. 9)."""
     kl_BT = torch.nan_to_num(sampling_logps_BT - logps_BT.detach(), nan=0.0)
-    mean_kl_B1 = (kl_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1.0)
-    return ((advantages_B1 >= 0) | (mean_kl_B1 <= threshold)).to(logps_BT.dtype)
+    return ((advantages_B1 >= 0) | (_sequence_mean(kl_BT, mask_BT) <= threshold)).to(logps_BT.dtype)
 
 
 @torch.no_grad()
@@ -173,12 +168,13 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
     """The per-token policy loss with its KL term, before any weighting; (B, 1) where every factor is per sequence.
 
     Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, SAPO 2511.20347, LUSPO and
-    VESPO as in TRL 1.16 `_compute_loss`.
+    VESPO as in TRL 1.16 `_compute_loss`, the mean ratio of a sequence GSPO 2507.18071.
     """
     logps, mask, advantages = batch.logps_BT, batch.mask_BT, batch.advantages
     old = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     log_ratio = logps - old
-    ratio = torch.exp(importance_log_ratio(log_ratio, mask, cfg.importance_sampling_level))
+    per_token = cfg.importance_sampling_level == "token"
+    ratio = torch.exp(log_ratio if per_token else _sequence_mean(log_ratio, mask))
     bounded, phi = ratio, None
     if cfg.loss_type == "cispo":
         loss = -ratio.clamp(max=cfg.epsilon_high).detach() * advantages * logps
@@ -275,15 +271,13 @@ def adapted_entropy_coefficient(
     return max(coefficient - delta, lowest)
 
 
-def load_balancing_loss(
-    router_probs_E: torch.Tensor, expert_share_E: torch.Tensor, num_experts: int, rows: float
-) -> torch.Tensor:
+def load_balancing_loss(router_probs_E: torch.Tensor, expert_share_E: torch.Tensor, rows: float) -> torch.Tensor:
     """A micro-batch's part of the load-balancing loss of the step (Switch Transformers, arXiv 2101.03961, eq. 4-6).
 
     With the share of each expert fixed step-wide, the loss is linear in the router probabilities, hence a sum. A row is
     a token in a layer: probabilities are summed over the micro-batch's rows, shares are per row of the step.
     """
-    return num_experts * (expert_share_E * router_probs_E).sum() / max(rows, 1)
+    return len(router_probs_E) * (expert_share_E * router_probs_E).sum() / max(rows, 1)
 
 
 def router_statistics(
@@ -296,7 +290,7 @@ def router_statistics(
     """
     flat = counts_BT.reshape(-1)
     real = flat > 0
-    times = flat[real]
+    times, device = flat[real], router_logits[0].device
     chosen, probs = [], []
     for logits in router_logits:
         layer_probs = torch.softmax(logits.float(), dim=-1)[real.to(logits.device)]
@@ -304,10 +298,6 @@ def router_statistics(
         picked = torch.topk(layer_probs, top_k, dim=-1).indices.reshape(-1)
         layer_chosen = torch.zeros(logits.size(-1), dtype=torch.float64, device=logits.device)
         layer_chosen.index_add_(0, picked, weights.double().repeat_interleave(top_k))  # deterministic, on CUDA too
-        chosen.append(layer_chosen)
-        probs.append((layer_probs * weights[:, None]).sum(0))
-    return _total(chosen), _total(probs), int(flat.sum()) * len(router_logits)
-
-
-def _total(layers: Sequence[torch.Tensor]) -> torch.Tensor:
-    return functools.reduce(lambda total, layer: total + layer.to(total.device), layers)
+        chosen.append(layer_chosen.to(device))
+        probs.append((layer_probs * weights[:, None]).sum(0).to(device))
+    return sum(chosen[1:], chosen[0]), sum(probs[1:], probs[0]), int(flat.sum()) * len(router_logits)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from .exact import exact_mean
 
 PASS = r"(?:.+_)?pass@\d+"  # logged names, with the name of the evaluation set if there are several
-_ALL_UP_TO = 8
 
 
 def pass_at_k(scored: int, passed: int, k: int) -> float:
@@ -25,7 +24,7 @@ def pass_at_k(scored: int, passed: int, k: int) -> float:
 def logged_k(num_generations: int) -> list[int]:
     """All up to 8, then powers of two, and `num_generations`."""
     powers = (2**i for i in range(num_generations.bit_length()))
-    return sorted({*range(1, min(num_generations, _ALL_UP_TO) + 1), *powers, num_generations})
+    return sorted({*range(1, min(num_generations, 8) + 1), *powers, num_generations})
 
 
 def are_pass_or_fail(rewards: Iterable[float]) -> bool:

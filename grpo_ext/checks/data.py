@@ -134,7 +134,7 @@ def check_images(dataset: Any, prepare: Any) -> None:
                 f"row {number} of the data set has images and a prompt that is text; make it messages, for example "
                 "[{'role': 'user', 'content': prompt}], which the chat template gives places for the images."
             )
-        first, second = prepare(row).tensors, prepare(dataset[number]).tensors
+        first, second = prepare(row), prepare(dataset[number])
         if any(not torch.equal(first[name], second[name]) for name in first):
             raise DataError(
                 f"row {number} of the data set gives other images when it is read again (a transform that draws random "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
+from ..runtime.attributes import assigned
 from ..runtime.transfer import to_device
 from .architecture import layer_windows
 from .shared_prefix import Part, SharedPrefixAttention, joint_parts, parts_of, takes_varlen
@@ -173,7 +174,7 @@ def _by_group(
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
     outputs, device = [], states[0].device
     half = torch.is_autocast_enabled(device.type) or states[0].element_size() == 2
-    for group, *parts in zip(layout.groups, *(x.split(sizes, dim=2) for x in states)):
+    for group, *parts in zip(layout.groups, *(x.split(sizes, dim=2) for x in states), strict=True):
         if not split_is_cheaper(group, device, half):
             outputs.append(attend(*parts, mask=mask_of(group)))
         elif by_flash is not None:
@@ -217,6 +218,7 @@ AttentionMaskInterface.register(PACKED, _window)
 
 
 def _configs(model: nn.Module, packed: bool) -> list[Any]:
+    """Outer configurations first: one that gets an implementation passes it on to those inside it."""
     configs: Any = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     named = [config for config in configs if getattr(config, "_attn_implementation", None) is not None]
     return [config for config in named if (config._attn_implementation == PACKED) == packed]
@@ -225,27 +227,17 @@ def _configs(model: nn.Module, packed: bool) -> list[Any]:
 @contextmanager
 def packed_attention(model: nn.Module) -> Iterator[None]:
     """Inside, `model` runs packs: its attention layers call `packed_attention_forward`. May be nested."""
-    configs = [(config, config._attn_implementation) for config in _configs(model, packed=False)]
-    for config, name in configs:
-        config.grpo_ext_attention = name
-    for config, _ in configs:
-        config._attn_implementation = PACKED
-    try:
+    with ExitStack() as restored:
+        for config in reversed(_configs(model, packed=False)):
+            name = config._attn_implementation
+            restored.enter_context(assigned(config, grpo_ext_attention=name, _attn_implementation=PACKED))
         yield
-    finally:
-        for config, name in configs:
-            config._attn_implementation = name
-            del config.grpo_ext_attention
 
 
 @contextmanager
 def plain_attention(model: nn.Module) -> Iterator[None]:
     """Inside, `model` runs padded batches, also within `packed_attention`."""
-    packing = _configs(model, packed=True)
-    for config in packing:
-        config._attn_implementation = config.grpo_ext_attention
-    try:
+    with ExitStack() as restored:
+        for config in _configs(model, packed=True):
+            restored.enter_context(assigned(config, _attn_implementation=config.grpo_ext_attention))
         yield
-    finally:
-        for config in packing:
-            config._attn_implementation = PACKED

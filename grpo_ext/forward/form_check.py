@@ -72,7 +72,8 @@ def why_form_fails(
         try:
             batch = lay_out(form, policy, rows, device)
             outputs, logps = run(batch)
-            if form == "prefix" and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
+            checkpointed = form == "prefix" and checkpointing_kwargs is not None
+            if checkpointed and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
                 return f"{name} loses the cache under gradient checkpointing"
         except PackRefused as error:
             return str(error)
@@ -86,18 +87,14 @@ def why_form_fails(
                 perturbed.append(run(padded_batch)[0])
     if not torch.isfinite(padded_logps).all():
         return f"log-probabilities of {name} are not finite, so there is nothing to compare"
-    reason = _why_different(outputs, padded, perturbed, unit)
-    gap = float((logps - padded_logps).abs().float().mean())
-    return reason and f"{form} and padded log-probabilities of {name} differ by {gap:.1e} on average, and {reason}"
-
-
-def _why_different(outputs: Outputs, padded: Outputs, perturbed: list[Outputs], unit: float) -> str | None:
     for place in [place for place in padded if place in outputs]:
         ratio = _in_roundings(outputs[place], padded[place], [values[place] for values in perturbed], unit)
         if not ratio <= LIMIT:
+            gap = float((logps - padded_logps).abs().float().mean())
             return (
-                f"the output of {place} by {ratio:.0f} times the rounding (up to {LIMIT:.0f} is rounding): the model "
-                "does something between tokens that this form does not reproduce"
+                f"{form} and padded log-probabilities of {name} differ by {gap:.1e} on average, and the output of "
+                f"{place} by {ratio:.0f} times the rounding (up to {LIMIT:.0f} is rounding): the model does something "
+                "between tokens that this form does not reproduce"
             )
     return None
 
@@ -106,11 +103,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _keeps_cache(
-    model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: dict[str, Any] | None
-) -> bool:
-    if checkpointing_kwargs is None:
-        return True
+def _keeps_cache(model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: Any) -> bool:
     policy.gradient_checkpointing_enable(checkpointing_kwargs)
     try:
         with torch.enable_grad():
@@ -279,7 +272,5 @@ def _prepared(processor: PromptProcessor, text: str, image: torch.Tensor | None 
         from PIL import Image  # not installed where only text is trained on
 
         row["image"] = Image.fromarray(image.numpy())
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    conversation = [messages_of(row)]
-    encoded = processor.processor.apply_chat_template(conversation=conversation, **options, **processor.template)
-    return encoded["input_ids"][0], images_in(conversation[0])
+    messages = messages_of(row)
+    return processor.encoded(messages)["input_ids"][0], images_in(messages)

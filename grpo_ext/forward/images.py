@@ -23,10 +23,7 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # one value per token
 _TIFF_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F")  # that PIL writes and reads unchanged
 
 
-@dataclass(frozen=True)
-class Prepared:
-    tensors: dict[str, torch.Tensor]  # by the names of the model's arguments; empty without images
-    images: int  # their number
+Prepared = dict[str, torch.Tensor]  # by the names of the model's arguments; empty without images
 
 
 def images_of(row: dict[str, Any]) -> list[Any]:
@@ -55,21 +52,13 @@ class PromptProcessor:
     def __call__(self, row: dict[str, Any]) -> Prepared:
         """Prepare the images of a row of the data set; a ModelError where a forward could not pass them on."""
         if isinstance(row["prompt"], str):
-            return Prepared({}, 0)
+            return {}
         messages = messages_of(row)
-        count = len(images_in(messages))
-        prepared = self.processor.apply_chat_template(
-            conversation=[messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **self.template,
-        )
+        prepared = self.encoded(messages)
         tensors = {name: prepared[name] for name in IMAGE_ARGUMENTS if isinstance(prepared.get(name), torch.Tensor)}
         types = {name: tensors.pop(name) for name in TOKEN_TYPES if name in tensors}
         name = type(self.processor).__name__
-        if count and not tensors:
+        if images_in(messages) and not tensors:
             raise ModelError(
                 f"{name} makes {', '.join(prepared)} of a prompt with images, and none of the arguments that TRL knows "
                 f"({', '.join(IMAGE_ARGUMENTS)}); use a model whose processor does."
@@ -80,11 +69,16 @@ class PromptProcessor:
                 f"{name} returns {', '.join(different)} other than 1 for the image token ({self.image_token}) and 0 "
                 "for all others, which is how tokens of completions are marked; use a model whose processor does."
             )
-        return Prepared(tensors, count)
+        return tensors
+
+    def encoded(self, messages: list[dict[str, Any]]) -> Any:
+        """What the processor makes of a prompt."""
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        return self.processor.apply_chat_template(conversation=[messages], **options, **self.template)
 
     def of(self, images: Sequence[Any]) -> Prepared:
         if not images:
-            return Prepared({}, 0)
+            return {}
         return self({"prompt": [{"role": "user", "content": ""}], "images": list(images)})
 
     @cached_property
@@ -119,8 +113,8 @@ class RowImages:
     def inputs(self, chosen: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
         """The model's arguments for a batch of the `chosen` rows; without `pixels`, those that say where images are."""
         rows = [self._prepared[self.numbers_B[row]] for row in chosen]
-        names = dict.fromkeys(name for row in rows for name in row.tensors if pixels or name != "pixel_values")
-        arguments = {name: joined([row.tensors[name] for row in rows if name in row.tensors]) for name in names}
+        names = dict.fromkeys(name for row in rows for name in row if pixels or name != "pixel_values")
+        arguments = {name: joined([row[name] for row in rows if name in row]) for name in names}
         arguments |= self.processor.types_of(ids_BL)
         return {name: value.to(ids_BL.device) for name, value in arguments.items()}
 
@@ -129,8 +123,8 @@ class RowImages:
         batch: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL)
         if "pixel_values" in batch:
             rows = [self._prepared[number] for number in self.numbers_B]
-            batch["num_images"] = [row.images for row in rows]
-            tiles = [row.tensors["pixel_values"].size(0) if row.images else 0 for row in rows]
+            batch["num_images"] = [len(self.images_of(number)) for number in self.numbers_B]
+            tiles = [row["pixel_values"].size(0) if row else 0 for row in rows]
             tiled = batch["pixel_values"].dim() == 4 and tiles != batch["num_images"]
             if "spatial_shapes" in batch or tiled:
                 batch["num_tiles"] = tiles

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ import torch
 from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..algorithms.losses import load_balancing_loss, router_statistics
 from ..compat import triton_head
@@ -26,7 +25,7 @@ from ..runtime.attributes import replace_forward
 from .prefix_cache import Continuation, run_after_prompts
 from .routing import Routing, routed
 from .sampling_masks import SamplingMasks
-from .tiled_log_probs import LogitTransform, tiled_log_probs
+from .tiled_log_probs import LogitTransform, gathered, tiled_log_probs
 
 # keywords that carry a `Targets`, and a `Continuation`, through the wrapped model to its forward
 TARGETS, PREFIX = "grpo_ext_targets", "grpo_ext_prefix"
@@ -54,19 +53,6 @@ def logit_transform(config: Any, temperature: float = 1.0) -> LogitTransform:
     return LogitTransform(1.0 if scale is None else scale, first(_CAPS), temperature, vocabulary)
 
 
-def gathered(*parameters: Any) -> AbstractContextManager[Any]:
-    """Inside, parameters that ZeRO-3 has partitioned are gathered."""
-    if not is_deepspeed_zero3_enabled():
-        return nullcontext()
-    import deepspeed
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    # DeepSpeed itself partitions an embedding again that is gathered now (tied weights)
-    known = [p for p in parameters if hasattr(p, "ds_status")]
-    cut = [p for p in known if p.ds_status != ZeroParamStatus.AVAILABLE]
-    return deepspeed.zero.GatheredParameters(cut) if cut else nullcontext()
-
-
 def log_probs(
     hidden_SH: torch.Tensor,
     weight_VH: torch.Tensor,
@@ -86,7 +72,7 @@ def log_probs(
     if open_to_triton and plain and (kernel := triton_head()) is not None:
         settings = (transform.temperature, _KERNEL_COLUMNS, transform.cap, transform.scale)
         return kernel(hidden_SH, weight_VH, bias_V, targets_S, *settings, ("entropy",) if with_entropy else ())[:2]
-    return tiled_log_probs(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, gathered, masks)
+    return tiled_log_probs(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, masks)
 
 
 class RouterOutput(NamedTuple):
@@ -100,7 +86,7 @@ class RouterOutput(NamedTuple):
 
     def aux_loss(self, top_k: int) -> torch.Tensor:
         chosen, probs, rows = router_statistics(self.logits, self.counts_BL, top_k)
-        return load_balancing_loss(probs, (chosen / max(rows, 1)).to(probs), probs.numel(), rows)
+        return load_balancing_loss(probs, (chosen / max(rows, 1)).to(probs), rows)
 
 
 @dataclass(frozen=True)
@@ -196,11 +182,9 @@ def _run(
         head.unshard()  # where Accelerate finds no norm before it, the head is an FSDP unit that nothing else gathers
     weight, bias = head.weight, getattr(head, "bias", None)
     hidden_SH = hidden_SH.to(weight.device)  # `device_map` may put the head elsewhere
-    precision: AbstractContextManager[Any] = nullcontext()
     if cast_to_fp32:
         hidden_SH = hidden_SH.float()
-        precision = torch.autocast(hidden_SH.device.type, enabled=False)
-    with precision, gathered(weight, bias):
+    with torch.autocast(weight.device.type, enabled=False) if cast_to_fp32 else nullcontext(), gathered(weight, bias):
         tokens_S, masks = send_to_device((targets.tokens_S, targets.masks), weight.device)
         logps, entropy = log_probs(hidden_SH, weight, bias, tokens_S, transform, targets.entropy, masks)
     return logps, entropy if targets.entropy else None, routers if targets.router else None

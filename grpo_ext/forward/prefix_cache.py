@@ -40,18 +40,24 @@ class Continuation(SimpleNamespace):
     instead: dict[str, torch.Tensor | None]  # arguments that differ from the prompts' pass; None: absent
 
 
-class _Recorded:
-    """A cache layer that records the prompts' pass."""
+class _Pass:
+    """A cache layer for one pass, which does not grow."""
+
+    prompt_width = 0  # tokens before those of the pass
+
+    def get_seq_length(self) -> int:
+        return self.prompt_width
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.prompt_width + query_length, 0
+
+
+class _Recorded(_Pass):
+    """Records the prompts' pass."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.keys, self.values = key_states, value_states
         return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
@@ -66,23 +72,16 @@ class _Recorded:
         return recurrent_states
 
 
-class _Frozen:
-    """A cache layer that returns the recorded prompt states of each completion before the new ones; stores nothing."""
+class _Frozen(_Pass):
+    """Returns the recorded prompt states of each completion before the new ones; stores nothing."""
 
     prompt_B: torch.Tensor
-    prompt_width: int
     keys: torch.Tensor
     values: torch.Tensor
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         pairs = (self.keys, key_states), (self.values, value_states)
         return tuple(torch.cat([before.index_select(0, self.prompt_B), new], dim=-2) for before, new in pairs)
-
-    def get_seq_length(self) -> int:
-        return self.prompt_width
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.prompt_width + query_length, 0
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         before: torch.Tensor = self.conv_states[state_idx]  # type: ignore[attr-defined]
@@ -122,7 +121,7 @@ def unknown_layers(config: Any) -> list[str]:
 def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int) -> Cache:
     """The cache that completions continue from, with a row of the recorded states for each."""
     layers = _layers(config, _Frozen)
-    for layer, record in zip(layers, recorded.layers):
+    for layer, record in zip(layers, recorded.layers, strict=True):
         layer.prompt_B, layer.prompt_width = prompt_B, width
         layer.keys, layer.values = getattr(record, "keys", None), getattr(record, "values", None)
         if not hasattr(record, "conv_states"):
@@ -165,5 +164,5 @@ def run_after_prompts(
         second = backbone(**passed, **{CACHE: cache})
     outputs = (first, second)
     hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])
-    routers = zip(*(getattr(output, "router_logits", None) or () for output in outputs))
+    routers = zip(*(getattr(output, "router_logits", None) or () for output in outputs), strict=True)
     return hidden, tuple(torch.cat([part.flatten(0, -2) for part in layer]) for layer in routers)

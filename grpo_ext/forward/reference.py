@@ -20,9 +20,10 @@ from ..errors import ConfigError, ModelError
 from ..runtime.collectives import copy_from_main_process, shards_parameters
 from ..view import TrainerView
 from .architecture import base_model_of
-from .lm_head import gathered, install
+from .lm_head import install
 from .quantised import keep_4bit_weights, outlier_thresholds
 from .snapshot import deep_copy, refuse_replaced_forward, sharing_copy
+from .tiled_log_probs import gathered
 
 # PEFT's kinds of adapters that change nothing before they are trained, with the initialisations below
 _NEUTRAL = {"LORA", "IA3", "OFT", "VERA", "LOHA", "LOKR"}

@@ -152,7 +152,7 @@ def install_routers(model: Any) -> None:
         )
     widths = [modules[0].top_k for _, modules in layers]
     stops = list(itertools.accumulate(widths))
-    for (layer, modules), width, stop in zip(layers, widths, stops):
+    for (layer, modules), width, stop in zip(layers, widths, stops, strict=True):
         for module in modules:
             if not hasattr(module.forward, "of_grpo_ext"):
                 _verify(module)

@@ -18,18 +18,12 @@ from .images import RowImages
 from .sampling_masks import KeptIds
 
 
-def same_prompts(same_text: list[bool], images: RowImages | None) -> list[bool]:
-    if images is None:
-        return same_text
-    return [text and pixels for text, pixels in zip(same_text, images.same, strict=True)]
-
-
 @dataclass(frozen=True)
 class TokenRows:
     ids_N: torch.Tensor  # of all rows, concatenated
     prompts_B: Sequence[int]  # tokens of each
     completions_B: Sequence[int]  # tokens of each; 0 for a completion that is masked out
-    same_prompt: Sequence[bool]  # for each row but the first, whether its prompt is that of the row before
+    same_text: Sequence[bool]  # for each row but the first, whether the text of its prompt is that of the row before
     images: RowImages | None = None  # of the prompts; None for a model that takes none
     # whether attention sees each token; None: it sees all. As in TRL, a masked token keeps its position and gets no
     # log-probability, and the next token is predicted from it
@@ -46,21 +40,24 @@ class TokenRows:
         input_ids, attended = input_ids.cpu(), mask.cpu().bool()
         width = input_ids.size(1) - completion_width
         # from the first token of the prompt that attention sees to the last of the completion
-        place_L = torch.arange(1, input_ids.size(1) + 1)
-        places = torch.where(attended, place_L, width + 1)[:, :width]
-        begin = places.amin(1, keepdim=True) if width else place_L[:1, None]
-        last = (attended * place_L)[:, width:].amax(1, keepdim=True).clamp(min=width)
-        real = (place_L >= begin) & (place_L <= last)
-        prompts = torch.stack([input_ids[:, :width].masked_fill(~real[:, :width], 0), real[:, :width]])
-        same = (prompts[:, 1:] == prompts[:, :-1]).all(dim=2).all(dim=0).tolist()
-        same = same_prompts(same, images)
-        lengths = torch.stack([real[:, :width].sum(1), real[:, width:].sum(1)]).tolist()
+        before = attended[:, :width].cumsum(1) > 0
+        after = attended[:, width:].flip(1).cumsum(1).flip(1) > 0
+        prompts = input_ids[:, :width].masked_fill(~before, -1)
+        same = (prompts[1:] == prompts[:-1]).all(dim=1).tolist()
+        real = torch.cat([before, after], dim=1)
         attended_N = attended[real]
         gaps = None if bool(attended_N.all()) else attended_N
-        return cls(input_ids[real], lengths[0], lengths[1], same, images, gaps)
+        return cls(input_ids[real], before.sum(1).tolist(), after.sum(1).tolist(), same, images, gaps)
 
     def __len__(self) -> int:
         return len(self.prompts_B)
+
+    @property
+    def same_prompt(self) -> Sequence[bool]:
+        """For each row but the first, whether its prompt is that of the row before, with its images."""
+        if self.images is None:
+            return self.same_text
+        return [text and pixels for text, pixels in zip(self.same_text, self.images.same, strict=True)]
 
     @property
     def starts_B(self) -> list[int]:
@@ -72,7 +69,7 @@ class TokenRows:
         first, last, starts = rows[0], rows[-1] + 1, self.starts_B
         lengths = self.prompts_B[first:last], self.completions_B[first:last]
         images = None if self.images is None else self.images.of(rows)
-        same, tokens = self.same_prompt[first : last - 1], slice(starts[first], starts[last])
+        same, tokens = self.same_text[first : last - 1], slice(starts[first], starts[last])
         attended = None if self.attended_N is None else self.attended_N[tokens]
         if attended is not None and bool(attended.all()):
             attended = None

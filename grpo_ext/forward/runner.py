@@ -70,8 +70,8 @@ class ForwardRunner:
         self.memory = Halving("computing log-probabilities", remedy, may_cut)
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
-        forms = forms_of(args.forward)
-        self.choice = ForwardChoice(forms, accelerator.device, self.sharded, checkpointing, refused)
+        forms = forms_of(args.forward), accelerator.device, self.sharded
+        self.choice = ForwardChoice(*forms, checkpointing, refused)
         self._in_form: Any = None  # the model whose backward passes run in its form
 
     def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> ForwardRunner:
@@ -184,10 +184,10 @@ def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.
 
 
 @dataclass(eq=False)
-class _Call:
+class Call:
     rows: TokenRows  # without padding
     tensors: Unchanged  # the padded ids and attention mask that stand for the rows
-    limits: ForwardLimits | None  # for the rows of a rollout; None for a micro-batch
+    limits: ForwardLimits | None = None  # for the rows of a rollout
     router: RouterOutput | None = None  # of a MoE model, once `super()` has run the micro-batch
 
 
@@ -202,7 +202,7 @@ class OverridableRunner(ForwardRunner):
     def __init__(self, *args: Any, override: Callable[[], Callable[..., Any] | None] = lambda: None) -> None:
         super().__init__(*args)
         self.override = override  # returns the user's method, or None
-        self._calls: list[_Call] = []  # in progress; shared by the runners of all threads
+        self._calls: list[Call] = []  # in progress; shared by the runners of all threads
 
     def rollout_log_probs(
         self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
@@ -233,47 +233,42 @@ class OverridableRunner(ForwardRunner):
     @contextmanager
     def _calling(
         self, ids: torch.Tensor, mask: torch.Tensor, rows: TokenRows, limits: ForwardLimits | None = None
-    ) -> Iterator[_Call]:
-        call = _Call(rows, Unchanged(ids, mask), limits)
+    ) -> Iterator[Call]:
+        call = Call(rows, Unchanged(ids, mask), limits)
         self._calls.append(call)
         try:
             yield call
         finally:
             self._calls.remove(call)
 
-    def call_with(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> _Call | None:
+    def call_with(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Call | None:
         return next((call for call in [*self._calls] if call.tensors.are(input_ids, attention_mask)), None)
 
+    def own_call(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> Call:
+        """The call of a user with tensors of their own."""
+        name = "_get_per_token_logps_and_entropies"
+        self.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
+        tensors = input_ids, attention_mask
+        return Call(TokenRows.of_padded(*tensors, width), Unchanged(*tensors))
+
     def trl_log_probs(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        width: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
+        self, model: Any, call: Call, width: int, batch_size: int | None, with_entropy: bool, with_router: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What TRL's `_get_per_token_logps_and_entropies` returns, in forwards of at most `batch_size` completions."""
-        if (call := self.call_with(input_ids, attention_mask)) is None:
-            name = "_get_per_token_logps_and_entropies"
-            self.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
-        rows = TokenRows.of_padded(input_ids, attention_mask, width) if call is None else call.rows
-        options = {"with_entropy": compute_entropy, "with_router": compute_aux_loss}
-        if call is not None and call.limits is not None:
+        rows, options = call.rows, {"with_entropy": with_entropy, "with_router": with_router}
+        if call.limits is not None:
             parts = self._run_chunks(model, rows, call.limits, **options)
         else:
             parts = [self._forward(model, rows.part(part), **options) for part in self._cut(model, rows, batch_size)]
         routers = [part.router for part in parts if part.router is not None]
-        if call is not None and len(parts) == 1:
+        if len(parts) == 1:
             call.router = parts[0].router
-        aux_loss = None
-        if routers:
-            experts = experts_per_token(base_model_of(model))
-            aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
-        logps_S, entropies = torch.cat([part.logps_S for part in parts]), None
-        places_2S = rows.places().to(logps_S.device)
-        if compute_entropy:
-            entropies_S = torch.cat([part.entropies_S for part in parts if part.entropies_S is not None])
-            entropies = in_columns(entropies_S, places_2S, len(rows), width)
-        return in_columns(logps_S, places_2S, len(rows), width), entropies, aux_loss
+        experts = experts_per_token(base_model_of(model))
+        aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean() if routers else None
+        places_2S = rows.places().to(parts[0].logps_S.device)
+
+        def columns(values: list[torch.Tensor]) -> torch.Tensor:
+            return in_columns(torch.cat(values), places_2S, len(rows), width)
+
+        entropies = [part.entropies_S for part in parts if part.entropies_S is not None]
+        return columns([part.logps_S for part in parts]), columns(entropies) if entropies else None, aux_loss

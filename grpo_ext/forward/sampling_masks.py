@@ -36,7 +36,7 @@ class SamplingMasks(NamedTuple):
     @classmethod
     def of(cls, kept_B: Sequence[KeptIds], suppressed: Sequence[torch.Tensor]) -> SamplingMasks | None:
         """The masks of a batch; None where every token was sampled from the whole vocabulary."""
-        counts_S, ids_K = (torch.cat(column) for column in zip(*kept_B))
+        counts_S, ids_K = (torch.cat(column) for column in zip(*kept_B, strict=True))
         if not counts_S.any():
             return None
         counts = counts_S.clamp(min=0).long()
@@ -49,7 +49,7 @@ class SamplingMasks(NamedTuple):
         ids, width = slice(self.bounds[rows.start], self.bounds[rows.stop]), columns.stop - columns.start
         removed_MC = self.kinds_S.new_zeros(2 + len(self.suppressed), width + 1, dtype=torch.bool)
         removed_MC[0] = True
-        for removed_C, tokens in zip(removed_MC[2:], self.suppressed):
+        for removed_C, tokens in zip(removed_MC[2:], self.suppressed, strict=True):
             removed_C[_local(tokens, columns)] = True
         removed_RC = removed_MC[self.kinds_S[rows]]
         removed_RC[self.rows_K[ids] - rows.start, _local(self.ids_K[ids], columns)] = False

@@ -155,7 +155,7 @@ class SharedPrefixAttention(torch.autograd.Function):
             rows, keys = part.queries, part.keys
             states = grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], out[:, :, rows]
             pieces = _attend_backward(part, (*states, lse[:, :, rows]), ctx.scale)
-            for whole, place, piece in zip(grads, (rows, keys, keys), pieces):
+            for whole, place, piece in zip(grads, (rows, keys, keys), pieces, strict=True):
                 if isinstance(place, slice):
                     whole[:, :, place] += piece
                 else:  # in float32: under a window many completions add to the last tokens of their prompt

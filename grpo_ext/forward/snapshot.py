@@ -136,7 +136,8 @@ class Snapshot:
         return Weights(progress, *parts)
 
     def put_in_place(self, weights: Weights) -> None:
-        for tensors, part in zip(self._copied, (weights.policy, weights.reference)):
+        # without a reference, only the policy is copied
+        for tensors, part in zip(self._copied, (weights.policy, weights.reference), strict=False):
             if missing := tensors.keys() ^ part.keys():
                 raise ModelError(f"the weights to sample with and the model differ in parameters: {sorted(missing)}")
             for name, tensor in tensors.items():

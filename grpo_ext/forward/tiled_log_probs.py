@@ -7,12 +7,13 @@ vocabulary, R x C one tile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .sampling_masks import SamplingMasks
 
@@ -20,8 +21,6 @@ from .sampling_masks import SamplingMasks
 # for every tile, and square tiles read the head and write its gradient least often. Accelerators run larger products
 # faster (not measured). The columns do not depend on the number of rows: a row's sum rounds alike in every micro-batch
 CPU_TILE, TILE = (1024, 1024), (1024, 32768)
-
-Whole = Callable[..., AbstractContextManager[Any]]
 
 _REMOVED = -1e30  # the logit of a removed token: its probability is 0, and unlike -inf, 0 times it is not NaN
 
@@ -34,6 +33,19 @@ class LogitTransform:
     cap: float | None = None  # None: no soft-capping
     temperature: float = 1.0
     vocabulary: int | None = None  # number of the head's rows that are tokens; None for all
+
+
+def gathered(*parameters: Any) -> AbstractContextManager[Any]:
+    """Inside, parameters that ZeRO-3 has partitioned are gathered."""
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    # DeepSpeed itself partitions an embedding again that is gathered now (tied weights)
+    known = [p for p in parameters if hasattr(p, "ds_status")]
+    cut = [p for p in known if p.ds_status != ZeroParamStatus.AVAILABLE]
+    return deepspeed.zero.GatheredParameters(cut) if cut else nullcontext()
 
 
 class _Tiles:
@@ -119,7 +131,6 @@ class _TiledLogProbs(torch.autograd.Function):
         targets_S: torch.Tensor,
         transform: LogitTransform,
         with_entropy: bool,
-        whole: Whole,
         masks: SamplingMasks | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward pass
@@ -147,15 +158,15 @@ class _TiledLogProbs(torch.autograd.Function):
         log_total = total.log()
         log_z, entropy = top + log_total, log_total - weighted / total if with_entropy else None
         ctx.save_for_backward(hidden_SH, weight_VH, bias_V, targets_S, log_z, entropy)
-        ctx.dtype, ctx.transform, ctx.whole, ctx.masks = dtype, transform, whole, masks
+        ctx.dtype, ctx.transform, ctx.masks = dtype, transform, masks
         return chosen - top - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors  # read only once: under checkpointing a second read fails
-        with ctx.whole(saved[1], saved[2]):
+        with gathered(saved[1], saved[2]):
             grads = _backward(ctx, saved, *gradients)
-        return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, saved)), *[None] * 5
+        return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, saved[:3], strict=True)), *[None] * 4
 
 
 def _backward(
@@ -169,7 +180,7 @@ def _backward(
     exact = tiles.exact
     grads: list[torch.Tensor | None] = [
         torch.zeros_like(x, dtype=exact) if needed and x is not None else None
-        for x, needed in zip((hidden_SH, weight_VH, bias_V), ctx.needs_input_grad)
+        for x, needed in zip((hidden_SH, weight_VH, bias_V), ctx.needs_input_grad[:3], strict=True)
     ]
     up = torch.zeros_like(log_z) if up_S is None else up_S.to(exact) * tiles.factor
     entropy_up, constant = None, up
@@ -207,12 +218,10 @@ def tiled_log_probs(
     targets_S: torch.Tensor,
     transform: LogitTransform,
     with_entropy: bool = True,
-    whole: Whole = lambda *parameters: nullcontext(),
     masks: SamplingMasks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities and entropies, (S,) in nats, float32, or float64 for float64 hidden states.
 
-    `whole` returns a context in which weight and bias are not partitioned; it is entered again in the backward pass. A
-    gradient of second order is not supported.
+    A gradient of second order is not supported.
     """
-    return _TiledLogProbs.apply(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, whole, masks)
+    return _TiledLogProbs.apply(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, masks)

@@ -50,7 +50,7 @@ class FixedPointSum:
 
     def add(self, values: torch.Tensor) -> None:
         """`check_terms` checks later whether the term fits, so nothing waits for the device here."""
-        for part, sums in zip(values.detach().flatten().split(_SLICE), self.total.view(-1).split(_SLICE)):
+        for part, sums in zip(values.detach().flatten().split(_SLICE), self.total.view(-1).split(_SLICE), strict=True):
             # a maximum with NaN is NaN; float32 covers smaller types, and float64 terms beyond its range are refused
             self.largest = torch.maximum(self.largest, part.abs().max().float())
             sums += to_fixed(part)
@@ -58,6 +58,6 @@ class FixedPointSum:
     def value(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum, rounded to float64 and then to `dtype`."""
         values = torch.empty(self.total.shape, dtype=dtype, device=self.total.device)
-        for part, result in zip(self.total.flatten().split(_SLICE), values.view(-1).split(_SLICE)):
+        for part, result in zip(self.total.flatten().split(_SLICE), values.view(-1).split(_SLICE), strict=True):
             result.copy_(part.to(torch.float64).mul_(2.0**-FRACTION_BITS))
         return values

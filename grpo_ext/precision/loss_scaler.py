@@ -9,7 +9,6 @@ Accelerate moves the scheduler. Under DeepSpeed the engine scales by itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,10 +26,9 @@ class LossScaler(torch.amp.GradScaler):
     hysteresis = 2  # overflows before it halves; each skips its step
     minimum = 1.0  # the scale never falls below; an overflow there is an error
 
-    def __init__(self, device: torch.device, overflow_anywhere: Callable[[bool], bool]) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(device.type, init_scale=self.initial)
         self._lazy_init_scale_growth_tracker(device)  # otherwise `scale` does, and `value` cannot be set before
-        self.overflow_anywhere = overflow_anywhere
         self.patience = self.hysteresis  # overflows until the scale halves, 1 or more
         self.steps = self.skipped = self._reported = 0  # so far; steps include skipped ones
         self.last_overflow = -1  # the step, counted from 0; -1: none
@@ -48,7 +46,7 @@ class LossScaler(torch.amp.GradScaler):
         """Unscale once, and find out whether a gradient overflowed on any process."""
         if self._overflow is None:
             super().unscale_(optimizer)
-            self._overflow = self.overflow_anywhere(any(map(bool, self._found_inf_per_device(optimizer).values())))
+            self._overflow = any_process(any(map(bool, self._found_inf_per_device(optimizer).values())))
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self.unscale_(optimizer)
@@ -87,7 +85,7 @@ class LossScaler(torch.amp.GradScaler):
         return {"fp16/loss_scale": self.value, "fp16/overflows": overflows, "fp16/skipped_steps": float(self.skipped)}
 
     def state_dict(self) -> dict[str, float]:
-        return dict(zip(_STATE, (self.value, self.patience, self.steps, self.last_overflow, self.skipped)))
+        return dict(zip(_STATE, (self.value, self.patience, self.steps, self.last_overflow, self.skipped), strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint; one of `torch.amp.GradScaler` has only a scale."""
@@ -106,12 +104,11 @@ def install_loss_scaler(accelerator: Any) -> None:
             f"fp16=True needs an accelerator: on {device.type} Accelerate silently computes in float32. Use "
             "bf16=True, or neither."
         )
-    accelerator.scaler = LossScaler(device, any_process)
+    accelerator.scaler = LossScaler(device)
 
 
 def reduce_in_float32(accelerator: Any) -> None:
     """Let FSDP2 sum gradients in float32, within and between processes; Accelerate's default is half precision."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    if plugin is not None and dataclasses.is_dataclass(policy) and getattr(plugin, "fsdp_version", 1) == 2:
-        plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=torch.float32)  # type: ignore[type-var]
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if getattr(plugin, "fsdp_version", 1) == 2 and (policy := plugin.mixed_precision_policy) is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=torch.float32)

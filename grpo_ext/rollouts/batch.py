@@ -21,7 +21,7 @@ from ..batching.sizes import group_numbers
 from ..compat import images_among
 from ..errors import RolloutError
 from ..forward.images import RowImages, joined
-from ..forward.rows import TokenRows, same_prompts
+from ..forward.rows import TokenRows
 from ..forward.sampling_masks import KeptIds
 from ..runtime.collectives import gather_lists
 
@@ -192,7 +192,6 @@ class RolloutBatch:
         # within a group: whether another group with the same prompt lies beside it depends on the split
         neighbours = itertools.pairwise(zip(self.groups, ids[::2], strict=True))
         same = [group == before and torch.equal(one, other) for (before, one), (group, other) in neighbours]
-        same = same_prompts(same, images)
         experts = None
         if EXPERTS in self.columns:
             parts = [row_NC[: n + m] for row_NC, n, m in zip(self[EXPERTS], prompts, completions, strict=True)]

@@ -21,7 +21,7 @@ import torch
 from ..batching.prompt_order import StepRows
 from ..compat import as_reference
 from ..errors import RolloutError
-from ..forward.rows import TokenRows, same_prompts
+from ..forward.rows import TokenRows
 from ..forward.runner import ForwardLimits, ForwardRunner
 from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
@@ -228,8 +228,7 @@ class RolloutWorker:
         tokens = [token for t in shown for token in t.prompt_ids + t.ids]
         ids = torch.tensor(tokens, dtype=torch.long)
         images = self.images.of_transcripts(shown) if shown else None
-        same_text = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
-        same = same_prompts(same_text, images)
+        same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
         lengths, kept_B = [len(t.ids) for t in shown], None
         if local.settings.sampling.replay.masks:
             kept_B = [(t.record or TokenRecord.neutral(n)).kept.first(n) for t, n in zip(shown, lengths, strict=True)]

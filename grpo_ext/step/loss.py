@@ -106,7 +106,7 @@ def _router_loss(coefficient: float, router: RouterOutput | None, micro_batch: L
     share, total = step.expert_share, step.router_rows
     if share is None:  # the batch is the whole step, or an override's
         share, total = chosen / max(rows, 1), rows * micro_batch.accumulation_steps
-    aux = load_balancing_loss(probs, share.to(probs), probs.numel(), total)
+    aux = load_balancing_loss(probs, share.to(probs), total)
     step.metrics.add_total("aux_loss", aux, micro_batch.part.weight)
     return aux
 

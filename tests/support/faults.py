@@ -99,7 +99,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     ],
     "forward/routing.py": [("known_NK = recorded_NK != LIVE", "known_NK = recorded_NK > LIVE + 1", ROUTING)],
     "forward/rows.py": [
-        ("places.amin(1, keepdim=True) if width", "places.amin(1, keepdim=True) + 1 if width", f"{PACKED} -k layout")
+        ("attended[:, :width].cumsum(1) > 0", "attended[:, :width].cumsum(1) > 1", f"{PACKED} -k layout")
     ],
     "rewards/guard.py": [
         ("not abs(number) <= _LARGEST", "abs(number) > _LARGEST", GUARD),

@@ -253,7 +253,7 @@ def balanced(logits, mask, parts) -> torch.Tensor:
         pieces.append(router_statistics(layers, mask[rows], TOP_K))
     rows = sum(piece[2] for piece in pieces)
     share = sum(piece[0] for piece in pieces) / rows
-    return sum(load_balancing_loss(probs, share.to(probs), EXPERTS, rows) for _, probs, _ in pieces)
+    return sum(load_balancing_loss(probs, share.to(probs), rows) for _, probs, _ in pieces)
 
 
 @pytest.mark.parametrize(
