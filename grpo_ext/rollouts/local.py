@@ -143,19 +143,20 @@ class LocalRollout:
 
 @dataclass
 class UserCall:
-    """An override that runs.
+    """An override that runs, and what TRL's method has made for it.
 
     It may call `super()` with other prompts or tokens, or several times: row i keeps the key of its place; further
     rows, and further calls, draw other random numbers.
     """
 
     super_calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls of TRL's method
+    ends: dict[tuple[int, ...], bool] = field(default_factory=dict, init=False)  # see `LocalRollout.known_ends`
 
 
 @dataclass
 class ScoreCall(UserCall):  # of `_generate_and_score_completions`
     request: RolloutRequest
-    rounds: list[Round] = field(default_factory=list)  # what TRL's method made for it
+    rounds: list[Round] = field(default_factory=list, init=False)
 
 
 @dataclass
@@ -165,13 +166,13 @@ class GenerateCall(UserCall):  # of `_generate`
 
 @dataclass
 class TurnCall(UserCall):  # of `_generate_single_turn`
-    local: LocalRollout
     chunk: list[Transcript]
 
 
 @dataclass
 class RewardsCall(UserCall):  # of `_calculate_rewards`
     local: LocalRollout
+    reward_calls: list[RewardCall] = field(default_factory=list, init=False)
 
 
 Call = TypeVar("Call", bound=UserCall)
@@ -182,10 +183,10 @@ class UserCalls:
         self._running: list[UserCall] = []
 
     @contextmanager
-    def running(self, call: UserCall) -> Iterator[None]:
+    def running(self, call: Call) -> Iterator[Call]:
         self._running.append(call)
         try:
-            yield
+            yield call
         finally:
             self._running.pop()
 
