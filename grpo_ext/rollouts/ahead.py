@@ -164,7 +164,6 @@ class RolloutsAhead:
     thread: RolloutThread
     clock: PhaseClock  # of the main thread; it counts the seconds that one thread waits for the other
     steps: StepDataset
-    max_steps: int
     # sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The server holds
     # one set of weights at a time, so they are sent once it has answered all requests
     send: Callable[[], None] | None = None
@@ -193,6 +192,7 @@ class RolloutsAhead:
             self.submit(step, self._taken)
 
     def _steps_to_submit(self, step: int, current: tuple[int, int] | None, lag: int) -> list[int]:
+        """First steps of the rollout batches that the weights before `step` sample."""
 
         def starts_rollout(step: int) -> bool:
             return self.steps.request(step).layout.starts_rollout
@@ -201,7 +201,7 @@ class RolloutsAhead:
             step -= 1
         if self._next is None:
             self._next = step + 1 if current == self.steps.request(step).name else step
-        starts = itertools.islice(filter(starts_rollout, range(step, self.max_steps)), lag + 1)
+        starts = itertools.islice(filter(starts_rollout, range(step, self.view.state.max_steps)), lag + 1)
         return [start for start in starts if start >= self._next]
 
     def submit(self, step: int, weights: Weights) -> None:
@@ -322,7 +322,6 @@ def build_ahead(rollouts: Rollouts) -> RolloutsAhead:
         thread=RolloutThread(rollouts.threads, snapshot.device),
         clock=rollouts.worker.clock,
         steps=rollouts.steps,
-        max_steps=view.state.max_steps,
         send=_sender(view, snapshot) if view.use_vllm else None,
     )
     if number := len(rollouts.waiting):

@@ -27,15 +27,12 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class FilledBatch:
-    rounds: list[Round]  # all that was sampled for it
+class ScoredBatch:
     batch: RolloutBatch
     rewards_BF: torch.Tensor | None  # of its completions; None where a user's override made them
+    settings: RewardSettings
+    rounds: list[Round]  # all that was sampled for it
     metrics: dict[str, float] = field(default_factory=dict)  # log values of dynamic sampling
-
-    @classmethod
-    def of(cls, part: Round) -> FilledBatch:
-        return cls([part], part.batch, part.rewards_BF if part.entries else None)
 
 
 def fill(
@@ -44,7 +41,7 @@ def fill(
     steps: StepDataset,
     max_rounds: int,
     make_round: Callable[[StepRows], Round],
-) -> FilledBatch:
+) -> ScoredBatch:
     """Sample rows, then further prompts for the places of groups without variance; a collective."""
     rule, weights_F, group = rewards.rule, rewards.weights_F, rows.request.num_generations
     rounds: list[Round] = []
@@ -71,7 +68,8 @@ def fill(
     batch.groups = rounds[0].batch.groups
     if len(rounds) > 1 and rule.depends_on_the_batch:
         batch.columns["advantages"] = rule.advantages(rewards_BF, weights_F, group)
-    return FilledBatch(rounds, batch, rewards_BF, {f"dynamic_sampling/{name}": n for name, n in metrics.items()})
+    log_values: dict[str, float] = {f"dynamic_sampling/{name}": number for name, number in metrics.items()}
+    return ScoredBatch(batch, rewards_BF, rewards, rounds, log_values)
 
 
 def round_by_user(

@@ -39,9 +39,9 @@ from .engine_check import EngineCheck
 from .equal_shares import why_equal
 from .images import ImageSource
 from .join import Round, exchange, join
-from .local import LocalRollout, RewardsCall, RewardSettings, RolloutSettings, ScoreCall
+from .local import LocalRollout, RewardsCall, RolloutSettings, ScoreCall
 from .log import RolloutLog
-from .rounds import FilledBatch, fill, round_by_user
+from .rounds import ScoredBatch, fill, round_by_user
 from .settings import read_settings, template_of
 from .worker import RolloutWorker, logged_elsewhere, reward_columns
 
@@ -51,13 +51,6 @@ _STAND_INS = (
     "where a rollout batch leaves a process without prompts (the last of an epoch, a small evaluation set, a further "
     "round of dynamic_sampling) it runs on stand-in rows, which would count"
 )
-
-
-@dataclass(frozen=True)
-class ScoredBatch:
-    batch: RolloutBatch
-    rewards_BF: torch.Tensor | None  # None where a user's override made them
-    settings: RewardSettings
 
 
 @dataclass(frozen=True)
@@ -196,7 +189,8 @@ class Rollouts:
         if fills:
             made = fill(rows, settings.rewards, self.steps, args.dynamic_sampling_max_rounds, make_round)
         else:
-            made = FilledBatch.of(make_round(rows))
+            part = make_round(rows)
+            made = ScoredBatch(part.batch, part.rewards_BF if part.entries else None, settings.rewards, [part])
         if fills or settings.sampling.hooks.score is None:  # else TRL's method has logged what it made
             self.log.add(made.rounds, settings, made.metrics)
         self._has_made_one = True
@@ -206,7 +200,7 @@ class Rollouts:
                 f"No completion of this rollout was scored: {names} returned None for all of them, "
                 "so there is nothing to learn from; check that the reward functions fit the data."
             )
-        return ScoredBatch(made.batch, made.rewards_BF, settings.rewards)
+        return made
 
     def _round(self, rows: StepRows, *, settings: RolloutSettings, job: Job | None) -> Round:
         if (score := settings.sampling.hooks.score) is not None:
@@ -254,13 +248,8 @@ class Rollouts:
     def _rewards_by_user(
         self, local: LocalRollout, calculate: Callable[..., torch.Tensor]
     ) -> tuple[torch.Tensor, list[RewardCall]]:
-        phase = self.worker.clock.phase("rewards")
-        with (
-            self.worker.calls.running(RewardsCall(local)) as call,
-            together("_calculate_rewards"),
-            self._for_users(local.request),
-            phase,
-        ):
+        phase, running = self.worker.clock.phase("rewards"), self.worker.calls.running(RewardsCall(local))
+        with running as call, together("_calculate_rewards"), self._for_users(local.request), phase:
             rewards_BF = calculate(*reward_columns(local.transcripts))
             return rewards_BF.cpu(), [*call.reward_calls, *gather_lists(logged_elsewhere(local))]
 

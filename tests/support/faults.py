@@ -178,8 +178,8 @@ FAULTS = [
     ),
     Fault(
         "rollouts/ahead.py",
-        "range(step, self.max_steps)), lag + 1)",
-        "range(step, self.max_steps)), lag)",
+        "self.view.state.max_steps)), lag + 1)",
+        "self.view.state.max_steps)), lag)",
         "tests/trainer/test_ahead.py -k named",
     ),
     Fault(
