@@ -7,7 +7,7 @@ calls them, so `UserCalls` holds the user's overrides that run; `rollouts.trl_me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +23,7 @@ from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
 from .chat import Chat
 from .tools import Toolbox, TurnLimits
-from .transcript import Transcript
+from .transcript import Sampled, Transcript
 
 if TYPE_CHECKING:
     from .join import Round
@@ -124,6 +124,9 @@ class LocalRollout:
     # whether a row ended, by its ids, for rows that a user's override got from TRL's method
     known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
+    def remember_ends(self, rows: Iterable[Transcript | Sampled]) -> None:
+        self.known_ends |= {tuple(row.ids): row.ended for row in rows if row.ended is not None}
+
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether a row has ended, where a user's function or a server returned only its ids."""
         return self.known_ends.get(tuple(ids), bool(ids) and ids[-1] in self.settings.sampling.ends)
@@ -150,7 +153,6 @@ class UserCall:
     """
 
     super_calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls of TRL's method
-    ends: dict[tuple[int, ...], bool] = field(default_factory=dict, init=False)  # see `LocalRollout.known_ends`
 
 
 @dataclass
@@ -162,11 +164,13 @@ class ScoreCall(UserCall):  # of `_generate_and_score_completions`
 @dataclass
 class GenerateCall(UserCall):  # of `_generate`
     local: LocalRollout
+    made: list[Transcript] = field(default_factory=list, init=False)
 
 
 @dataclass
 class TurnCall(UserCall):  # of `_generate_single_turn`
     chunk: list[Transcript]
+    made: list[Sampled] = field(default_factory=list, init=False)
 
 
 @dataclass

@@ -32,7 +32,7 @@ class ScoredBatch:
     rewards_BF: torch.Tensor | None  # of its completions; None where a user's override made them
     settings: RewardSettings
     rounds: list[Round]  # all that was sampled for it
-    metrics: dict[str, float] = field(default_factory=dict)  # log values of dynamic sampling
+    metrics: Mapping[str, float] = field(default_factory=dict)  # log values of dynamic sampling
 
 
 def fill(
@@ -56,10 +56,10 @@ def fill(
         if open_places:
             next_rows = steps.further_rows(rows.request, sum(map(len, has_variance[1:])), open_places)
     metrics = {
-        "rounds": len(rounds) - 1,
-        "sampled_groups": sum(map(len, has_variance)),
-        "replaced_groups": len({place for place in places if place[0]}),
-        "groups_without_variance": open_places,
+        "dynamic_sampling/rounds": len(rounds) - 1,
+        "dynamic_sampling/sampled_groups": sum(map(len, has_variance)),
+        "dynamic_sampling/replaced_groups": len({place for place in places if place[0]}),
+        "dynamic_sampling/groups_without_variance": open_places,
     }
     starts = [sum(map(len, rounds[:number])) for number in range(len(rounds))]
     chosen = [starts[number] + place * group + i for number, place in places for i in range(group)]
@@ -68,8 +68,7 @@ def fill(
     batch.groups = rounds[0].batch.groups
     if len(rounds) > 1 and rule.depends_on_the_batch:
         batch.columns["advantages"] = rule.advantages(rewards_BF, weights_F, group)
-    log_values: dict[str, float] = {f"dynamic_sampling/{name}": number for name, number in metrics.items()}
-    return ScoredBatch(batch, rewards_BF, rewards, rounds, log_values)
+    return ScoredBatch(batch, rewards_BF, rewards, rounds, metrics)
 
 
 def round_by_user(

@@ -3,7 +3,7 @@
     step -> (new rollout batch?) -> local phase, here or ahead on a thread -> join -> log -> completions of the step
 
 Differs from TRL, which keeps padded slices of its own process. Overrides of TRL's rollout methods are called with TRL's
-arguments (`rollouts.rounds`, `rollouts.worker`); without one a rollout is not put into TRL's dictionary.
+arguments, here and in `rollouts.worker`; without one a rollout is not put into TRL's dictionary.
 Called by the trainer, and by users through TRL's methods.
 """
 

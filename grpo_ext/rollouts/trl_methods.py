@@ -81,10 +81,7 @@ class TrlMethods:
             transcripts.append(row)
         part = LocalRollout(local.request, local.settings, transcripts)
         self.worker.run_turns(part)
-        call.ends |= {tuple(row.ids): row.ended for row in transcripts}
-        for place, row in enumerate(transcripts if known else ()):
-            known[place % len(known)].tool_calls += row.tool_calls
-            known[place % len(known)].tool_failures += row.tool_failures
+        call.made += transcripts
         return trl_generated(part)
 
     def turn(self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None) -> tuple[Any, Any] | None:
@@ -107,7 +104,7 @@ class TrlMethods:
             rows.append(replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
         config = None if self.view.use_vllm else sampling_config(self.view)
         sampled = self.worker.engine.generate(rows, config, self.view.group_size)
-        call.ends |= {tuple(row.ids): row.ended for row in sampled if row.ended is not None}
+        call.made += sampled
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps
 

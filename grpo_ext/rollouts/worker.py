@@ -111,7 +111,11 @@ class RolloutWorker:
             return
         with self.calls.running(GenerateCall(local)) as call:
             generated = generate([transcript.prompt for transcript in local.transcripts])
-        local.known_ends |= call.ends
+        local.remember_ends(call.made)
+        for row in call.made if local.transcripts else ():
+            transcript = local.transcripts[row.place % len(local.transcripts)]
+            transcript.tool_calls += row.tool_calls
+            transcript.tool_failures += row.tool_failures
         take_generated(local, generated)
 
     def run_turns(self, local: LocalRollout) -> None:
@@ -161,7 +165,7 @@ class RolloutWorker:
                 uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
             ):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
-            local.known_ends |= call.ends
+            local.remember_ends(call.made)
             if len(ids) != len(chunk):
                 raise RolloutError(
                     f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
