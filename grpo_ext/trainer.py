@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import compat
 from .algorithms.losses import adapted_entropy_coefficient
-from .batching.prompt_order import StepRows, make_eval_loader, make_loader
+from .batching.prompt_order import StepRows, make_eval_loader
 from .batching.sizes import BatchGeometry
 from .checks.model import refuse_frozen
 from .checks.trainer import check_arguments, check_trainer, warn_before_training
@@ -178,10 +178,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         dataset = self.train_dataset
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Training")
-        slices = self._rollouts.slices(self.num_generations)
-        loader = make_loader(dataset, slices, self.args, bool(self.shuffle_dataset))
-        self._rollouts.rounds.steps = loader.dataset
-        return loader
+        return self._rollouts.training_loader(dataset, bool(self.shuffle_dataset))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """One item, the whole evaluation set, cut into micro-batches like a training step."""
@@ -265,10 +262,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
         self._forwards.choose_forms(self._view.models)
-        batch = self._rollouts.completions_of(StepRows.checked(generation_batch))
-        if not self.model.training and (scored := self._rollouts.scored) is not None:
-            self._pass_at_k.observe(scored.rewards_BF, scored.settings.weights_F, scored.settings.functions.names)
-        return batch
+        rows = StepRows.checked(generation_batch)
+        if self.model.training:
+            return self._rollouts.completions_of(rows)
+        scored = self._rollouts.make(rows)
+        self._pass_at_k.observe(scored.rewards_BF, scored.settings.weights_F, scored.settings.functions.names)
+        return scored.batch
 
     def _with_events(self, micro_batches: Iterator[LossInputs]) -> Iterator[LossInputs]:
         """Between two micro-batches, the event of callbacks; to transformers' loop the step is one batch."""

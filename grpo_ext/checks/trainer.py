@@ -176,7 +176,8 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     if config.rollout_lag:
         _check_ahead(view, config)
     settings.check_replay(view)
-    rollouts.recheck = functools.partial(refuse_changes, view, rollouts.images, built_for(view, rollouts.images), set())
+    built = built_for(view, rollouts.images)
+    rollouts.refuse_changes_by(functools.partial(refuse_changes, view, rollouts.images, built, set()))
     return uncovered + check_lengths(view, config.allow_split_dependent)
 
 

@@ -157,28 +157,42 @@ class RolloutThread:
 class RolloutsAhead:
     """Submits rollout batches to the thread before they are due, and returns them when they are."""
 
+    view: TrainerView
+    settings_now: Callable[[], RolloutSettings]  # of a rollout batch that begins now
     worker: RolloutWorker  # of the thread; it samples with the models of `snapshot`
     snapshot: Snapshot
     thread: RolloutThread
     clock: PhaseClock  # of the main thread; it counts the seconds that one thread waits for the other
     steps: StepDataset
-    max_steps: int
     # sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The server holds
     # one set of weights at a time, so they are sent once it has answered all requests
     send: Callable[[], None] | None = None
-    # submitted rollout batches, in order; the first stays until it is joined
-    jobs: deque[Job] = field(default_factory=deque, init=False)
-    pools: Pools = field(default_factory=dict, init=False)  # the thread's environments, to use again
+    _jobs: deque[Job] = field(default_factory=deque, init=False)  # submitted rollout batches, in order
+    _pools: Pools = field(default_factory=dict, init=False)  # the thread's environments, to use again
     # the state of the trainer's tokenizer, and the thread's copies; None before the first
     _tokenizers: tuple[Any, Any] | None = field(default=None, init=False)
+    _taken: Weights | None = field(default=None, init=False)  # the latest
     _sent: Weights | None = field(default=None, init=False)
     _next: int | None = field(default=None, init=False)  # the first step of the next rollout batch to submit
 
-    def steps_to_submit(self, step: int, current: tuple[int, int] | None, lag: int) -> list[int]:
-        """First steps of the rollout batches that the weights before `step` sample, at most `lag` after that of `step`.
+    @property
+    def submitted(self) -> list[tuple[int, Weights]]:
+        """The rollout batches that are to come: their first steps, and the weights that sample them."""
+        return [(job.step, job.weights) for job in self._jobs]
+
+    def submit_due(self, current: tuple[int, int] | None, lag: int) -> None:
+        """Submit the rollout batches that the current weights sample: this step's, and at most `lag` after it.
 
         `current` is the name of the rollout batch that is trained on.
         """
+        state = self.view.state
+        for step in self._steps_to_submit(state.global_step, current, lag):
+            if self._taken is None or self._taken.step != state.global_step:
+                self._taken = self.snapshot.take({name: getattr(state, name) for name in PROGRESS})
+            self.submit(step, self._taken)
+
+    def _steps_to_submit(self, step: int, current: tuple[int, int] | None, lag: int) -> list[int]:
+        """First steps of the rollout batches that the weights before `step` sample."""
 
         def starts_rollout(step: int) -> bool:
             return self.steps.request(step).layout.starts_rollout
@@ -187,13 +201,30 @@ class RolloutsAhead:
             step -= 1
         if self._next is None:
             self._next = step + 1 if current == self.steps.request(step).name else step
-        starts = itertools.islice(filter(starts_rollout, range(step, self.max_steps)), lag + 1)
+        starts = itertools.islice(filter(starts_rollout, range(step, self.view.state.max_steps)), lag + 1)
         return [start for start in starts if start >= self._next]
 
-    def submit(self, step: int, weights: Weights, settings: RolloutSettings) -> None:
+    def submit(self, step: int, weights: Weights) -> None:
         rows = self.steps.rows(self.steps.request(step))
-        self.jobs.append(self._job(step, rows, weights, settings))
+        self._jobs.append(self._job(step, rows, weights, self._settings(weights)))
         self._next = step + 1
+
+    def _settings(self, weights: Weights) -> RolloutSettings:
+        """The settings as they are now, with the progress of the weights; none changes later."""
+        state = copy.copy(self.view.state)
+        history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
+        vars(state).update({**weights.progress, "log_history": history})
+        settings = self.settings_now()
+        sampling, rewards = settings.sampling, settings.rewards
+        config, processors = copy.deepcopy((sampling.generation_config, rewards.functions.processing_classes))
+        shared = sampling.toolbox.environments  # whose instances the main thread uses
+        environments = Environments(shared.factories, self._pools, shared.retired)
+        toolbox, chat = replace(sampling.toolbox, environments=environments), self._own_chat(sampling.chat)
+        return replace(
+            settings,
+            sampling=replace(sampling, generation_config=config, toolbox=toolbox, chat=chat),
+            rewards=replace(rewards, functions=replace(rewards.functions, processing_classes=processors), state=state),
+        )
 
     def _job(self, step: int, rows: StepRows, weights: Weights, settings: RolloutSettings) -> Job:
         if self.send is not None and self._sent is not weights:
@@ -210,17 +241,21 @@ class RolloutsAhead:
         worker, snapshot = self.worker, self.snapshot
         snapshot.put_in_place(weights)
         if settings.sampling.hooks.rewards:  # the main thread reads these environments while the thread resets others
-            self.pools.clear()
+            self._pools.clear()
         local = worker.sample(rows, settings)
         return local, worker.clock.take() | {"wait_train": idle}
 
-    def part_of(self, rows: StepRows) -> LocalRollout:
+    def take_due(self) -> Job:
+        """The next rollout batch to train on, which is not among the submitted ones any more."""
+        return self._jobs.popleft()
+
+    def part_of(self, job: Job, rows: StepRows) -> LocalRollout:
         """This process's part of a rollout batch; an error of the thread is its `failure`.
 
-        `rows` are empty for the rollout batch of the step, which was sampled ahead, and further prompts of dynamic
-        sampling, which the same weights sample now.
+        `rows` are empty for the rollout batch itself, and further prompts of dynamic sampling, which the same weights
+        sample now.
         """
-        job, request = self.jobs[0], rows.request
+        request = rows.request
         if rows:
             job = self._job(job.step, rows, job.weights, job.settings)
         elif (submitted := job.rows.request.name) != request.name:
@@ -237,7 +272,7 @@ class RolloutsAhead:
         self.clock.add(seconds)
         return local
 
-    def own_chat(self, chat: Chat) -> Chat:
+    def _own_chat(self, chat: Chat) -> Chat:
         """The chat with a copy of the tokenizer, which threads may not share; copied again after a change."""
         parts = chat.processing_class, chat.tokenizer
         state = parts, [dict(vars(part)) for part in parts], chat.tokenizer.special_tokens_map, len(chat.tokenizer)
@@ -248,7 +283,7 @@ class RolloutsAhead:
 
     def drain(self) -> None:
         """Wait until the thread has no work; once all processes have done so, a server may be sent other weights."""
-        self._wait_for(self.jobs)
+        self._wait_for(self._jobs)
         self._sent = None
 
     def _wait_for(self, jobs: Iterable[Job]) -> None:
@@ -258,7 +293,7 @@ class RolloutsAhead:
     def close(self) -> None:
         self.snapshot.abandoned.set()
         self.thread.close()
-        self.jobs.clear()
+        self._jobs.clear()
 
 
 # ---- Building it ----------------------------------------------------------------------------------------------------
@@ -275,46 +310,25 @@ def describe_lag(view: TrainerView) -> str | None:
     return f"{lag} rollout batch(es); {mebibytes:,.0f} MiB, the trained weights up to {lag + 1} times"
 
 
-def settings_ahead(rollouts: Rollouts, ahead: RolloutsAhead, weights: Weights) -> RolloutSettings:
-    """The settings of a rollout batch that is submitted now, with the progress of the weights; none changes later."""
-    state = copy.copy(rollouts.view.state)
-    history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
-    vars(state).update({**weights.progress, "log_history": history})
-    settings = rollouts.settings_now()
-    sampling, rewards = settings.sampling, settings.rewards
-    config, processors = copy.deepcopy((sampling.generation_config, rewards.functions.processing_classes))
-    shared = sampling.toolbox.environments  # whose instances the main thread uses
-    environments = Environments(shared.factories, ahead.pools, shared.retired)
-    return replace(
-        settings,
-        sampling=replace(
-            sampling,
-            generation_config=config,
-            toolbox=replace(sampling.toolbox, environments=environments),
-            chat=ahead.own_chat(sampling.chat),
-        ),
-        rewards=replace(rewards, functions=replace(rewards.functions, processing_classes=processors), state=state),
-    )
-
-
 def build_ahead(rollouts: Rollouts) -> RolloutsAhead:
     view, accelerator = rollouts.view, copy.copy(rollouts.view.accelerator)
     accelerator._models = []  # without the models that are trained
     snapshot = _snapshot(view, accelerator)
     ahead = RolloutsAhead(
+        view=view,
+        settings_now=rollouts.settings_now,
         worker=_worker(rollouts, snapshot, accelerator),
         snapshot=snapshot,
         thread=RolloutThread(rollouts.threads, snapshot.device),
         clock=rollouts.worker.clock,
-        steps=rollouts.rounds.steps,
-        max_steps=view.state.max_steps,
+        steps=rollouts.steps,
         send=_sender(view, snapshot) if view.use_vllm else None,
     )
     if number := len(rollouts.waiting):
         logger.info(f"Sampling {number} rollout batch(es) that the checkpoint names again, with its weights.")
     try:
         for step, weights in rollouts.waiting:
-            ahead.submit(step, weights, settings_ahead(rollouts, ahead, weights))
+            ahead.submit(step, weights)
     except BaseException:
         ahead.close()
         raise

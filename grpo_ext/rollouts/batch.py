@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.logging import get_logger
 from torch.nn.utils.rnn import pad_sequence
 
 from ..batching.micro_batches import StepSizes
@@ -24,6 +26,8 @@ from ..forward.images import RowImages, joined
 from ..forward.rows import TokenRows
 from ..forward.sampling_masks import KeptIds
 from ..runtime.collectives import gather_lists
+
+logger = get_logger(__name__)
 
 ROW_IMAGES = "row_images"  # of a model that takes images (`rollouts.images`)
 # columns of this trainer's sampler (`TokenRecord`)
@@ -331,3 +335,59 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         value = list(value) if value.dtype.kind not in "biuf" else torch.from_numpy(value)
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+# ---- In a checkpoint: nested dictionaries, lists and tensors, as `run.state` writes them -----------------------------
+
+
+def batch_state(batch: RolloutBatch) -> dict[str, Any] | None:
+    """A rollout batch for a checkpoint; None, with a warning, for one with objects that no file can hold."""
+    objects = {n: v for n, v in (batch.columns | batch.constants).items() if not isinstance(v, (torch.Tensor, Ragged))}
+    if unstorable := [n for n, value in objects.items() if not (_are_files(value) or _survives_json(value))]:
+        logger.warning(
+            f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
+            "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
+            "it again, with the weights as they are then. Return tensors from _generate_and_score_completions."
+        )
+        return None
+    return {
+        "columns": {name: _column_state(column) for name, column in batch.columns.items()},
+        "groups": list(batch.groups),
+        "constants": batch.constants,
+        "widths": batch.widths,
+        "items_per_token": batch.items_per_token,
+    }
+
+
+def saved_batch(state: dict[str, Any]) -> RolloutBatch:
+    widths, columns = state["widths"], {name: _saved_column(part) for name, part in state["columns"].items()}
+    return RolloutBatch(**{**state, "columns": columns, "widths": None if widths is None else tuple(widths)})
+
+
+def _column_state(column: Column) -> Any:
+    if _are_files(column):  # rows share them
+        different = list(dict.fromkeys(column))
+        files = [torch.from_numpy(np.frombuffer(bytearray(file), np.uint8)) for file in different]
+        return _column_state(Ragged.of(files, torch.uint8)) | {"rows": [different.index(file) for file in column]}
+    return {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else column
+
+
+def _saved_column(state: Any) -> Column:
+    if not isinstance(state, dict):
+        return state
+    parts = Ragged(state["values"], state["lengths"])
+    if "rows" not in state:
+        return parts
+    files = [part.numpy().tobytes() for part in parts]
+    return [files[number] for number in state["rows"]]
+
+
+def _are_files(column: Any) -> bool:
+    return isinstance(column, list) and bool(column) and all(isinstance(value, bytes) for value in column)
+
+
+def _survives_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False

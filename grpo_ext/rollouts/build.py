@@ -30,8 +30,7 @@ from ..view import TrainerView
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .images import ImageSource
-from .join import RolloutLog
-from .rounds import RoundMaker
+from .log import RolloutLog
 from .settings import LOGPS, own_sampling, suppressed_in, template_of
 from .source import Rollouts
 from .vllm import VllmEngine, VllmServer, mask_bound, vllm_filters
@@ -59,8 +58,7 @@ def build_rollouts(
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
     worker = _worker(view, images, forwards, memory, clock)
-    rounds = RoundMaker(view, worker, _check(view, worker.engine))
-    return forwards, Rollouts(view, rounds, RolloutLog(view), memory, limits)
+    return forwards, Rollouts(view, worker, _check(view, worker.engine), RolloutLog(view), memory, limits)
 
 
 def _worker(

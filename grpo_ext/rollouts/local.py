@@ -7,7 +7,7 @@ calls them, so `UserCalls` holds the user's overrides that run; `rollouts.trl_me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +23,7 @@ from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
 from .chat import Chat
 from .tools import Toolbox, TurnLimits
-from .transcript import Transcript
+from .transcript import Sampled, Transcript
 
 if TYPE_CHECKING:
     from .join import Round
@@ -124,6 +124,9 @@ class LocalRollout:
     # whether a row ended, by its ids, for rows that a user's override got from TRL's method
     known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
+    def remember_ends(self, rows: Iterable[Transcript | Sampled]) -> None:
+        self.known_ends |= {tuple(row.ids): row.ended for row in rows if row.ended is not None}
+
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether a row has ended, where a user's function or a server returned only its ids."""
         return self.known_ends.get(tuple(ids), bool(ids) and ids[-1] in self.settings.sampling.ends)
@@ -143,7 +146,7 @@ class LocalRollout:
 
 @dataclass
 class UserCall:
-    """An override that runs.
+    """An override that runs, and what TRL's method has made for it.
 
     It may call `super()` with other prompts or tokens, or several times: row i keeps the key of its place; further
     rows, and further calls, draw other random numbers.
@@ -155,23 +158,25 @@ class UserCall:
 @dataclass
 class ScoreCall(UserCall):  # of `_generate_and_score_completions`
     request: RolloutRequest
-    rounds: list[Round] = field(default_factory=list)  # what TRL's method made for it
+    rounds: list[Round] = field(default_factory=list, init=False)
 
 
 @dataclass
 class GenerateCall(UserCall):  # of `_generate`
     local: LocalRollout
+    made: list[Transcript] = field(default_factory=list, init=False)
 
 
 @dataclass
 class TurnCall(UserCall):  # of `_generate_single_turn`
-    local: LocalRollout
     chunk: list[Transcript]
+    made: list[Sampled] = field(default_factory=list, init=False)
 
 
 @dataclass
 class RewardsCall(UserCall):  # of `_calculate_rewards`
     local: LocalRollout
+    reward_calls: list[RewardCall] = field(default_factory=list, init=False)
 
 
 Call = TypeVar("Call", bound=UserCall)
@@ -182,10 +187,10 @@ class UserCalls:
         self._running: list[UserCall] = []
 
     @contextmanager
-    def running(self, call: UserCall) -> Iterator[None]:
+    def running(self, call: Call) -> Iterator[Call]:
         self._running.append(call)
         try:
-            yield
+            yield call
         finally:
             self._running.pop()
 

@@ -3,46 +3,63 @@
     step -> (new rollout batch?) -> local phase, here or ahead on a thread -> join -> log -> completions of the step
 
 Differs from TRL, which keeps padded slices of its own process. Overrides of TRL's rollout methods are called with TRL's
-arguments (`rollouts.rounds`, `rollouts.worker`); without one a rollout is not put into TRL's dictionary.
-Called by the trainer.
+arguments, here and in `rollouts.worker`; without one a rollout is not put into TRL's dictionary.
+Called by the trainer, and by users through TRL's methods.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 
-from ..batching.prompt_order import ProcessSlices, StepRows
+from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, StepLoader, StepRows, make_loader
 from ..batching.sizes import BatchGeometry
 from ..forward.snapshot import Weights
-from ..runtime.collectives import of_ours, wait_for_all
+from ..rewards.worker import RewardCall
+from ..runtime.collectives import (
+    any_process,
+    gather_lists,
+    of_ours,
+    on_all_processes,
+    together,
+    uneven_collectives,
+    wait_for_all,
+)
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..view import TrainerView
-from .ahead import PROGRESS, RolloutsAhead, build_ahead, settings_ahead
-from .batch import Column, Ragged, RolloutBatch
+from .ahead import Job, RolloutsAhead, build_ahead
+from .batch import RolloutBatch, batch_state, saved_batch
+from .engine_check import EngineCheck
+from .equal_shares import why_equal
 from .images import ImageSource
-from .join import RolloutLog, Round
-from .local import RewardSettings, RolloutSettings
-from .rounds import RoundMaker
+from .join import Round, exchange, join
+from .local import LocalRollout, RewardsCall, RolloutSettings, ScoreCall
+from .log import RolloutLog
+from .rounds import ScoredBatch, fill, round_by_user
 from .settings import read_settings, template_of
-from .worker import RolloutWorker
+from .worker import RolloutWorker, logged_elsewhere, reward_columns
 
 logger = get_logger(__name__)
 
+_STAND_INS = (
+    "where a rollout batch leaves a process without prompts (the last of an epoch, a small evaluation set, a further "
+    "round of dynamic_sampling) it runs on stand-in rows, which would count"
+)
+
 
 @dataclass(frozen=True)
-class ScoredRollout:
-    """The rewards (B, F) of a rollout batch, with their settings; None where a user's override made them."""
+class CurrentBatch:
+    """The rollout batch that is trained on."""
 
-    rewards_BF: torch.Tensor | None
-    settings: RewardSettings
+    batch: RolloutBatch
+    name: tuple[int, int]  # its `RolloutRequest.name`
+    sampled_at: int  # the optimizer step whose weights sampled it
 
 
 @dataclass
@@ -50,29 +67,23 @@ class Rollouts:
     """Makes rollout batches and holds the one that is trained on."""
 
     view: TrainerView
-    rounds: RoundMaker
+    worker: RolloutWorker
+    check: EngineCheck | None  # None without vLLM, or where it is turned off
     log: RolloutLog
     memory: Halving  # the number of completions that fit into one `generate`, of the thread that samples ahead too
     limits: MicroBatchLimits  # of training, which also bound the forwards of a rollout
-    # raises for what was changed since the trainer was built, and cannot be followed
-    recheck: Callable[[], None] = field(default=lambda: None, init=False)
-    batch: RolloutBatch | None = field(default=None, init=False)  # the one that is trained on
-    batch_name: tuple[int, int] | None = field(default=None, init=False)  # its `RolloutRequest.name`
-    # the rollout batch that was made last, of training or of an evaluation; None before
-    scored: ScoredRollout | None = field(default=None, init=False)
+    current: CurrentBatch | None = field(default=None, init=False)
     ahead: RolloutsAhead | None = field(default=None, init=False)  # None without `rollout_lag`, and outside of training
-    sampled_at: int = field(default=0, init=False)  # the optimizer step whose weights sampled the rollout batch
     # rollout batches that a checkpoint names: their first steps, and the weights that sample them
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
     threads: int | None = field(default=None, init=False)  # CPU threads of sampling ahead; None: as many as torch has
     geometry: BatchGeometry = field(init=False)  # the batch sizes of the run
+    steps: Any = field(default=None, init=False)  # the training loader's data set of steps
+    _refuse_changes: Callable[[], None] = field(default=lambda: None, init=False)  # see `refuse_changes_by`
+    _has_made_one: bool = field(default=False, init=False)  # a rollout batch, of training or of an evaluation
 
     def __post_init__(self) -> None:
         self.begin(self.view.args.geometry, threads=None)
-
-    @property
-    def worker(self) -> RolloutWorker:
-        return self.rounds.worker
 
     @property
     def images(self) -> ImageSource:
@@ -80,25 +91,22 @@ class Rollouts:
 
     def begin(self, geometry: BatchGeometry, threads: int | None) -> None:
         """Begin a run with these batch sizes: its first step samples, and nothing waits to be sampled ahead."""
-        self.batch, self.batch_name, self.waiting = None, None, ()
+        self.current, self.waiting = None, ()
         self.geometry, self.threads = geometry, threads
         if not self.view.args.use_vllm:
             self.worker.settings.resize_chunks(geometry)
 
     def state_dict(self) -> dict[str, Any]:
-        batch = batch_state(self.batch)
-        waiting = self.waiting if self.ahead is None else [(job.step, job.weights) for job in self.ahead.jobs]
-        return {
-            "batch": batch,
-            "batch_name": None if batch is None else self.batch_name,
-            "sampled_at": self.sampled_at,
-            "waiting": waiting_state(waiting),
-        }
+        waiting = self.waiting if self.ahead is None else self.ahead.submitted
+        state: dict[str, Any] = {"batch": None, "waiting": waiting_state(waiting)}
+        if self.current is not None and (batch := batch_state(self.current.batch)) is not None:
+            state |= {"batch": batch, "batch_name": self.current.name, "sampled_at": self.current.sampled_at}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        name = state["batch_name"]
-        self.batch, self.batch_name = saved_batch(state["batch"]), None if name is None else tuple(name)
-        self.waiting, self.sampled_at = saved_waiting(state["waiting"]), state["sampled_at"]
+        self.waiting = saved_waiting(state["waiting"])
+        if state["batch"] is not None:
+            self.current = CurrentBatch(saved_batch(state["batch"]), tuple(state["batch_name"]), state["sampled_at"])
 
     def slices(self, num_generations: int) -> ProcessSlices:
         accelerator = self.view.accelerator
@@ -106,18 +114,27 @@ class Rollouts:
         chunk = num_generations if self.view.args.use_vllm else self.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, accelerator.num_processes, accelerator.process_index)
 
+    def training_loader(self, dataset: Any, shuffle: bool) -> StepLoader:
+        """The loader of a run; its rows are also taken for further rounds, and before their step."""
+        loader = make_loader(dataset, self.slices(self.view.num_generations), self.view.args, shuffle)
+        self.steps = loader.dataset
+        return loader
+
     def close(self) -> None:
         if self.ahead is not None:
             self.ahead.close()
             self.ahead = None
 
+    def refuse_changes_by(self, check: Callable[[], None]) -> None:
+        """Call `check` before settings are read: it raises for changes that cannot be followed."""
+        self._refuse_changes = check
+
     def settings_now(self) -> RolloutSettings:
         """The settings of a rollout batch that begins now; a ConfigError for a change that cannot be followed."""
-        prepare, sampled = self.images.prepare, self.scored is not None or self.ahead is not None
-        if prepare is not None and not sampled:  # images by the processor and template as they are now
-            prepare.processor, prepare.template = self.view.processing_class, template_of(self.view)
-        self.recheck()
-        return read_settings(self.view, self.worker, self.rounds.check, self.limits.tokens)
+        if not self._has_made_one and self.ahead is None:
+            self.images.prepare_by(self.view.processing_class, template_of(self.view))
+        self._refuse_changes()
+        return read_settings(self.view, self.worker, self.check, self.limits.tokens)
 
     def send_weights(self) -> None:
         """Send the current weights to vLLM, by TRL's rule once for each step that samples; a collective."""
@@ -137,142 +154,116 @@ class Rollouts:
     # ---- A step's completions -------------------------------------------------------------------------------------
 
     def completions_of(self, rows: StepRows) -> RolloutBatch:
-        """The completions of an optimizer step, or of an evaluation; the same on every process.
+        """The completions of an optimizer step; the same on every process.
 
         `rows` are this process's; empty in a map-style data set's step that continues a rollout batch, and with a lag.
         """
-        if not self.view.model.training:
-            return self.make(rows)
-        request, args = rows.request, self.view.args
-        if args.rollout_lag:
-            # further prompts of dynamic sampling have to enter the queue before the rollout batches after this one
-            self._submit_ahead(0 if args.dynamic_sampling else args.rollout_lag)
-        if self.batch is None or self.batch_name != request.name:
-            if not rows and self.ahead is None:  # a run that was resumed without its rollout batch
-                rows = self.rounds.steps.rows(request)
-            self.batch, self.batch_name = self.make(rows), request.name
-        if args.rollout_lag:
-            if args.dynamic_sampling:
-                self._submit_ahead(args.rollout_lag)
-            staleness = self.view.state.global_step - self.sampled_at
-            self.view.metrics["train"]["sampling/staleness"].append(staleness)
-        assert self.batch is not None
-        return self.batch.select(request.layout.step_rows)
-
-    def _submit_ahead(self, lag: int) -> None:
-        """Submit the rollout batches that the current weights sample: this step's, and at most `lag` after it."""
-        if self.ahead is None:
+        request, args, step = rows.request, self.view.args, self.view.state.global_step
+        name = None if self.current is None else self.current.name
+        if args.rollout_lag and self.ahead is None:
             self.ahead, self.waiting = build_ahead(self), ()
-        step = self.view.state.global_step
-        if due := self.ahead.steps_to_submit(step, self.batch_name, lag):
-            weights = self.ahead.snapshot.take({name: getattr(self.view.state, name) for name in PROGRESS})
-            for start in due:
-                self.ahead.submit(start, weights, settings_ahead(self, self.ahead, weights))
+            self.ahead.submit_due(name, 0)
+        ahead = self.ahead
+        if ahead is not None and not args.dynamic_sampling:
+            ahead.submit_due(name, args.rollout_lag)
+        if self.current is None or name != request.name:
+            if not rows and ahead is None:  # a run that was resumed without its rollout batch
+                rows = self.steps.rows(request)
+            job = None if ahead is None else ahead.take_due()
+            batch = self.make(rows, job).batch
+            self.current = CurrentBatch(batch, request.name, step if job is None else job.weights.step)
+        if ahead is not None:
+            if args.dynamic_sampling:  # whose further prompts enter the queue before the rollout batches after this one
+                ahead.submit_due(request.name, args.rollout_lag)
+            self.view.metrics["train"]["sampling/staleness"].append(step - self.current.sampled_at)
+        return self.current.batch.select(request.layout.step_rows)
 
-    def make(self, rows: StepRows) -> RolloutBatch:
-        """Sample and score these rows of every process, and log what TRL logs of them; a collective."""
-        ahead = self.ahead if self.view.model.training else None
-        # what was sampled ahead is joined by the settings with which it began
-        settings = self.settings_now() if ahead is None else ahead.jobs[0].settings
-        rewards_BF: torch.Tensor | None
-        make_round = functools.partial(self._round, settings=settings, ahead=ahead)
-        if self.view.args.dynamic_sampling and self.view.model.training:
-            filled = self.rounds.fill(rows, settings.rewards, make_round)
-            self.log.add(filled.rounds, settings)
-            for name, value in filled.metrics.items():
-                self.view.metrics["train"][f"dynamic_sampling/{name}"].append(value)
-            batch, rewards_BF = filled.batch, filled.rewards_BF
+    def make(self, rows: StepRows, job: Job | None = None) -> ScoredBatch:
+        """Sample and score these rows of every process, and log what TRL logs of them; a collective.
+
+        `job` is the rollout batch that was sampled ahead; it is joined by the settings with which it began.
+        """
+        settings, args = self.settings_now() if job is None else job.settings, self.view.args
+        make_round = functools.partial(self._round, settings=settings, job=job)
+        fills = args.dynamic_sampling and settings.sampling.training
+        if fills:
+            made = fill(rows, settings.rewards, self.steps, args.dynamic_sampling_max_rounds, make_round)
         else:
             part = make_round(rows)
-            if settings.sampling.hooks.score is None:  # else TRL's method has logged what it made
-                self.log.add([part], settings)
-            batch, rewards_BF = part.batch, part.rewards_BF if part.entries else None
-        self.scored = ScoredRollout(rewards_BF, settings.rewards)
-        if rewards_BF is not None and torch.isnan(rewards_BF).all():
+            made = ScoredBatch(part.batch, part.rewards_BF if part.entries else None, settings.rewards, [part])
+        if fills or settings.sampling.hooks.score is None:  # else TRL's method has logged what it made
+            self.log.add(made.rounds, settings, made.metrics)
+        self._has_made_one = True
+        if made.rewards_BF is not None and torch.isnan(made.rewards_BF).all():
             names = ", ".join(settings.rewards.functions.names)
             logger.warning(
                 f"No completion of this rollout was scored: {names} returned None for all of them, "
                 "so there is nothing to learn from; check that the reward functions fit the data."
             )
-        if ahead is not None:
-            ahead.jobs.popleft()
-        return batch
+        return made
 
-    def _round(self, rows: StepRows, *, settings: RolloutSettings, ahead: RolloutsAhead | None) -> Round:
+    def _round(self, rows: StepRows, *, settings: RolloutSettings, job: Job | None) -> Round:
         if (score := settings.sampling.hooks.score) is not None:
-            return self.rounds.by_user(rows, settings, score)
-        if ahead is not None:
-            local = ahead.part_of(rows)
-            self.sampled_at = ahead.jobs[0].weights.step
+            scoring = together("scoring", self.worker.settings.sharded)
+            with self.worker.calls.running(ScoreCall(rows.request)) as call, scoring, self._for_users(rows.request):
+                scored = score(list(rows.rows))
+            return round_by_user(scored, rows, call.rounds, settings, self.view.args, self.images)
+        if job is not None:
+            assert self.ahead is not None
+            local = self.ahead.part_of(job, rows)
             self.worker.show_environments(local.transcripts)
         else:
             if self.worker.settings.sharded:
                 self.images.refuse_mixed(rows)
             self.send_weights()
-            local = self.rounds.sample(rows, settings)
-        return self.rounds.join(local)
+            local = self.sample(rows, settings)
+        return self.join(local)
 
+    # ---- A round --------------------------------------------------------------------------------------------------
 
-# ---- In a checkpoint: nested dictionaries, lists and tensors, as `run.state` writes them -----------------------------
+    def sample(self, rows: StepRows, settings: RolloutSettings, repeat: int = 0) -> LocalRollout:
+        """This process's part, sampled by the current weights; with several processes an error is its `failure`."""
+        try:
+            with self._for_users(rows.request):
+                return self.worker.sample(rows, settings, repeat)
+        except Exception as error:
+            # other processes may wait for this one in a collective of a forward or of vLLM
+            by_function = settings.sampling.hooks.rollout is not None
+            reason = why_equal(self.view.args, self.worker.settings.sharded, by_function)
+            if reason or on_all_processes(error) or self.view.accelerator.num_processes == 1:
+                raise
+            return LocalRollout(rows.request, settings, failure=error)
 
+    def join(self, local: LocalRollout) -> Round:
+        hooks, view = local.settings.sampling.hooks, self.view
+        shares = exchange(local, self.images, view.takes_images and view.log_multimodal)
+        rewards = None if hooks.rewards is None else self._rewards_by_user(local, hooks.rewards)
+        joined = join(shares, local.settings, view.accelerator.process_index, rewards)
+        if self.check is not None and not hooks.sampling:
+            self.check.compare(joined.batch)
+        if not local.settings.logprobs.trained_on:
+            joined.batch.columns.pop("old_per_token_logps", None)
+        return joined
 
-def batch_state(batch: RolloutBatch | None) -> dict[str, Any] | None:
-    """A rollout batch for a checkpoint; None, with a warning, for one with objects that no file can hold."""
-    if batch is None:
-        return None
-    lists = {name: column for name, column in batch.columns.items() if isinstance(column, list)}
-    values = {name: value for name, value in batch.constants.items() if not isinstance(value, torch.Tensor)}
-    others = {name: value for name, value in (lists | values).items() if not _are_files(value)}
-    if unstorable := [name for name, value in others.items() if not _survives_json(value)]:
-        logger.warning(
-            f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
-            "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
-            "it again, with the weights as they are then. Return tensors from _generate_and_score_completions."
+    def _rewards_by_user(
+        self, local: LocalRollout, calculate: Callable[..., torch.Tensor]
+    ) -> tuple[torch.Tensor, list[RewardCall]]:
+        phase, running = self.worker.clock.phase("rewards"), self.worker.calls.running(RewardsCall(local))
+        with running as call, together("_calculate_rewards"), self._for_users(local.request), phase:
+            rewards_BF = calculate(*reward_columns(local.transcripts))
+            return rewards_BF.cpu(), [*call.reward_calls, *gather_lists(logged_elsewhere(local))]
+
+    def _for_users(self, request: RolloutRequest) -> AbstractContextManager[None]:
+        """Inside, code of a user runs, and its collectives leave out stand-in rows."""
+        # found now, not in a further round or at an epoch's end
+        some = request.stands_in or self.view.args.dynamic_sampling
+        if isinstance(self.steps, StepDataset):
+            last = min(len(self.steps.layout), self.view.state.max_steps) - 1
+            some = some or self.steps.request(last).stands_in
+        refused = any_process(some) and not self.worker.settings.sharded
+        return uneven_collectives(
+            self.view.accelerator, lambda: request.stands_in, others_refused=_STAND_INS if refused else None
         )
-        return None
-    return {
-        "columns": {name: _column_state(column) for name, column in batch.columns.items()},
-        "groups": list(batch.groups),
-        "constants": batch.constants,
-        "widths": batch.widths,
-        "items_per_token": batch.items_per_token,
-    }
-
-
-def saved_batch(state: dict[str, Any] | None) -> RolloutBatch | None:
-    if state is None:
-        return None
-    widths, columns = state["widths"], {name: _column(part) for name, part in state["columns"].items()}
-    return RolloutBatch(**{**state, "columns": columns, "widths": None if widths is None else tuple(widths)})
-
-
-def _column_state(column: Column) -> Any:
-    if _are_files(column):  # rows share them
-        different = list(dict.fromkeys(column))
-        files = [torch.from_numpy(np.frombuffer(bytearray(file), np.uint8)) for file in different]
-        return _column_state(Ragged.of(files, torch.uint8)) | {"rows": [different.index(file) for file in column]}
-    return {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else column
-
-
-def _column(state: Any) -> Column:
-    if not isinstance(state, dict):
-        return state
-    parts = Ragged(state["values"], state["lengths"])
-    if "rows" not in state:
-        return parts
-    files = [part.numpy().tobytes() for part in parts]
-    return [files[number] for number in state["rows"]]
-
-
-def _are_files(column: Any) -> bool:
-    return isinstance(column, list) and bool(column) and all(isinstance(value, bytes) for value in column)
-
-
-def _survives_json(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError):
-        return False
 
 
 def waiting_state(waiting: Sequence[tuple[int, Weights]]) -> dict[str, Any]:

@@ -41,10 +41,10 @@ class TrlMethods:
         rows, rounds = list(inputs), [] if call is None else call.rounds
         request = self._request(rows, sampling.num_generations)
         rollouts.send_weights()
-        local = rollouts.rounds.sample(StepRows(rows, request), settings, repeat=len(rounds))
-        rounds.append(rollouts.rounds.join(local))
+        local = rollouts.sample(StepRows(rows, request), settings, repeat=len(rounds))
+        rounds.append(rollouts.join(local))
         if call is None or not (self.view.args.dynamic_sampling and sampling.training):
-            rollouts.log.add(rounds[-1:], settings)
+            rollouts.log.add(rounds[-1:], settings, {})
         return trl_dictionary(local, rounds[-1], self.worker.images, self.worker.settings)
 
     def rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
@@ -52,18 +52,18 @@ class TrlMethods:
         settings = self.rollouts.settings_now()
         call = self.worker.calls.innermost(RewardsCall)
         request = self._request(inputs, settings.sampling.num_generations)
-        local = LocalRollout(request, settings) if call is None else call.local
-        local.request = request
+        local = LocalRollout(request, settings) if call is None else replace(call.local, request=request)
         columns = ([], [], [], []) if request.stands_in else (inputs, prompts, completions, ids)
         rewards_BF, calls = self.worker.compute_rewards(local, *columns)
         shares = gather_lists([(rewards_BF, calls)])
-        if call is None:  # called by other code of the user, which logs where TRL's methods do
+        if call is not None:
+            call.reward_calls = [reward_call for _, part in shares for reward_call in part]
+        else:  # called by other code of the user, which logs where TRL's methods do
             for reward_call in calls:
                 for name, value in reward_call.metrics:
                     settings.rewards.pending_metrics.setdefault(name, []).append(value)
                 for name, values in reward_call.columns.items():
                     settings.rewards.pending_columns.setdefault(name, []).extend(values)
-        local.reward_calls = [reward_call for _, part in shares for reward_call in part]
         return torch.cat([rewards for rewards, _ in shares]).to(self.view.accelerator.device)
 
     def generate(self, prompts: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -81,10 +81,7 @@ class TrlMethods:
             transcripts.append(row)
         part = LocalRollout(local.request, local.settings, transcripts)
         self.worker.run_turns(part)
-        local.known_ends |= {tuple(row.ids): row.ended for row in transcripts}
-        for place, row in enumerate(transcripts if known else ()):
-            known[place % len(known)].tool_calls += row.tool_calls
-            known[place % len(known)].tool_failures += row.tool_failures
+        call.made += transcripts
         return trl_generated(part)
 
     def turn(self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None) -> tuple[Any, Any] | None:
@@ -107,7 +104,7 @@ class TrlMethods:
             rows.append(replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
         config = None if self.view.use_vllm else sampling_config(self.view)
         sampled = self.worker.engine.generate(rows, config, self.view.group_size)
-        call.local.known_ends |= {tuple(row.ids): row.ended for row in sampled if row.ended is not None}
+        call.made += sampled
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps
 

@@ -109,8 +109,14 @@ class RolloutWorker:
         if (generate := local.settings.sampling.hooks.generate) is None:
             self.run_turns(local)
             return
-        with self.calls.running(GenerateCall(local)):
-            take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
+        with self.calls.running(GenerateCall(local)) as call:
+            generated = generate([transcript.prompt for transcript in local.transcripts])
+        local.remember_ends(call.made)
+        for row in call.made if local.transcripts else ():
+            transcript = local.transcripts[row.place % len(local.transcripts)]
+            transcript.tool_calls += row.tool_calls
+            transcript.tool_failures += row.tool_failures
+        take_generated(local, generated)
 
     def run_turns(self, local: LocalRollout) -> None:
         """The model writes, tools answer, until no transcript wants a turn."""
@@ -155,10 +161,11 @@ class RolloutWorker:
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
             with (
-                self.calls.running(TurnCall(local, chunk)),
+                self.calls.running(TurnCall(chunk)) as call,
                 uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
             ):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
+            local.remember_ends(call.made)
             if len(ids) != len(chunk):
                 raise RolloutError(
                     f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."

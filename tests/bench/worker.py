@@ -292,7 +292,7 @@ def _serve_sampling(trainer: Any, server: _Server) -> None:
         trainer.args.seed += 1
         trainer._buffered_inputs = None
         if hasattr(trainer, "_rollouts"):  # ours
-            trainer._rollouts.batch = trainer._rollouts.batch_name = None
+            trainer._rollouts.current = None
         trainer._prepare_inputs(item)
         server.report(sampled())
 

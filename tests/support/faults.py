@@ -130,8 +130,8 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     ],
     "rollouts/ahead.py": [
         (
-            "range(step, self.max_steps)), lag + 1)",
-            "range(step, self.max_steps)), lag)",
+            "self.view.state.max_steps)), lag + 1)",
+            "self.view.state.max_steps)), lag)",
             "tests/trainer/test_ahead.py -k named",
         )
     ],

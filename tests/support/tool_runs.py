@@ -284,7 +284,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         trainer.train(resume_from_checkpoint=resume)
     finally:
         engine.sample_chunk = sample
-    rollout: Any = trainer._rollouts.batch
+    rollout: Any = trainer._rollouts.current.batch
     tokens = ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")
     timed = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
     log = [

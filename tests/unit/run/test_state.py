@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from grpo_ext.forward.snapshot import Weights
-from grpo_ext.rollouts.batch import RolloutBatch
-from grpo_ext.rollouts.source import batch_state, saved_batch, saved_waiting, waiting_state
+from grpo_ext.rollouts.batch import RolloutBatch, batch_state, saved_batch
+from grpo_ext.rollouts.source import saved_waiting, waiting_state
 from grpo_ext.run.state import load_state, save_state
 from tests.support.batches import batch_of_rows
 
@@ -55,7 +55,7 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
     written = rollout(**fields, texts=["a", "b"], records=[{"n": 1}, {"n": [2.5, None]}])
     written.constants = {"shift": torch.tensor(0.5), "kind": "math", "nothing": None}
     written.widths, written.items_per_token = (4, 6), 1.25
-    assert (read := saved_batch(kept(tmp_path, batch_state(written)))) is not None
+    read = saved_batch(kept(tmp_path, batch_state(written)))
     assert (read.widths, read.items_per_token, list(read.groups)) == ((4, 6), 1.25, [0, 0])
     assert read.columns.keys() == written.columns.keys()
     assert all(same(column, read.columns[name]) for name, column in written.columns.items())
@@ -64,5 +64,5 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
 
 
 def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(caplog):
-    assert saved_batch(batch_state(rollout(kinds=[int, float]))) is None
+    assert batch_state(rollout(kinds=[int, float])) is None
     assert "cannot hold kinds of this rollout batch" in caplog.text
