@@ -118,7 +118,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
         options = engine_options(config, model, peft_config, rollout_func)
-        with compat.hiding_old_names(), compat.starting_vllm_with(options):
+        queue = assigned(loop_args, steps_per_generation=config.geometry.micro_batches_sampled)
+        with compat.hiding_old_names(), compat.starting_vllm_with(options), queue:
             super().__init__(
                 model=model,
                 reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
@@ -179,7 +180,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Training")
         slices = self._rollouts.slices(self.num_generations)
-        loader = make_loader(dataset, slices, self.args, bool(self.shuffle_dataset))
+        loader = make_loader(dataset, slices, self.geometry, self.args, bool(self.shuffle_dataset))
         self._rollouts.rounds.steps = loader.dataset
         return loader
 
@@ -374,7 +375,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 ending.callback(reward_workers.kill)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             threads = divide_threads(self.args, self.accelerator.device)
-            self._rollouts.begin(self.geometry, threads.sampling)
+            self._rollouts.begin(threads.sampling)
             warn_before_training(self._view, self._rollouts, self._uncovered)
             with pinned(self.args.pinned_threads), computing_with(threads.training):
                 if not self._forwards.sharded:  # else the loop prepares the models first

@@ -20,7 +20,6 @@ import torch
 from accelerate.logging import get_logger
 
 from ..batching.prompt_order import ProcessSlices, StepRows
-from ..batching.sizes import BatchGeometry
 from ..forward.snapshot import Weights
 from ..runtime.collectives import of_ours, wait_for_all
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
@@ -65,10 +64,6 @@ class Rollouts:
     # rollout batches that a checkpoint names: their first steps, and the weights that sample them
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
     threads: int | None = field(default=None, init=False)  # CPU threads of sampling ahead; None: as many as torch has
-    geometry: BatchGeometry = field(init=False)  # the batch sizes of the run
-
-    def __post_init__(self) -> None:
-        self.begin(self.view.args.geometry, threads=None)
 
     @property
     def worker(self) -> RolloutWorker:
@@ -78,12 +73,9 @@ class Rollouts:
     def images(self) -> ImageSource:
         return self.worker.images
 
-    def begin(self, geometry: BatchGeometry, threads: int | None) -> None:
-        """Begin a run with these batch sizes: its first step samples, and nothing waits to be sampled ahead."""
-        self.batch, self.batch_name, self.waiting = None, None, ()
-        self.geometry, self.threads = geometry, threads
-        if not self.view.args.use_vllm:
-            self.worker.settings.resize_chunks(geometry)
+    def begin(self, threads: int | None) -> None:
+        """Begin a run: its first step samples, and nothing waits to be sampled ahead."""
+        self.batch, self.batch_name, self.waiting, self.threads = None, None, (), threads
 
     def state_dict(self) -> dict[str, Any]:
         batch = batch_state(self.batch)
@@ -103,7 +95,7 @@ class Rollouts:
     def slices(self, num_generations: int) -> ProcessSlices:
         accelerator = self.view.accelerator
         # vLLM batches by itself, and tensor parallel engines need as many rows from every process: a chunk is one group
-        chunk = num_generations if self.view.args.use_vllm else self.geometry.rollout_chunk_size
+        chunk = num_generations if self.view.args.use_vllm else self.view.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, accelerator.num_processes, accelerator.process_index)
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ class LossOverrides:
     def _dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
         view, counts, images = self.view, micro_batch.step.counts, micro_batch.rows.images
         # TRL's loss divides `num_items_in_batch` by the processes, and in training by the steps of a rollout batch
-        repeats = view.accelerator.num_processes * (view.args.geometry.steps_per_rollout if view.model.training else 1)
+        repeats = view.accelerator.num_processes * (view.geometry.steps_per_rollout if view.model.training else 1)
         items = torch.tensor(float((counts.items or counts.tokens) * repeats), device=view.accelerator.device)
         inputs = {name: column for name, column in micro_batch.columns.items() if name != SAMPLER_LOGPS}
         inputs["num_items_in_batch"] = items
@@ -154,7 +154,7 @@ def _kind_in_loss(kind: type) -> type:
         return steps
 
     def phases(args: Any) -> Any:  # no error: TRL's own loss divides by it
-        return args.micro_batch.accumulation_steps * args.geometry.steps_per_rollout
+        return args.micro_batch.accumulation_steps * vars(args)["steps_per_generation"]
 
     def reduced(args: Any, protocol: Any) -> Any:
         plain: Any = object.__new__(kind)
