@@ -220,7 +220,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                             backward(self._loss_of(model, micro_batch))
         loss = self._log_step(log_values(attempt.plan, step.metrics, self._clock.take()))
         attempt.refuse_not_finite(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
-        self._keeper.losses.append(loss)
+        self._keeper.note_loss(loss)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()

@@ -42,6 +42,7 @@ from ..runtime.out_of_memory import MicroBatchLimits, device_kind
 from ..step.evaluation import PassAtK
 from ..view import TrainerView
 from .checkpoint import (
+    explaining_format,
     find_checkpoint,
     is_path,
     read_listing,
@@ -52,7 +53,7 @@ from .checkpoint import (
     take_folder,
     writing_folder,
 )
-from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, saved_settings, state_hashes
+from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, saved_identity, state_hashes
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .loading import refuse_other_engine
 from .log import RunLog
@@ -77,7 +78,7 @@ class RunKeeper(TrainerCallback):
         self.view, self.user_args, self.rollouts, self.forwards = view, user_args, rollouts, forwards
         self.accelerator, self.args, self.limits = view.accelerator, view.args, limits
         self.geometry: BatchGeometry = view.args.geometry
-        self.losses: list[float] = []
+        self._losses: list[float] = []
         self.watch = InterruptWatch()
         self.checkpoint: str | None = None  # the one that the run resumes from; None for a new run
         self.resumed = TrainerState()  # the loop's state in the checkpoint
@@ -109,10 +110,10 @@ class RunKeeper(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         loop = self.view.state
         ends = self.watch.ends_anyway if self.watch.stopping else self.view.control.should_training_stop
-        return {"losses": list(self.losses), "stopped_early": ends and loop.global_step < loop.max_steps}
+        return {"losses": list(self._losses), "stopped_early": ends and loop.global_step < loop.max_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = state["losses"]
+        self._losses = state["losses"]
         self._stopped_early = state["stopped_early"] and "stopped_early" not in (
             self.args.allow_changed_on_resume or ()
         )
@@ -124,8 +125,9 @@ class RunKeeper(TrainerCallback):
         if state.global_step:
             logger.info(f"Resuming after step {state.global_step} of {state.max_steps}.")
         states, self._states = self._states, {}
-        for name in list(states):
-            self._components[name].load_state_dict(states.pop(name))  # its memory is freed
+        with explaining_format(str(self.checkpoint)):
+            for name in list(states):
+                self._components[name].load_state_dict(states.pop(name))  # its memory is freed
         self.watch.evaluation_due &= self.view.eval_dataset is not None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -138,7 +140,7 @@ class RunKeeper(TrainerCallback):
         """Lock a run's folder until `release_folder`; find, verify and read the checkpoint to resume, if any."""
         vars(self).pop("fingerprint", None)
         self.resumed, self._stopped_early = TrainerState(), False
-        self.geometry, self.losses, self._states = self.args.geometry, [], {}
+        self.geometry, self._losses, self._states = self.args.geometry, [], {}
         self.view.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what the others decide
         if self.args.output_dir != self._last_folder:  # set by the user, not by the last run of this trainer
             self._user_output_dir = str(self.args.output_dir)
@@ -159,7 +161,8 @@ class RunKeeper(TrainerCallback):
         folder, checkpoint, in_place, self._owner = from_main_process(self.accelerator, take)
         if checkpoint is not None:
             logger.info(f"Resuming from {checkpoint}.")
-            self._read(checkpoint)
+            with explaining_format(checkpoint):
+                self._read(checkpoint)
         if self.accelerator.is_main_process:
             record_start(folder, output_dir)
         self._last_folder, self.checkpoint = folder, checkpoint
@@ -173,13 +176,16 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"Continuing from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
 
+    def note_loss(self, loss: float) -> None:
+        self._losses.append(loss)
+
     def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Values to log too: the loss scale, and at the end of a run the mean of all its losses, summed exactly."""
         values: dict[str, float] = {}
         if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
             values |= scaler.report()
-        if self.losses and "train_loss" in logs:
-            values["train_loss"] = math.fsum(self.losses) / len(self.losses)
+        if self._losses and "train_loss" in logs:
+            values["train_loss"] = math.fsum(self._losses) / len(self._losses)
         return values
 
     def release_folder(self) -> None:
@@ -209,11 +215,13 @@ class RunKeeper(TrainerCallback):
                 f"DeepSpeed. Begin a new run with the weights (grpo-ext export {checkpoint} NEW_FOLDER)."
             )
         allowed = self.args.allow_changed_on_resume or ()
+        identity = from_main_process(self.accelerator, lambda: saved_identity(checkpoint))
         if "rollout_chunk_size" not in allowed and self.geometry.together:  # the configuration sets none
-            size = from_main_process(self.accelerator, lambda: saved_settings(checkpoint)).get("rollout_chunk_size")
+            size = identity["settings"].get("rollout_chunk_size")
             if size is not None and size % self.geometry.num_generations == 0:
                 self.geometry = dataclasses.replace(self.geometry, rollout_chunk_size=size)
-        changes = from_main_process(self.accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
+        check = functools.partial(check_same_run, checkpoint, identity, allowed=allowed)
+        changes = from_main_process(self.accelerator, lambda: check(self.fingerprint))
         for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
         if "global_batch_size" in changes:
