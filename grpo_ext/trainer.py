@@ -322,10 +322,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """Like TRL's method, in the model's form. A user's own tokens with images run through TRL's method."""
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
-        has_images = any(value is not None for value in images.values())
-        if has_images and self._forwards.call_with(input_ids, attention_mask) is None:
+        call = self._forwards.call_with(input_ids, attention_mask)
+        if call is None and any(value is not None for value in images.values()):
             return super()._get_per_token_logps_and_entropies(*arguments, **images)
-        scores = self._forwards.trl_log_probs(*arguments)
+        scores = self._forwards.trl_log_probs(call, *arguments)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
     # ---- Sampling: TRL's methods, for users who override or call them ---------------------------------------------

@@ -246,6 +246,7 @@ class OverridableRunner(ForwardRunner):
 
     def trl_log_probs(
         self,
+        call: _Call | None,
         model: Any,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
@@ -254,8 +255,11 @@ class OverridableRunner(ForwardRunner):
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """What TRL's `_get_per_token_logps_and_entropies` returns, in forwards of at most `batch_size` completions."""
-        if (call := self.call_with(input_ids, attention_mask)) is None:
+        """What TRL's `_get_per_token_logps_and_entropies` returns, in forwards of at most `batch_size` completions.
+
+        `call`: the one whose tensors these are (`call_with`); None for tensors of the user's own.
+        """
+        if call is None:
             name = "_get_per_token_logps_and_entropies"
             self.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if call is None else call.rows

@@ -23,6 +23,7 @@ from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner, Unchanged, padded_ids_and_mask
 from ..rollouts.batch import SAMPLER_LOGPS
 from ..rollouts.images import ImageSource
+from ..runtime.attributes import assigned
 from ..view import TrainerView
 from .inputs import LossInputs
 from .loss import active_tokens, assemble_loss
@@ -57,19 +58,16 @@ class LossOverrides:
     view: TrainerView
     forwards: ForwardRunner
     images: ImageSource
-    _call: _Call | None = None
+    _call: _Call | None = None  # in progress: TRL's signature of a loss has no place for it
 
     @contextmanager
     def calling(self, micro_batch: LossInputs) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield TRL's dictionary of the micro-batch, and the sizes to set on the trainer meanwhile."""
         training, inputs = self.view.model.training, self._dictionary(micro_batch)
         unchanged = Unchanged(*_tokens(inputs)), Unchanged(_tool_mask(inputs))
-        self._call = _Call(micro_batch, *unchanged, _loss_tokens(inputs))
         args = args_in_loss(self.view.args, micro_batch, training)
-        try:
+        with assigned(self, _call=_Call(micro_batch, *unchanged, _loss_tokens(inputs))):
             yield inputs, {"current_gradient_accumulation_steps": micro_batch.accumulation_steps, "args": args}
-        finally:
-            self._call = None
 
     def _dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
         view, counts, images = self.view, micro_batch.step.counts, micro_batch.rows.images
@@ -85,17 +83,18 @@ class LossOverrides:
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Compute what a dictionary adds to the loss of the step; outside a step it is a whole step."""
-        call, rows = self._call, self._rows_of(inputs)
+        call = self._call
+        rows = self._rows_of(inputs, call)
         micro_batch = self._own_step(inputs, rows) if call is None else call.micro_batch
         scores = self.forwards.micro_batch_log_probs(model, inputs, rows, self.view.aux_loss_enabled)
         if call is not None:
             micro_batch = _counted(call, replace(micro_batch, rows=rows, columns=inputs), scores.entropies)
         return assemble_loss(loss_config_of(self.view), micro_batch, scores)
 
-    def _rows_of(self, inputs: Mapping[str, Any]) -> TokenRows:
+    def _rows_of(self, inputs: Mapping[str, Any], call: _Call | None) -> TokenRows:
         """The rows of the micro-batch in progress, or those of tensors that a user made."""
-        if self._call is not None and self._call.tokens.are(*_tokens(inputs)):
-            return self._call.micro_batch.rows
+        if call is not None and call.tokens.are(*_tokens(inputs)):
+            return call.micro_batch.rows
         self.view.args.replay.refuse_other_tokens(
             "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
         )
