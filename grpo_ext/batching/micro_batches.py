@@ -7,7 +7,6 @@ completion with its prompt; the rows of a group are neighbours and share their p
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -152,12 +151,12 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout)
 
 def _longest_first(costs: Sequence[float], processes: int) -> list[list[int]]:
     """The items of each process, in the order assigned (Graham 1969, LPT)."""
-    heap = [(0.0, process) for process in range(processes)]
+    loads = [0.0] * processes
     assigned: list[list[int]] = [[] for _ in range(processes)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, process = heapq.heappop(heap)
+        process = loads.index(min(loads))
         assigned[process].append(index)
-        heapq.heappush(heap, (load + costs[index], process))
+        loads[process] += costs[index]
     return assigned
 
 

@@ -41,18 +41,7 @@ from ..runtime.determinism import environment
 from ..runtime.out_of_memory import MicroBatchLimits, device_kind
 from ..step.evaluation import PassAtK
 from ..view import TrainerView
-from .checkpoint import (
-    explaining_format,
-    find_checkpoint,
-    is_path,
-    read_listing,
-    record_start,
-    run_to_resume,
-    runs_of,
-    set_aside_later,
-    take_folder,
-    writing_folder,
-)
+from . import checkpoint as folders
 from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, saved_identity, state_hashes
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .loading import refuse_other_engine
@@ -125,7 +114,7 @@ class RunKeeper(TrainerCallback):
         if state.global_step:
             logger.info(f"Resuming after step {state.global_step} of {state.max_steps}.")
         states, self._states = self._states, {}
-        with explaining_format(str(self.checkpoint)):
+        with folders.explaining_format(str(self.checkpoint)):
             for name in list(states):
                 self._components[name].load_state_dict(states.pop(name))  # its memory is freed
         self.watch.evaluation_due &= self.view.eval_dataset is not None
@@ -147,31 +136,32 @@ class RunKeeper(TrainerCallback):
         output_dir = self._user_output_dir
 
         def take() -> tuple[str, str | None, bool, str]:
-            checkpoint = find_checkpoint(wanted, output_dir) if is_path(wanted) else None
-            run, runs = run_to_resume(wanted, output_dir), runs_of(output_dir)
-            if not is_path(wanted) and run in runs[:-1]:
+            checkpoint = folders.find_checkpoint(wanted, output_dir) if folders.is_path(wanted) else None
+            run, runs = folders.run_to_resume(wanted, output_dir), folders.runs_of(output_dir)
+            if not folders.is_path(wanted) and run in runs[:-1]:
                 later = ", ".join(map(str, runs[runs.index(run) + 1 :]))
                 logger.warning(f"Continuing in {run}. Runs that started later have no checkpoint: {later}.")
-            folder, self._lock = take_folder(output_dir if run is None else str(run), in_place=run is not None)
-            if not is_path(wanted):  # the newest one once the folder is locked
-                checkpoint = find_checkpoint(wanted, folder)
+            folder, self._lock = folders.take_folder(output_dir if run is None else str(run), in_place=run is not None)
+            if not folders.is_path(wanted):  # the newest one once the folder is locked
+                checkpoint = folders.find_checkpoint(wanted, folder)
             return folder, checkpoint, run is not None, secrets.token_hex(4)
 
         checkpoint: str | None
         folder, checkpoint, in_place, self._owner = from_main_process(self.accelerator, take)
         if checkpoint is not None:
             logger.info(f"Resuming from {checkpoint}.")
-            with explaining_format(checkpoint):
+            with folders.explaining_format(checkpoint):
                 self._read(checkpoint)
         if self.accelerator.is_main_process:
-            record_start(folder, output_dir)
+            folders.record_start(folder, output_dir)
         self._last_folder, self.checkpoint = folder, checkpoint
         for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its arguments
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
         if self.args.log_completions and self.accelerator.is_main_process:
             (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it in its constructor only
-        if checkpoint is not None and in_place and self.args.should_save and (later := set_aside_later(checkpoint)):
+        continues = checkpoint is not None and in_place and self.args.should_save
+        if continues and (later := folders.set_aside_later(str(checkpoint))):
             names = ", ".join(path.name for path in later)
             logger.warning(f"Continuing from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
@@ -199,7 +189,7 @@ class RunKeeper(TrainerCallback):
                 f"ignore_data_skip=True would train again on prompts from before {checkpoint}; leave it out."
             )
         from_main_process(self.accelerator, lambda: refuse_other_engine(checkpoint, self.accelerator))
-        listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
+        listing, processes = folders.read_listing(Path(checkpoint)), self.accelerator.num_processes
         if listing is None:
             logger.warning(
                 f"{checkpoint} has no checksums (another trainer wrote it), so it is read without verification."
@@ -356,7 +346,7 @@ class RunKeeper(TrainerCallback):
             states["sizes"] = {name: part.state_dict() for name, part in self._sizes.items()}
             states["conditions"] = self._conditions()
         fingerprint = self.fingerprint if self.args.should_save else {}
-        folder = writing_folder(final.parent, self._owner)
+        folder = folders.writing_folder(final.parent, self._owner)
         with writing_checkpoint(self.view, folder, final, states, fingerprint), assigned(self, writing_to=str(folder)):
             yield
 

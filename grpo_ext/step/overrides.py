@@ -35,11 +35,6 @@ def _tokens(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
     return [inputs[name] for name in ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")]
 
 
-def _tool_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
-    mask: torch.Tensor = inputs.get("tool_mask", inputs["completion_mask"])
-    return mask
-
-
 def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     """(1 + token id) * loss mask, (B, T): differs where a token that carries loss, or its weight, differs."""
     return (inputs["completion_ids"] + 1) * loss_mask(inputs)
@@ -49,7 +44,6 @@ def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
 class _Call:
     micro_batch: LossInputs
     tokens: Unchanged
-    tool_mask: Unchanged
     loss_tokens_BT: torch.Tensor
 
 
@@ -63,10 +57,9 @@ class LossOverrides:
     @contextmanager
     def calling(self, micro_batch: LossInputs) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield TRL's dictionary of the micro-batch, and the sizes to set on the trainer meanwhile."""
-        training, inputs = self.view.model.training, self._dictionary(micro_batch)
-        unchanged = Unchanged(*_tokens(inputs)), Unchanged(_tool_mask(inputs))
-        args = args_in_loss(self.view.args, micro_batch, training)
-        with assigned(self, _call=_Call(micro_batch, *unchanged, _loss_tokens(inputs))):
+        inputs = self._dictionary(micro_batch)
+        args = args_in_loss(self.view.args, micro_batch, self.view.model.training)
+        with assigned(self, _call=_Call(micro_batch, Unchanged(*_tokens(inputs)), _loss_tokens(inputs))):
             yield inputs, {"current_gradient_accumulation_steps": micro_batch.accumulation_steps, "args": args}
 
     def _dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
@@ -121,16 +114,14 @@ def _counted(call: _Call, micro_batch: LossInputs, entropies_BT: torch.Tensor) -
     `accumulation_steps`, as in TRL.
     """
     original, inputs = call.micro_batch, micro_batch.columns
-    sampler_logps = {name: column for name, column in original.columns.items() if name == SAMPLER_LOGPS}
-    if micro_batch.rows is original.rows and call.tool_mask.are(_tool_mask(inputs)):
-        return replace(micro_batch, columns=inputs | sampler_logps)
     both = before_BT, after_BT = call.loss_tokens_BT, _loss_tokens(inputs)
     width, rows = max(before_BT.size(1), after_BT.size(1)), len(after_BT)
     before_BT, after_BT = (torch.nn.functional.pad(part_BT, (0, width - part_BT.size(1))) for part_BT in both)
     same_rows = rows == len(before_BT)
     if same_rows and bool((before_BT == after_BT).all()):
         same_width = both[0].size(1) == both[1].size(1)
-        return replace(micro_batch, columns=inputs | sampler_logps) if same_width else micro_batch
+        sampler_logps = {n: column for n, column in original.columns.items() if n == SAMPLER_LOGPS and same_width}
+        return replace(micro_batch, columns=inputs | sampler_logps)
     step, steps, mask_BT = original.step, original.accumulation_steps, loss_mask(inputs)
     active_BT = active_tokens(mask_BT, entropies_BT, step.entropy_threshold)
     tokens, active = (float(part_BT.sum().clamp(min=1)) * steps for part_BT in (mask_BT, active_BT))
