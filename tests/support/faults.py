@@ -94,7 +94,7 @@ FAULTS = [
     Fault(
         "batching/packing.py", "run = length if keep_last else max(length - 1, 0)", "run = max(length - 1, 0)", PACKING
     ),
-    Fault("batching/micro_batches.py", "MicroBatch((filler,), weight=0.0)", "MicroBatch((filler,))", CUTS),
+    Fault("batching/micro_batches.py", "MicroBatch((shortest,), weight=0.0)", "MicroBatch((shortest,))", CUTS),
     Fault(
         "batching/micro_batches.py", "count = ceil_div(len(rows), max_rows)", "count = len(rows) // max_rows + 1", CUTS
     ),
