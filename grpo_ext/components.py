@@ -26,7 +26,6 @@ class Components:
 
     def __init__(self, view: TrainerView, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         args, base, self.clock = view.args, base_model_of(view.model), PhaseClock()
-        args.steps_per_generation = config.geometry.steps_per_rollout  # TRL's constructor sized vLLM's queue by another
         view.add_callback(self.clock)
         keep_4bit_weights(view.model)
         install(base, view.temperature, args.cast_lm_head_to_fp32)

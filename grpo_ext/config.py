@@ -17,7 +17,7 @@ import trl
 
 from . import compat
 from .batching.micro_batches import Form
-from .batching.sizes import BatchGeometry, ceil_div, geometry_of
+from .batching.sizes import BatchGeometry, geometry_of
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
@@ -320,9 +320,6 @@ class GRPOConfig(trl.GRPOConfig):
         args = copy.copy(self)  # shallow: keeps what __post_init__ computed (devices, plugins)
         args.global_batch_size, args.steps_per_generation = sizes.global_batch_size, sizes.steps_per_rollout
         args.rollout_batch_size = args.generation_batch_size = sizes.rollout_batch_size
-        if self.use_vllm:  # TRL sizes the engine's queue, the most rows of a process, by this number
-            rows = ceil_div(sizes.rollout_batch_size, sizes.num_processes)
-            args.steps_per_generation = ceil_div(rows, self.per_device_train_batch_size)
         args.gradient_accumulation_steps = 1
         args.auto_find_batch_size = False
         args.ddp_static_graph = None  # concerns DDP's reduction of gradients, which the step does not use

@@ -21,17 +21,14 @@ from .errors import ConfigError, refuse_combination
 # the smallest values of settings that are whole numbers
 _LEAST = dict.fromkeys(("per_device_eval_batch_size", "dynamic_sampling_max_rounds", "bitwise_threads"), 1)
 _LEAST |= {"reward_retries": 0, "reward_workers": 0, "num_generations_eval": 1, "micro_batch_tokens": 2}
-_MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens"}
+_MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens", "top_k", "reward_timeout", "tool_timeout"}
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
     for name, least in _LEAST.items():
         if settings[name] is not None or name not in _MAY_BE_NONE:
             require_whole(name, settings[name], least)
-    for name in ("reward_timeout", "tool_timeout"):
-        seconds = settings[name]
-        if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds <= TIMEOUT_MAX):
-            raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
+    seconds = "seconds, more than 0, or None for no limit"
     least_k = -1 if settings["use_vllm"] else 0  # -1 and 0 mean all tokens
     for name, takes, allowed in (
         ("beta", "0 or more", lambda value: 0 <= value < math.inf),
@@ -41,8 +38,10 @@ def check_values(settings: Mapping[str, Any]) -> None:
         ("top_k", f"a whole number, {least_k} or more", lambda value: value >= least_k and value % 1 == 0),
         ("repetition_penalty", "a number above 0", lambda value: 0 < value < math.inf),
         ("routing_replay", "True or False", lambda value: isinstance(value, bool)),
+        ("reward_timeout", seconds, lambda value: 0 < value <= TIMEOUT_MAX),
+        ("tool_timeout", seconds, lambda value: 0 < value <= TIMEOUT_MAX),
     ):
-        if name == "top_k" and settings[name] is None:  # the model's default
+        if name in _MAY_BE_NONE and settings[name] is None:
             continue
         if not isinstance(settings[name], (int, float)) or not allowed(settings[name]):
             raise ConfigError(f"{name}={settings[name]!r}: use {takes}.")

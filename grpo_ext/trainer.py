@@ -118,7 +118,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
         options = engine_options(config, model, peft_config, rollout_func)
-        with compat.hiding_old_names(), compat.starting_vllm_with(options):
+        queue = assigned(loop_args, steps_per_generation=config.geometry.micro_batches_sampled)
+        with compat.hiding_old_names(), compat.starting_vllm_with(options), queue:
             super().__init__(
                 model=model,
                 reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
@@ -216,7 +217,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                             backward(self._loss_of(model, micro_batch))
         loss = self._log_step(log_values(attempt.plan, step.metrics, self._clock.take()))
         attempt.refuse_not_finite(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
-        self._keeper.losses.append(loss)
+        self._keeper.note_loss(loss)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()
@@ -374,7 +375,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 ending.callback(reward_workers.kill)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             threads = divide_threads(self.args, self.accelerator.device)
-            self._rollouts.begin(self.geometry, threads.sampling)
+            self._rollouts.begin(threads.sampling)
             warn_before_training(self._view, self._rollouts, self._uncovered)
             with pinned(self.args.pinned_threads), computing_with(threads.training):
                 if not self._forwards.sharded:  # else the loop prepares the models first

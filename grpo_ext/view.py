@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from transformers import GenerationConfig, ProcessorMixin, TrainerControl, TrainerState
 
 from . import compat
+from .batching.sizes import BatchGeometry
 from .config import GRPOConfig
 from .runtime.attributes import assigned
 
@@ -56,6 +57,7 @@ class TrainerView:
     get_tp_size: Callable[[], int]
     # The loop
     args: GRPOConfig
+    geometry: BatchGeometry  # the batch sizes of the run
     state: TrainerState
     control: TrainerControl
     callback_handler: Any

@@ -7,7 +7,6 @@ completion with its prompt; the rows of a group are neighbours and share their p
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -104,17 +103,10 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
         assigned = enumerate(assign_rows(sizes, rows, layout))
         needed = range(layout.processes) if layout.equal_counts else [layout.rank]
         parts = [_cut(sizes, mine, layout) if rank in needed else [] for rank, mine in assigned]
-    most = max(map(len, parts)) if layout.equal_counts else 1
-    return fill_up(parts[layout.rank], max(most, 1), shortest)
-
-
-def fill_up(parts: Sequence[Sequence[int]], at_least: int = 1, filler: int = 0) -> list[MicroBatch]:
-    """Micro-batches of `parts`, and fillers of weight zero up to `at_least`.
-
-    A process without completions needs one: the collectives need a gradient of every parameter.
-    """
-    planned = [MicroBatch(tuple(part)) for part in parts]
-    return planned + [MicroBatch((filler,), weight=0.0)] * (at_least - len(planned))
+    mine = [MicroBatch(tuple(part)) for part in parts[layout.rank]]
+    # a process without completions needs one filler: the collectives need a gradient of every parameter
+    most = max(1, *map(len, parts)) if layout.equal_counts else 1
+    return mine + [MicroBatch((shortest,), weight=0.0)] * (most - len(mine))
 
 
 def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
@@ -152,12 +144,12 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout)
 
 def _longest_first(costs: Sequence[float], processes: int) -> list[list[int]]:
     """The items of each process, in the order assigned (Graham 1969, LPT)."""
-    heap = [(0.0, process) for process in range(processes)]
+    loads = [0.0] * processes
     assigned: list[list[int]] = [[] for _ in range(processes)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, process = heapq.heappop(heap)
+        process = loads.index(min(loads))
         assigned[process].append(index)
-        heapq.heappush(heap, (load + costs[index], process))
+        loads[process] += costs[index]
     return assigned
 
 

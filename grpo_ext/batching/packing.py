@@ -58,7 +58,7 @@ class Pack:
 def group_runs(same_as_previous: Sequence[bool]) -> list[tuple[int, int]]:
     """Half-open ranges of consecutive rows with one prompt; `same_as_previous` is of each row but the first."""
     starts = [0, *(i + 1 for i, same in enumerate(same_as_previous) if not same)]
-    return list(zip(starts, [*starts[1:], len(same_as_previous) + 1]))
+    return list(zip(starts, [*starts[1:], len(same_as_previous) + 1], strict=True))
 
 
 def build_pack(
@@ -74,7 +74,7 @@ def build_pack(
     `keep_last` runs the last token of a completion too: it predicts nothing, but a router's statistics count it. The
     pack is filled up to a `multiple` of tokens with a prompt that no other token sees.
     """
-    starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths)))]
+    starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths, strict=True)))]
     segments: list[_Segment] = []
     predictors: list[tuple[int, int]] = []  # first token and number of tokens
     packed: list[PackedGroup] = []

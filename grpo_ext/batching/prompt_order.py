@@ -218,9 +218,9 @@ class StepLoader(DataLoader):
 _WORKERS = ("num_workers", "persistent_workers", "prefetch_factor")  # arguments of `DataLoader`
 
 
-def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> StepLoader:
+def make_loader(prompts: Any, rule: ProcessSlices, geometry: BatchGeometry, args: Any, shuffle: bool) -> StepLoader:
     """A loader of a map-style data set, or of a stream, which is always read in this process."""
-    geometry, seed, drop_last = args.geometry, args.seed, args.dataloader_drop_last
+    seed, drop_last = args.seed, args.dataloader_drop_last
     if not hasattr(prompts, "__len__"):
         stream = prompts.shuffle(seed=seed) if shuffle and hasattr(prompts, "shuffle") else prompts
         steps = StepStream(stream, geometry, rule, drop_last)

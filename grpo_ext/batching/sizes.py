@@ -45,6 +45,15 @@ def require_whole(name: str, value: Any, least: int = 1) -> None:
 
 
 @dataclass(frozen=True)
+class ChunkSizes:
+    """The most completions of a chunk, and of a `generate` call, in whole groups; None: all of a process."""
+
+    group: int  # completions of a prompt
+    chunk: int | None = None
+    call: int | None = None
+
+
+@dataclass(frozen=True)
 class BatchGeometry:
     """The resolved batch sizes of a run. Sizes are completions over all processes unless stated otherwise."""
 
@@ -85,6 +94,16 @@ class BatchGeometry:
     def generate_calls(self) -> int:
         """Calls of the busiest process for a rollout batch."""
         return ceil_div(self.sampled_share, self.generate_size)
+
+    @property
+    def micro_batches_sampled(self) -> int:
+        """Micro-batches of a process in a rollout batch: TRL sizes vLLM's queue by this many."""
+        return ceil_div(ceil_div(self.rollout_batch_size, self.num_processes), self.micro_batch_size)
+
+    def chunk_sizes(self, group: int) -> ChunkSizes:
+        """For groups of this size: an evaluation may have another than training."""
+        call = self.generate_size if self.together else self.rollout_chunk_size
+        return ChunkSizes(group, *(max(1, rows // group) * group for rows in (self.rollout_chunk_size, call)))
 
     @property
     def idle_share(self) -> float:

@@ -107,7 +107,7 @@ def check_prompt_lengths(
     # a token is at least one byte; the margin stands for what a chat template adds
     suspects = [(row, prompt) for row, prompt in enumerate(prompts) if len(str(prompt).encode()) + 512 > room]
     lengths = lengths_of([prompt for _, prompt in suspects]) if suspects else []
-    for (row, _), length in zip(suspects, lengths):
+    for (row, _), length in zip(suspects, lengths, strict=True):
         if length > room:
             less = f" - max_completion_length={max_completion_length}" if absolute else ", scaling included"
             raise DataError(

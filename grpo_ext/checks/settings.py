@@ -55,11 +55,6 @@ def check_generation(view: TrainerView) -> None:
         ) from None
 
 
-def check_end_token(processing_class: Any) -> None:
-    if getattr(processing_class, "tokenizer", processing_class).eos_token_id is None:
-        raise ConfigError("the tokenizer has no end token; set tokenizer.eos_token, and pass it as processing_class.")
-
-
 def check_ends(view: TrainerView) -> None:
     if view.rollout_func is not None:
         return

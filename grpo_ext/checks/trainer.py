@@ -66,7 +66,8 @@ def check_arguments(
     check_names([data for data in with_length(*data_sets) if hasattr(data, "select_columns")], factories)
     if processing_class is None:
         processing_class = compat.processing_class_of(model, config)
-    settings.check_end_token(processing_class)
+    if getattr(processing_class, "tokenizer", processing_class).eos_token_id is None:
+        raise ConfigError("the tokenizer has no end token; set tokenizer.eos_token, and pass it as processing_class.")
     if tools or factories:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
         check_tools(tools or [], processing_class, first_rows)

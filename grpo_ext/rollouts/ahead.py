@@ -364,7 +364,7 @@ def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
 
 def _worker(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> RolloutWorker:
     view, main = rollouts.view, rollouts.worker
-    images, rewards, settings = main.images, main.rewards, replace(main.settings)
+    images, rewards, settings = main.images, main.rewards, main.settings
     if images.prepare is not None:
         processor = copy.deepcopy(view.processing_class)
         prepare = PromptProcessor(processor, template_of(view), images.prepare.image_token)

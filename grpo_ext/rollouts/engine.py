@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-from ..batching.sizes import BatchGeometry
+from ..batching.sizes import ChunkSizes
 from ..compat import CACHE
 from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
@@ -40,47 +40,32 @@ _SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and
 
 class Engine(Protocol):
     def generate(
-        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
+        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Sampled]:
         """New tokens of each transcript, in order; `config` is transformers' for this rollout batch, None with vLLM."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EngineSettings:
-    """Settings of sampling. A resumed run may take its chunk sizes from the checkpoint."""
-
     device: torch.device
     tokenizer: Any  # for stop strings
     filler: int  # the token of rows that reach no result
     pad: int  # the padding token of TRL's dictionary
-    chunk_size: int | None = None  # most completions of a chunk; None with vLLM, which batches by itself
-    rows_per_call: int | None = None  # most completions of a `generate` call over several chunks; None: one chunk
     multiple: int | None = None  # TRL's `pad_to_multiple_of`
     compact: bool = True  # each different prompt runs once, and finished rows leave the batch
     sharded: bool = False  # a forward is a collective, because processes share the weights (FSDP, DeepSpeed)
     replay: Replay = NO_REPLAY
     fp16: bool = False  # named in the explanation of scores that are not finite
 
-    def resize_chunks(self, geometry: BatchGeometry) -> None:
-        self.chunk_size = geometry.rollout_chunk_size
-        self.rows_per_call = geometry.generate_size if geometry.together else None
 
-    def groups_of(self, num_generations: int) -> int | None:
-        return _whole_groups(self.chunk_size, num_generations)
-
-    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """The transcripts of each `generate` call, in order; later turns are cut like the first."""
-        # the first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
-        # chunks of the whole rollout batch
-        size = _whole_groups(self.rows_per_call or self.chunk_size, num_generations)
-        chunks: dict[int, list[Transcript]] = {}
-        for transcript in transcripts:
-            chunks.setdefault(0 if size is None else transcript.place // size, []).append(transcript)
-        return list(chunks.values())
-
-
-def _whole_groups(rows: int | None, num_generations: int) -> int | None:
-    return None if rows is None else max(1, rows // num_generations) * num_generations
+def cut_calls(transcripts: Sequence[Transcript], sizes: ChunkSizes) -> list[list[Transcript]]:
+    """The transcripts of each `generate` call, in order; later turns are cut like the first."""
+    # the first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
+    # chunks of the whole rollout batch
+    calls: dict[int, list[Transcript]] = {}
+    for transcript in transcripts:
+        calls.setdefault(0 if sizes.call is None else transcript.place // sizes.call, []).append(transcript)
+    return list(calls.values())
 
 
 @dataclass
@@ -92,10 +77,10 @@ class TransformersEngine:
     memory: Halving  # the number of completions that fit into one `generate`
 
     def generate(
-        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
+        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Sampled]:
         assert config is not None
-        chunks = self.settings.chunks(transcripts, num_generations)
+        chunks = cut_calls(transcripts, sizes)
         calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
         stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
         sampled: list[Sampled] = []
@@ -226,12 +211,12 @@ class ContinuousBatching:
     model: Callable[[], Any]
 
     def generate(
-        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
+        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Sampled]:
         if not transcripts:
             return []
         with _keeping_weights(self.model()):
-            ids, _ = self.turn([row.prompt_ids + row.ids for row in transcripts], None, {}, num_generations)
+            ids, _ = self.turn([row.prompt_ids + row.ids for row in transcripts], None, {}, sizes.group)
         return [Sampled(list(row)) for row in ids]
 
 

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
 from ..batching.prompt_order import RolloutRequest
+from ..batching.sizes import ChunkSizes
 from ..config import Replay
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
@@ -58,6 +59,7 @@ class Hooks:
 class SamplingSettings:
     training: bool  # False in an evaluation
     num_generations: int
+    sizes: ChunkSizes  # of reward and `generate` calls
     seed: int
     generation_config: GenerationConfig | None  # None with vLLM
     chat: Chat
@@ -170,6 +172,7 @@ class GenerateCall(UserCall):  # of `_generate`
 @dataclass
 class TurnCall(UserCall):  # of `_generate_single_turn`
     chunk: list[Transcript]
+    sizes: ChunkSizes
     made: list[Sampled] = field(default_factory=list, init=False)
 
 

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
+from ..batching.sizes import ChunkSizes
 from ..forward.architecture import base_model_of
 from ..rewards.runner import RewardFunctions
 from ..view import TrainerView
@@ -60,6 +61,8 @@ def _sampling(view: TrainerView, worker: RolloutWorker) -> SamplingSettings:
     return SamplingSettings(
         training=view.model.training,
         num_generations=view.group_size,
+        # vLLM batches by itself
+        sizes=ChunkSizes(view.group_size) if view.use_vllm else view.geometry.chunk_sizes(view.group_size),
         seed=view.args.seed,
         generation_config=None if view.use_vllm else sampling_config(view),
         chat=chat_of(view),
@@ -80,7 +83,7 @@ def _logprobs(
     if view.corrects_sampling:
         bounds = view.vllm_importance_sampling_clip_min, view.vllm_importance_sampling_clip_max
         ratios = RatioRule(view.vllm_importance_sampling_mode, *bounds)
-    steps = args.geometry.steps_per_rollout * view.num_iterations  # optimizer steps on one rollout batch
+    steps = view.geometry.steps_per_rollout * view.num_iterations  # optimizer steps on one rollout batch
     trained_on = steps > 1 or ratios is not None or (training and bool(args.rollout_lag))
     returns_experts = bool(getattr(worker.engine, "routers", ())) or why_not_by_key(view) is None
     record_experts = args.replay.experts and not (returns_experts and own_sampling(view) is None)

@@ -19,7 +19,6 @@ import torch
 from accelerate.logging import get_logger
 
 from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, StepLoader, StepRows, make_loader
-from ..batching.sizes import BatchGeometry
 from ..forward.snapshot import Weights
 from ..rewards.worker import RewardCall
 from ..runtime.collectives import (
@@ -77,24 +76,17 @@ class Rollouts:
     # rollout batches that a checkpoint names: their first steps, and the weights that sample them
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
     threads: int | None = field(default=None, init=False)  # CPU threads of sampling ahead; None: as many as torch has
-    geometry: BatchGeometry = field(init=False)  # the batch sizes of the run
     steps: Any = field(default=None, init=False)  # the training loader's data set of steps
     _refuse_changes: Callable[[], None] = field(default=lambda: None, init=False)  # see `refuse_changes_by`
     _has_made_one: bool = field(default=False, init=False)  # a rollout batch, of training or of an evaluation
-
-    def __post_init__(self) -> None:
-        self.begin(self.view.args.geometry, threads=None)
 
     @property
     def images(self) -> ImageSource:
         return self.worker.images
 
-    def begin(self, geometry: BatchGeometry, threads: int | None) -> None:
-        """Begin a run with these batch sizes: its first step samples, and nothing waits to be sampled ahead."""
-        self.current, self.waiting = None, ()
-        self.geometry, self.threads = geometry, threads
-        if not self.view.args.use_vllm:
-            self.worker.settings.resize_chunks(geometry)
+    def begin(self, threads: int | None) -> None:
+        """Begin a run: its first step samples, and nothing waits to be sampled ahead."""
+        self.current, self.waiting, self.threads = None, (), threads
 
     def state_dict(self) -> dict[str, Any]:
         waiting = self.waiting if self.ahead is None else self.ahead.submitted
@@ -111,12 +103,13 @@ class Rollouts:
     def slices(self, num_generations: int) -> ProcessSlices:
         accelerator = self.view.accelerator
         # vLLM batches by itself, and tensor parallel engines need as many rows from every process: a chunk is one group
-        chunk = num_generations if self.view.args.use_vllm else self.geometry.rollout_chunk_size
+        chunk = num_generations if self.view.args.use_vllm else self.view.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, accelerator.num_processes, accelerator.process_index)
 
     def training_loader(self, dataset: Any, shuffle: bool) -> StepLoader:
         """The loader of a run; its rows are also taken for further rounds, and before their step."""
-        loader = make_loader(dataset, self.slices(self.view.num_generations), self.view.args, shuffle)
+        slices = self.slices(self.view.num_generations)
+        loader = make_loader(dataset, slices, self.view.geometry, self.view.args, shuffle)
         self.steps = loader.dataset
         return loader
 

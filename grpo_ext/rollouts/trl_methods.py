@@ -103,7 +103,7 @@ class TrlMethods:
                 row = replace(row, images=list(images[place] or ()), number=None)
             rows.append(replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
         config = None if self.view.use_vllm else sampling_config(self.view)
-        sampled = self.worker.engine.generate(rows, config, self.view.group_size)
+        sampled = self.worker.engine.generate(rows, config, call.sizes)
         call.made += sampled
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps

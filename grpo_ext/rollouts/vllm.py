@@ -25,6 +25,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
+from ..batching.sizes import ChunkSizes
 from ..errors import RolloutError, refuse_combination
 from ..forward.routing import LIVE, Router
 from ..runtime.attributes import assigned
@@ -49,7 +50,7 @@ class VllmEngine:
     routers: Sequence[Router] = ()  # the model's, in the order of their columns; empty where no experts are returned
 
     def generate(
-        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
+        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Sampled]:
         engines = self.generation.tensor_parallel_size
         if engines > 1 and not any(transcript.turns for transcript in transcripts):
@@ -57,7 +58,7 @@ class VllmEngine:
         if not transcripts:
             return []
         images = [transcript.images or None for transcript in transcripts]
-        seeds = seeds_of(transcripts, num_generations) if self.seeded else None
+        seeds = seeds_of(transcripts, sizes.group) if self.seeded else None
         if seeds is not None and engines > 1:  # every rank of the group samples the rows of all ranks
             parts = gather_in_group(seeds, self.generation.tp_group, engines)
             seeds = [seed for part in parts for seed in part]
@@ -67,7 +68,7 @@ class VllmEngine:
             _, ids, logps, _ = self.generation.generate(
                 prompts=prompts,
                 images=images if any(images) else None,
-                num_generations=num_generations,
+                num_generations=sizes.group,
                 profiler=self.profile("vLLM.generate"),
             )
             first = self.generation.accelerator.process_index % engines * len(ids)  # among the rows of all ranks
@@ -89,11 +90,11 @@ class VllmServer:
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def generate(
-        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
+        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Sampled]:
         if not transcripts:
             return []
-        settings, copies = self.generation, copies_of(transcripts, num_generations)
+        settings, copies = self.generation, copies_of(transcripts, sizes.group)
         firsts = transcripts[::copies]
         prompts = [transcript.prompt_ids + transcript.ids for transcript in firsts]
         features = None
@@ -103,7 +104,7 @@ class VllmServer:
         options = {name: getattr(settings, name) for name in SENT}
         options |= {"min_p": 0.0 if settings.min_p is None else settings.min_p, "n": copies}
         options["max_tokens"] = settings.max_completion_length
-        seeds = seeds_of(transcripts, num_generations)[::copies]
+        seeds = seeds_of(transcripts, sizes.group)[::copies]
 
         def send(index: int) -> dict[str, Any]:  # a request has one seed
             further = (settings.generation_kwargs or {}) | ({"seed": seeds[index]} if self.seeded else {})

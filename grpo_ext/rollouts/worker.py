@@ -28,7 +28,7 @@ from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process, uneven_collectives
 from .decoding import unique
-from .engine import Engine, EngineSettings
+from .engine import Engine, EngineSettings, cut_calls
 from .images import ImageSource
 from .keyed import request_keys
 from .local import GenerateCall, LocalRollout, RolloutSettings, SamplingSettings, TurnCall, UserCalls
@@ -153,18 +153,17 @@ class RolloutWorker:
         turn, sharded = local.settings.sampling.hooks.turn, self.settings.sharded
         if turn is None or (sharded and (local.request.stands_in or not transcripts)):  # the forwards of others too
             return self.sample_by_engine(local, transcripts)
-        group = local.request.num_generations
-        sampled: list[Sampled] = []
-        for chunk in [transcripts] if sharded else self.settings.chunks(transcripts, group):
+        sizes, sampled = local.settings.sampling.sizes, list[Sampled]()
+        for chunk in [transcripts] if sharded else cut_calls(transcripts, sizes):
             later = chunk[0].turns > 0
             images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
             with (
-                self.calls.running(TurnCall(chunk)) as call,
+                self.calls.running(TurnCall(chunk, sizes)) as call,
                 uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
             ):
-                ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
+                ids, logps = turn(*arguments, **options) if later else turn(*arguments, sizes.group)
             local.remember_ends(call.made)
             if len(ids) != len(chunk):
                 raise RolloutError(
@@ -176,12 +175,13 @@ class RolloutWorker:
 
     def sample_by_engine(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """Sample with the engine; a process without prompts gets one token for each stand-in."""
-        request, config = local.request, local.settings.sampling.generation_config
+        request, sampling = local.request, local.settings.sampling
+        config = sampling.generation_config
         real = rows = [] if request.stands_in else transcripts
         if not real and self.shards_vision and config is not None:
             # other processes run the image tower, so this one has to; vLLM has weights of its own
             rows = [transcript.prompt_alone() for transcript in local.transcripts[:1]]
-        sampled = self.engine.generate(rows, config, request.num_generations)
+        sampled = self.engine.generate(rows, config, sampling.sizes)
         if real:
             return sampled
         logps: list[float | None] | None = [0.0] if config is None else None  # vLLM returns log-probabilities
@@ -269,7 +269,7 @@ class RolloutWorker:
             environments=[t.environment for t in local.real_transcripts if t.environment is not None] or None,
             retired=self.retired,
             first=local.first,
-            chunk=self.settings.groups_of(local.request.num_generations),
+            chunk=local.settings.sampling.sizes.chunk,
             state=settings.state,
             recorders=settings.recorders,
             names=local.request.columns,

@@ -14,9 +14,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,18 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         pass
     raise CheckpointError(f"{path} is broken: it is not the listing that was written.")
+
+
+@contextmanager
+def explaining_format(checkpoint: str | Path) -> Iterator[None]:
+    """A name that is missing in what a checkpoint holds is a CheckpointError."""
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(
+            f"{checkpoint} has no entry {error}, because another version of grpo_ext wrote it; resume it with that "
+            f"version, or begin a new run with its weights (grpo-ext export {checkpoint} NEW_FOLDER)."
+        ) from error
 
 
 def why_broken(folder: str | Path) -> str | None:

@@ -30,6 +30,7 @@ from ..errors import CheckpointError, shortened
 from ..forward.architecture import base_model_of
 from ..runtime.collectives import shards_parameters
 from ..view import TrainerView
+from .checkpoint import explaining_format
 
 FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 100_000  # of a data set, evenly spread: a second or two; smaller sets are read whole
@@ -253,20 +254,22 @@ def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any,
             yield name, old, new
 
 
-def saved_settings(folder: str | Path) -> dict[str, Any]:
-    """The settings that a checkpoint was written with; none where another trainer wrote it."""
+def saved_identity(folder: str | Path) -> dict[str, Any]:
+    """The fingerprint of the run that wrote a checkpoint; an empty one where another trainer did."""
     path = Path(folder) / FINGERPRINT
-    return dict(json.loads(path.read_text())["settings"]) if path.is_file() else {}
+    return dict(json.loads(path.read_text())) if path.is_file() else {"model": {}, "settings": {}}
 
 
-def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
+def check_same_run(
+    folder: str, saved: dict[str, Any], current: dict[str, Any], allowed: Collection[str]
+) -> dict[str, tuple[Any, Any]]:
     """The differences of a checkpoint's run from this one; a CheckpointError for one that is not allowed.
 
     Args:
         allowed: names that may differ; "model" stands for all its parts. Settings of the optimizer may not.
     """
-    path = Path(folder) / FINGERPRINT
-    changes = changed(json.loads(path.read_text()), current) if path.is_file() else {}
+    with explaining_format(folder):
+        changes = changed(saved, current)
     fixed = changes.keys() & _OPTIMIZER
     if not _SAME_STATE.issuperset(changes.get("optim", ())):
         fixed |= {"optim"}

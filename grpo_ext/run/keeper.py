@@ -41,18 +41,8 @@ from ..runtime.determinism import environment
 from ..runtime.out_of_memory import MicroBatchLimits, device_kind
 from ..step.evaluation import PassAtK
 from ..view import TrainerView
-from .checkpoint import (
-    find_checkpoint,
-    is_path,
-    read_listing,
-    record_start,
-    run_to_resume,
-    runs_of,
-    set_aside_later,
-    take_folder,
-    writing_folder,
-)
-from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, saved_settings, state_hashes
+from . import checkpoint as folders
+from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, saved_identity, state_hashes
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .loading import refuse_other_engine
 from .log import RunLog
@@ -77,7 +67,7 @@ class RunKeeper(TrainerCallback):
         self.view, self.user_args, self.rollouts, self.forwards = view, user_args, rollouts, forwards
         self.accelerator, self.args, self.limits = view.accelerator, view.args, limits
         self.geometry: BatchGeometry = view.args.geometry
-        self.losses: list[float] = []
+        self._losses: list[float] = []
         self.watch = InterruptWatch()
         self.checkpoint: str | None = None  # the one that the run resumes from; None for a new run
         self.resumed = TrainerState()  # the loop's state in the checkpoint
@@ -109,10 +99,10 @@ class RunKeeper(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         loop = self.view.state
         ends = self.watch.ends_anyway if self.watch.stopping else self.view.control.should_training_stop
-        return {"losses": list(self.losses), "stopped_early": ends and loop.global_step < loop.max_steps}
+        return {"losses": list(self._losses), "stopped_early": ends and loop.global_step < loop.max_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = state["losses"]
+        self._losses = state["losses"]
         self._stopped_early = state["stopped_early"] and "stopped_early" not in (
             self.args.allow_changed_on_resume or ()
         )
@@ -124,8 +114,9 @@ class RunKeeper(TrainerCallback):
         if state.global_step:
             logger.info(f"Resuming after step {state.global_step} of {state.max_steps}.")
         states, self._states = self._states, {}
-        for name in list(states):
-            self._components[name].load_state_dict(states.pop(name))  # its memory is freed
+        with folders.explaining_format(str(self.checkpoint)):
+            for name in list(states):
+                self._components[name].load_state_dict(states.pop(name))  # its memory is freed
         self.watch.evaluation_due &= self.view.eval_dataset is not None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -138,48 +129,53 @@ class RunKeeper(TrainerCallback):
         """Lock a run's folder until `release_folder`; find, verify and read the checkpoint to resume, if any."""
         vars(self).pop("fingerprint", None)
         self.resumed, self._stopped_early = TrainerState(), False
-        self.geometry, self.losses, self._states = self.args.geometry, [], {}
+        self.geometry, self._losses, self._states = self.args.geometry, [], {}
         self.view.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what the others decide
         if self.args.output_dir != self._last_folder:  # set by the user, not by the last run of this trainer
             self._user_output_dir = str(self.args.output_dir)
         output_dir = self._user_output_dir
 
         def take() -> tuple[str, str | None, bool, str]:
-            checkpoint = find_checkpoint(wanted, output_dir) if is_path(wanted) else None
-            run, runs = run_to_resume(wanted, output_dir), runs_of(output_dir)
-            if not is_path(wanted) and run in runs[:-1]:
+            checkpoint = folders.find_checkpoint(wanted, output_dir) if folders.is_path(wanted) else None
+            run, runs = folders.run_to_resume(wanted, output_dir), folders.runs_of(output_dir)
+            if not folders.is_path(wanted) and run in runs[:-1]:
                 later = ", ".join(map(str, runs[runs.index(run) + 1 :]))
                 logger.warning(f"Continuing in {run}. Runs that started later have no checkpoint: {later}.")
-            folder, self._lock = take_folder(output_dir if run is None else str(run), in_place=run is not None)
-            if not is_path(wanted):  # the newest one once the folder is locked
-                checkpoint = find_checkpoint(wanted, folder)
+            folder, self._lock = folders.take_folder(output_dir if run is None else str(run), in_place=run is not None)
+            if not folders.is_path(wanted):  # the newest one once the folder is locked
+                checkpoint = folders.find_checkpoint(wanted, folder)
             return folder, checkpoint, run is not None, secrets.token_hex(4)
 
         checkpoint: str | None
         folder, checkpoint, in_place, self._owner = from_main_process(self.accelerator, take)
         if checkpoint is not None:
             logger.info(f"Resuming from {checkpoint}.")
-            self._read(checkpoint)
+            with folders.explaining_format(checkpoint):
+                self._read(checkpoint)
         if self.accelerator.is_main_process:
-            record_start(folder, output_dir)
+            folders.record_start(folder, output_dir)
         self._last_folder, self.checkpoint = folder, checkpoint
         for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its arguments
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
         if self.args.log_completions and self.accelerator.is_main_process:
             (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it in its constructor only
-        if checkpoint is not None and in_place and self.args.should_save and (later := set_aside_later(checkpoint)):
+        continues = checkpoint is not None and in_place and self.args.should_save
+        if continues and (later := folders.set_aside_later(str(checkpoint))):
             names = ", ".join(path.name for path in later)
             logger.warning(f"Continuing from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
+
+    def note_loss(self, loss: float) -> None:
+        self._losses.append(loss)
 
     def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Values to log too: the loss scale, and at the end of a run the mean of all its losses, summed exactly."""
         values: dict[str, float] = {}
         if "loss" in logs and isinstance(scaler := self.accelerator.scaler, LossScaler):
             values |= scaler.report()
-        if self.losses and "train_loss" in logs:
-            values["train_loss"] = math.fsum(self.losses) / len(self.losses)
+        if self._losses and "train_loss" in logs:
+            values["train_loss"] = math.fsum(self._losses) / len(self._losses)
         return values
 
     def release_folder(self) -> None:
@@ -193,7 +189,7 @@ class RunKeeper(TrainerCallback):
                 f"ignore_data_skip=True would train again on prompts from before {checkpoint}; leave it out."
             )
         from_main_process(self.accelerator, lambda: refuse_other_engine(checkpoint, self.accelerator))
-        listing, processes = read_listing(Path(checkpoint)), self.accelerator.num_processes
+        listing, processes = folders.read_listing(Path(checkpoint)), self.accelerator.num_processes
         if listing is None:
             logger.warning(
                 f"{checkpoint} has no checksums (another trainer wrote it), so it is read without verification."
@@ -209,11 +205,13 @@ class RunKeeper(TrainerCallback):
                 f"DeepSpeed. Begin a new run with the weights (grpo-ext export {checkpoint} NEW_FOLDER)."
             )
         allowed = self.args.allow_changed_on_resume or ()
+        identity = from_main_process(self.accelerator, lambda: saved_identity(checkpoint))
         if "rollout_chunk_size" not in allowed and self.geometry.together:  # the configuration sets none
-            size = from_main_process(self.accelerator, lambda: saved_settings(checkpoint)).get("rollout_chunk_size")
+            size = identity["settings"].get("rollout_chunk_size")
             if size is not None and size % self.geometry.num_generations == 0:
                 self.geometry = dataclasses.replace(self.geometry, rollout_chunk_size=size)
-        changes = from_main_process(self.accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
+        check = functools.partial(check_same_run, checkpoint, identity, allowed=allowed)
+        changes = from_main_process(self.accelerator, lambda: check(self.fingerprint))
         for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
         if "global_batch_size" in changes:
@@ -348,7 +346,7 @@ class RunKeeper(TrainerCallback):
             states["sizes"] = {name: part.state_dict() for name, part in self._sizes.items()}
             states["conditions"] = self._conditions()
         fingerprint = self.fingerprint if self.args.should_save else {}
-        folder = writing_folder(final.parent, self._owner)
+        folder = folders.writing_folder(final.parent, self._owner)
         with writing_checkpoint(self.view, folder, final, states, fingerprint), assigned(self, writing_to=str(folder)):
             yield
 

@@ -88,7 +88,7 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
     for name, states in saved.items():
         alike = [part for part in callbacks if isinstance(part, ExportableState) and type(part).__name__ == name]
         latest = (states if isinstance(states, list) else [states])[-len(alike) :]
-        for callback, state in zip(alike, latest):
+        for callback, state in zip(alike, latest, strict=False):
             old, new = (json.loads(json.dumps(part.get("args", {}))) for part in (state, callback.state()))
             if old != new:
                 logger.warning(

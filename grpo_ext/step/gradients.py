@@ -20,14 +20,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ..precision.fixed_point import FixedPointSum, check_terms
+from ..runtime import collectives
 from ..runtime.attributes import assigned
-from ..runtime.collectives import (
-    copy_from_main_process,
-    shards_parameters,
-    stack_over_processes,
-    sum_in_place,
-    together,
-)
 
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's mark
 
@@ -37,17 +31,17 @@ def replicate(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Modu
 
     Accelerate would wrap it in DDP, whose buckets need the memory of another gradient.
     """
-    if accelerator.num_processes == 1 or shards_parameters(accelerator) or hasattr(model, _PREPARED):
+    if accelerator.num_processes == 1 or collectives.shards_parameters(accelerator) or hasattr(model, _PREPARED):
         return model
     model = accelerator.prepare_model(model, evaluation_mode=True)
-    copy_from_main_process(model, accelerator.device)
+    collectives.copy_from_main_process(model, accelerator.device)
     setattr(model, _PREPARED, True)  # `accelerator.prepare` returns it as it is
     return model
 
 
 def _used_anywhere(used: Sequence[bool], accelerator: Accelerator) -> list[bool]:
     used_here = torch.tensor(used, dtype=torch.int32, device=accelerator.device)
-    return stack_over_processes(used_here).amax(0).bool().tolist()
+    return collectives.stack_over_processes(used_here).amax(0).bool().tolist()
 
 
 class NativeGradients:
@@ -74,7 +68,7 @@ class NativeGradients:
         for parameter in shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        sum_in_place([p.grad for p in shared if p.grad is not None])
+        collectives.sum_in_place([p.grad for p in shared if p.grad is not None])
 
 
 class FixedPointGradients(NativeGradients):
@@ -113,17 +107,17 @@ class FixedPointGradients(NativeGradients):
     def finish(self, count: int) -> None:
         """Sum over all processes; a PrecisionError on all if a term was not finite or out of range on any."""
         device = self.accelerator.device
-        terms = int(stack_over_processes(torch.tensor(float(count), device=device)).sum())
+        terms = int(collectives.stack_over_processes(torch.tensor(float(count), device=device)).sum())
         anywhere = _used_anywhere([name in self._sums for name in self.parameters], self.accelerator)
         names = [name for name, used in zip(self.parameters, anywhere, strict=True) if used]
         if not names:
             return
         highest = torch.stack([self._sum_of(name).largest.to(device) for name in names])
-        everyone = stack_over_processes(highest).nan_to_num(nan=float("inf")).amax(0).tolist()
+        everyone = collectives.stack_over_processes(highest).nan_to_num(nan=float("inf")).amax(0).tolist()
         for name, largest in zip(names, everyone, strict=True):
             check_terms(name, terms, largest)
         if self.accelerator.num_processes > 1:
-            sum_in_place([self._sums[name].total for name in names])
+            collectives.sum_in_place([self._sums[name].total for name in names])
         for name in names:
             parameter = self.parameters[name]
             parameter.grad = self._sums.pop(name).value(parameter.dtype)
@@ -151,7 +145,7 @@ def accumulating(
         steps = scale = 1 << count.bit_length()
     accelerator.step = 0
     accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
-    with together("the end of the micro-batches", gradients is None, again=True), accumulation, collecting:
+    with collectives.together("the end of the micro-batches", gradients is None, again=True), accumulation, collecting:
         yield lambda loss: accelerator.backward(loss * scale, **options)
     if gradients is not None:
         gradients.finish(count)

@@ -41,8 +41,6 @@ from .statistics import (
 
 logger = get_logger(__name__)
 
-_FILLERS = "a process may repeat micro-batches with weight zero, to run as many as the others"
-
 
 @dataclass(kw_only=True)
 class Attempt:
@@ -63,7 +61,8 @@ class Attempt:
     def running(self) -> Iterator[None]:
         """Inside, forwards run in the model's form; an error or a lack of memory ends it on all processes."""
         forwards, sharded = self.forwards, self.forwards.sharded
-        refused = _FILLERS if self.settings.equal_counts and not sharded else None
+        fillers = "a process may repeat micro-batches with weight zero, to run as many as the others"
+        refused = fillers if self.settings.equal_counts and not sharded else None
         uneven = uneven_collectives(forwards.accelerator, lambda: not self._current.weight, others_refused=refused)
         phase = self.clock.phase("train")
         try:

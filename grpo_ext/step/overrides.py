@@ -23,6 +23,7 @@ from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner, Unchanged, padded_ids_and_mask
 from ..rollouts.batch import SAMPLER_LOGPS
 from ..rollouts.images import ImageSource
+from ..runtime.attributes import assigned
 from ..view import TrainerView
 from .inputs import LossInputs
 from .loss import active_tokens, assemble_loss
@@ -34,11 +35,6 @@ def _tokens(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
     return [inputs[name] for name in ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")]
 
 
-def _tool_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
-    mask: torch.Tensor = inputs.get("tool_mask", inputs["completion_mask"])
-    return mask
-
-
 def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     """(1 + token id) * loss mask, (B, T): differs where a token that carries loss, or its weight, differs."""
     return (inputs["completion_ids"] + 1) * loss_mask(inputs)
@@ -48,7 +44,6 @@ def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
 class _Call:
     micro_batch: LossInputs
     tokens: Unchanged
-    tool_mask: Unchanged
     loss_tokens_BT: torch.Tensor
 
 
@@ -57,24 +52,20 @@ class LossOverrides:
     view: TrainerView
     forwards: ForwardRunner
     images: ImageSource
-    _call: _Call | None = None
+    _call: _Call | None = None  # in progress: TRL's signature of a loss has no place for it
 
     @contextmanager
     def calling(self, micro_batch: LossInputs) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield TRL's dictionary of the micro-batch, and the sizes to set on the trainer meanwhile."""
-        training, inputs = self.view.model.training, self._dictionary(micro_batch)
-        unchanged = Unchanged(*_tokens(inputs)), Unchanged(_tool_mask(inputs))
-        self._call = _Call(micro_batch, *unchanged, _loss_tokens(inputs))
-        args = args_in_loss(self.view.args, micro_batch, training)
-        try:
+        inputs = self._dictionary(micro_batch)
+        args = args_in_loss(self.view.args, micro_batch, self.view.model.training)
+        with assigned(self, _call=_Call(micro_batch, Unchanged(*_tokens(inputs)), _loss_tokens(inputs))):
             yield inputs, {"current_gradient_accumulation_steps": micro_batch.accumulation_steps, "args": args}
-        finally:
-            self._call = None
 
     def _dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
         view, counts, images = self.view, micro_batch.step.counts, micro_batch.rows.images
         # TRL's loss divides `num_items_in_batch` by the processes, and in training by the steps of a rollout batch
-        repeats = view.accelerator.num_processes * (view.args.geometry.steps_per_rollout if view.model.training else 1)
+        repeats = view.accelerator.num_processes * (view.geometry.steps_per_rollout if view.model.training else 1)
         items = torch.tensor(float((counts.items or counts.tokens) * repeats), device=view.accelerator.device)
         inputs = {name: column for name, column in micro_batch.columns.items() if name != SAMPLER_LOGPS}
         inputs["num_items_in_batch"] = items
@@ -85,17 +76,18 @@ class LossOverrides:
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Compute what a dictionary adds to the loss of the step; outside a step it is a whole step."""
-        call, rows = self._call, self._rows_of(inputs)
+        call = self._call
+        rows = self._rows_of(inputs, call)
         micro_batch = self._own_step(inputs, rows) if call is None else call.micro_batch
         scores = self.forwards.micro_batch_log_probs(model, inputs, rows, self.view.aux_loss_enabled)
         if call is not None:
             micro_batch = _counted(call, replace(micro_batch, rows=rows, columns=inputs), scores.entropies)
         return assemble_loss(loss_config_of(self.view), micro_batch, scores)
 
-    def _rows_of(self, inputs: Mapping[str, Any]) -> TokenRows:
+    def _rows_of(self, inputs: Mapping[str, Any], call: _Call | None) -> TokenRows:
         """The rows of the micro-batch in progress, or those of tensors that a user made."""
-        if self._call is not None and self._call.tokens.are(*_tokens(inputs)):
-            return self._call.micro_batch.rows
+        if call is not None and call.tokens.are(*_tokens(inputs)):
+            return call.micro_batch.rows
         self.view.args.replay.refuse_other_tokens(
             "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
         )
@@ -122,16 +114,14 @@ def _counted(call: _Call, micro_batch: LossInputs, entropies_BT: torch.Tensor) -
     `accumulation_steps`, as in TRL.
     """
     original, inputs = call.micro_batch, micro_batch.columns
-    sampler_logps = {name: column for name, column in original.columns.items() if name == SAMPLER_LOGPS}
-    if micro_batch.rows is original.rows and call.tool_mask.are(_tool_mask(inputs)):
-        return replace(micro_batch, columns=inputs | sampler_logps)
     both = before_BT, after_BT = call.loss_tokens_BT, _loss_tokens(inputs)
     width, rows = max(before_BT.size(1), after_BT.size(1)), len(after_BT)
     before_BT, after_BT = (torch.nn.functional.pad(part_BT, (0, width - part_BT.size(1))) for part_BT in both)
     same_rows = rows == len(before_BT)
     if same_rows and bool((before_BT == after_BT).all()):
         same_width = both[0].size(1) == both[1].size(1)
-        return replace(micro_batch, columns=inputs | sampler_logps) if same_width else micro_batch
+        sampler_logps = {n: column for n, column in original.columns.items() if n == SAMPLER_LOGPS and same_width}
+        return replace(micro_batch, columns=inputs | sampler_logps)
     step, steps, mask_BT = original.step, original.accumulation_steps, loss_mask(inputs)
     active_BT = active_tokens(mask_BT, entropies_BT, step.entropy_threshold)
     tokens, active = (float(part_BT.sum().clamp(min=1)) * steps for part_BT in (mask_BT, active_BT))
@@ -154,7 +144,7 @@ def _kind_in_loss(kind: type) -> type:
         return steps
 
     def phases(args: Any) -> Any:  # no error: TRL's own loss divides by it
-        return args.micro_batch.accumulation_steps * args.geometry.steps_per_rollout
+        return args.micro_batch.accumulation_steps * vars(args)["steps_per_generation"]
 
     def reduced(args: Any, protocol: Any) -> Any:
         plain: Any = object.__new__(kind)

@@ -30,7 +30,7 @@ def sampled_chunk(
 def give_completions(trainer: Any, rows: Sequence[list[int]]) -> None:
     """Let every rollout batch have these completions, by the place of the transcript."""
 
-    def generate(transcripts: Sequence[Any], config: Any, num_generations: int) -> list[Any]:
+    def generate(transcripts: Sequence[Any], config: Any, sizes: Any) -> list[Any]:
         return [Sampled(list(rows[transcript.place])) for transcript in transcripts]
 
     trainer._rollouts.worker.engine.generate = generate
@@ -38,4 +38,4 @@ def give_completions(trainer: Any, rows: Sequence[list[int]]) -> None:
 
 def share_forwards(trainer: Any) -> None:
     """Let sampling believe that processes share the weights, as under FSDP and ZeRO-3."""
-    trainer._rollouts.worker.settings.sharded = True
+    object.__setattr__(trainer._rollouts.worker.settings, "sharded", True)  # of the engine too

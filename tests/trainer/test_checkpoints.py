@@ -22,9 +22,10 @@ from grpo_ext.forward.snapshot import Weights
 from grpo_ext.rollouts.source import saved_waiting
 from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import checkpoints, run_to_resume, take_folder, why_broken, write_listing
+from grpo_ext.run.fingerprint import FINGERPRINT
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
-from grpo_ext.run.state import load_state
+from grpo_ext.run.state import STATE, load_state
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, SAVE, make, on, other, parameters
 
@@ -119,6 +120,20 @@ def test_another_run_is_refused_and_each_change_is_named(copy, changes, named):
         trainer = other(copy, **changes, allow_changed_on_resume=["model"])
         with pytest.raises(CheckpointError, match=r"keeps the checkpoint's model\.parameters\."):
             trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    ("file", "part", "entry"),
+    [(STATE, None, "conditions"), (STATE, "rollouts", "waiting"), (FINGERPRINT, None, "model")],
+)
+def test_another_format_is_refused_with_what_is_missing(copy, file, part, entry):
+    folder = copy / "checkpoint-2"
+    content = json.loads((folder / file).read_text())
+    del (content if part is None else content[part])[entry]
+    (folder / file).write_text(json.dumps(content))
+    write_listing(folder, {"processes": 1})
+    with pytest.raises(CheckpointError, match=f"has no entry '{entry}', because another version.* NEW_FOLDER"):
+        make(copy, **SAVE).train(str(folder))
 
 
 def test_a_checkpoint_keeps_its_chunks(tmp_path):

@@ -55,6 +55,7 @@ def test_masks_of_vllm_go_through_every_split(tmp_path, engines):
     plain = change(make(tmp_path / "plain", **settings))
     assert error(reference, other) < UPDATE
     assert error(reference, plain) > DIFFERENT
+    assert [engine.options["max_num_seqs"] for engine in engines] == [16, 18, 16]  # a rollout batch fits in the queue
 
 
 def test_without_a_filter_vllm_is_asked_for_nothing(tmp_path, engines):

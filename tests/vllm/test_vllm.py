@@ -20,6 +20,7 @@ from accelerate.utils.other import get_free_port
 
 from grpo_ext import compat
 from grpo_ext.algorithms.keyed_random import completion_keys
+from grpo_ext.batching.sizes import ChunkSizes
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.rollouts.vllm import VllmServer, seeds_of
 from tests.support.launch import ROOT
@@ -167,7 +168,7 @@ def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
     seeds = seeds_of(transcripts, 4)
 
     def ask(rows: list[Transcript]) -> list[list[int]]:
-        return [row.ids for row in VllmServer(generation_settings(), server).generate(rows, None, 4)]
+        return [row.ids for row in VllmServer(generation_settings(), server).generate(rows, None, ChunkSizes(4))]
 
     def ask_for_one(prompt: list[int], seed: int) -> list[int]:
         answer = server.generate(prompts=[prompt], n=1, max_tokens=12, generation_kwargs={"seed": seed})

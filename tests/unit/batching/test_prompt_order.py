@@ -47,9 +47,9 @@ def rule(g: BatchGeometry, processes: int = 1, rank: int = 0) -> ProcessSlices:
 
 def loader(prompts, g, processes=1, rank=0, *, seed=42, shuffle=True, drop_last=False, **worker_options):
     options = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None, **worker_options}
-    args = SimpleNamespace(geometry=g, seed=seed, dataloader_drop_last=drop_last, rollout_lag=0)
+    args = SimpleNamespace(seed=seed, dataloader_drop_last=drop_last, rollout_lag=0)
     vars(args).update({f"dataloader_{name}": value for name, value in options.items()})
-    return make_loader(prompts, rule(g, processes, rank), args, shuffle)
+    return make_loader(prompts, rule(g, processes, rank), g, args, shuffle)
 
 
 def names(rows) -> list[str]:

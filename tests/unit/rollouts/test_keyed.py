@@ -17,8 +17,8 @@ from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
-from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
-from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, sample_chunk
+from grpo_ext.batching.sizes import BatchGeometry, ChunkSizes, EpochLayout
+from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, cut_calls, sample_chunk
 from grpo_ext.rollouts.keyed import request_keys
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.runtime.out_of_memory import Halving
@@ -174,37 +174,35 @@ def transcripts(places) -> list[Transcript]:
 
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
 def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
-    settings = EngineSettings(CPU, None, chunk_size=size, filler=EOS, pad=EOS)
-    parts = [[t.place for t in part] for part in settings.chunks(transcripts(places), 1)]
+    parts = [[t.place for t in part] for part in cut_calls(transcripts(places), ChunkSizes(1, size, size))]
     assert [place for part in parts for place in part] == places
     assert all(part for part in parts)
     assert [{place // size for place in part} for part in parts] == [{c} for c in sorted({p // size for p in places})]
 
 
-def engine_of(model, sharded: bool = False, rows_per_call: int | None = None) -> TransformersEngine:
-    """With chunks of two groups of four."""
+def engine_of(model) -> TransformersEngine:
     PartialState()  # the logger asks it which process this is
-    ends = {"tokenizer": None, "filler": EOS, "pad": EOS}
-    settings = EngineSettings(CPU, chunk_size=8, rows_per_call=rows_per_call, sharded=sharded, **ends)
-    memory = Halving("generation", "", not sharded)
+    settings = EngineSettings(CPU, None, filler=EOS, pad=EOS)
+    memory = Halving("generation", "", True)
     return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
 
 
 def test_a_later_turn_goes_on_where_the_completion_is(model):
     # the tokens of tools are counted: each token of a completion has the random number of its position
     config, prompts, engine = sampling(suppress_tokens=[EOS], max_new_tokens=4), PROMPTS[:4] * 4, engine_of(model)
+    sizes = ChunkSizes(group=4, chunk=8, call=8)
     rows = [
         Transcript({}, int(key), place, prompt_ids=list(ids)) for place, (key, ids) in enumerate(zip(keys(16), prompts))
     ]
     with torch.no_grad():
-        for row, turn in zip(rows, engine.generate(rows, config, 4)):
+        for row, turn in zip(rows, engine.generate(rows, config, sizes)):
             row.add_sampled(turn)
         first = [row.ids for row in rows]
         assert first == sample(model, prompts, keys(16), config)
         active = [row for row in rows if row.place % 3]
         for row in active:
             row.add_answer([3] * (1 + row.place % 2))
-        found = [turn.ids for turn in engine.generate(active, config, 4)]
+        found = [turn.ids for turn in engine.generate(active, config, sizes)]
     assert {len(row.ids) for row in active} == {5, 6}
     assert found == alone(model, active, config)
     for row in active:  # the same tokens one position earlier

@@ -10,7 +10,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.batching.micro_batches import MicroBatch, StepSizes, cut_by_count, fill_up
+from grpo_ext.batching.micro_batches import MicroBatch, StepSizes, cut_by_count
 from grpo_ext.errors import PrecisionError
 from grpo_ext.step.gradients import FixedPointGradients, NativeGradients, accumulating
 from grpo_ext.step.statistics import StepMetrics
@@ -25,7 +25,8 @@ def accelerator() -> Accelerator:
 def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
     """Rows 0, 1, ... cut by count, and filled up."""
     sizes = StepSizes([0] * rows, [1] * rows, [1] * rows)
-    return fill_up(cut_by_count(sizes, range(rows), cap), at_least)
+    parts = [MicroBatch(tuple(part)) for part in cut_by_count(sizes, range(rows), cap)]
+    return parts + [MicroBatch((0,), weight=0.0)] * (at_least - len(parts))
 
 
 # ---- Running --------------------------------------------------------------------------------------------------------
