@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -54,31 +53,13 @@ def sample(model, prompts, keys_B, config=None, **options) -> list[list[int]]:
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7], [3, 4], [15, 16, 17, 18], [2, 2, 2], [19]]
 
 
-# ---- Filters --------------------------------------------------------------------------------------------------------
-
-FILTERS = {
-    "none": {},
-    "trl's": {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02},
-    "all": {
-        **{"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.01},
-        **{"typical_p": 0.95, "epsilon_cutoff": 0.003, "eta_cutoff": 0.003},
-    },
-    "top_h": {"top_h": 0.3},
-}
-
-
-def transformers_filters(model, config: GenerationConfig):
-    model._prepare_special_tokens(config, device=CPU)
-    return model._get_logits_processor(config, input_ids_seq_length=1, device=CPU, model_kwargs={})
-
-
 # ---- A row alone, in a batch, in any order --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["none", "trl's"])
-def test_a_completion_is_the_same_alone_in_a_batch_and_in_any_order(model, name):
-    config = sampling(**FILTERS[name])
-    before, keys_B = config.to_dict(), keys(len(PROMPTS))
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02}], ids=str)
+def test_a_completion_is_the_same_alone_in_a_batch_and_in_any_order(model, filters):
+    config, keys_B = sampling(**filters), keys(len(PROMPTS))
+    before = config.to_dict()
     together = sample(model, PROMPTS, keys_B, config)
     assert len({tuple(c) for c in together}) > len(PROMPTS) / 2
     alone = [sample(model, [p], keys_B[i : i + 1], config)[0] for i, p in enumerate(PROMPTS)]
@@ -107,10 +88,11 @@ def first_tokens(model, config: GenerationConfig) -> np.ndarray:
 
 def expected_distribution(model, **options) -> np.ndarray:
     """The softmax of the model's logits, filtered as transformers does."""
-    ids = torch.tensor([[5, 6, 7]])
+    ids, config = torch.tensor([[5, 6, 7]]), sampling(**options)
+    model._prepare_special_tokens(config, device=CPU)
+    filters = model._get_logits_processor(config, input_ids_seq_length=1, device=CPU, model_kwargs={})
     with torch.no_grad():
-        logits = model(ids).logits[:, -1]
-    return transformers_filters(model, sampling(**options))(ids, logits)[0].double().softmax(-1).numpy()
+        return filters(ids, model(ids).logits[:, -1])[0].double().softmax(-1).numpy()
 
 
 def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -141,58 +123,49 @@ def test_the_first_token_follows_the_filtered_softmax_of_the_models_logits(model
 # ---- Keys and rows --------------------------------------------------------------------------------------------------
 
 
-def geometry(generations=2, prompts=6, chunk_groups=2) -> BatchGeometry:
-    size = generations * prompts
-    return BatchGeometry(generations, size, size, 1, 4, 1, chunk_groups * generations)
+# rollout batches of six groups of two, in chunks of two groups
+LAYOUT = EpochLayout(BatchGeometry(2, 12, 12, 1, 4, 1, rollout_chunk_size=4), 12)
 
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_the_keys_of_all_processes_are_the_keys_of_one(processes):
-    g = geometry()
-    layout = EpochLayout(g, 12)[1]
-    requests = [ProcessSlices(2, g.rollout_chunk_size, processes, rank).request(3, layout) for rank in range(processes)]
+    requests = [ProcessSlices(2, 4, processes, rank).request(3, LAYOUT[1]) for rank in range(processes)]
     rows = [len(request.prompts) * 2 for request in requests]
     parts = [request_keys(one, n, seed=5, training=True) for one, n in zip(requests, rows) if not one.stands_in]
     index = torch.arange(12)
-    assert [key for part in parts for key in part] == completion_keys(
-        5, TRAIN_STREAM, 3, 1, index // 2, index % 2
-    ).tolist()
+    expected = completion_keys(5, TRAIN_STREAM, 3, 1, index // 2, index % 2).tolist()
+    assert [key for part in parts for key in part] == expected
 
 
 def test_keys_of_other_streams_epochs_rollouts_rounds_and_seeds_differ():
-    g, found = geometry(), set()
+    found = set()
     for epoch, rollout, first, training, seed in itertools.product((0, 1), (0, 1), (0, 6), (True, False), (0, 1)):
-        slices = ProcessSlices(2, g.rollout_chunk_size, 1, 0)
-        request = slices.request(epoch, EpochLayout(g, 12)[rollout], 6, first_prompt=first)  # of dynamic sampling
+        # rounds of dynamic sampling have other first prompts
+        request = ProcessSlices(2, 4, 1, 0).request(epoch, LAYOUT[rollout], 6, first_prompt=first)
         found |= set(request_keys(request, 12, seed, training))
     assert len(found) == 32 * 12
-
-
-def transcripts(places) -> list[Transcript]:
-    return [Transcript({}, key=7 * place, place=place, prompt_ids=[5]) for place in places]
 
 
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
 def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
     settings = EngineSettings(CPU, None, chunk_size=size, filler=EOS, pad=EOS)
-    parts = [[t.place for t in part] for part in settings.chunks(transcripts(places), 1)]
+    rows = [Transcript({}, key=7 * place, place=place, prompt_ids=[5]) for place in places]
+    parts = [[row.place for row in part] for part in settings.chunks(rows, 1)]
     assert [place for part in parts for place in part] == places
     assert all(part for part in parts)
     assert [{place // size for place in part} for part in parts] == [{c} for c in sorted({p // size for p in places})]
 
 
-def engine_of(model, sharded: bool = False, rows_per_call: int | None = None) -> TransformersEngine:
-    """With chunks of two groups of four."""
-    PartialState()  # the logger asks it which process this is
-    ends = {"tokenizer": None, "filler": EOS, "pad": EOS}
-    settings = EngineSettings(CPU, chunk_size=8, rows_per_call=rows_per_call, sharded=sharded, **ends)
-    memory = Halving("generation", "", not sharded)
-    return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
-
-
 def test_a_later_turn_goes_on_where_the_completion_is(model):
     # the tokens of tools are counted: each token of a completion has the random number of its position
-    config, prompts, engine = sampling(suppress_tokens=[EOS], max_new_tokens=4), PROMPTS[:4] * 4, engine_of(model)
+    config, prompts = sampling(suppress_tokens=[EOS], max_new_tokens=4), PROMPTS[:4] * 4
+    settings = EngineSettings(CPU, None, chunk_size=8, filler=EOS, pad=EOS)  # two groups of four
+    memory = Halving("generation", "")
+    engine = TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
+
+    def alone(rows: list[Transcript]) -> list[list[int]]:
+        return [sample_chunk(model, [row], config, settings)[0].ids for row in rows]
+
     rows = [
         Transcript({}, int(key), place, prompt_ids=list(ids)) for place, (key, ids) in enumerate(zip(keys(16), prompts))
     ]
@@ -205,15 +178,9 @@ def test_a_later_turn_goes_on_where_the_completion_is(model):
         for row in active:
             row.add_answer([3] * (1 + row.place % 2))
         found = [turn.ids for turn in engine.generate(active, config, 4)]
-    assert {len(row.ids) for row in active} == {5, 6}
-    assert found == alone(model, active, config)
-    for row in active:  # the same tokens one position earlier
-        row.prompt_ids, row.ids = [*row.prompt_ids, row.ids[0]], row.ids[1:]
-    assert found != alone(model, active, config)
+        assert {len(row.ids) for row in active} == {5, 6}
+        assert found == alone(active)
+        for row in active:  # the same tokens one position earlier
+            row.prompt_ids, row.ids = [*row.prompt_ids, row.ids[0]], row.ids[1:]
+        assert found != alone(active)
     assert [row.ids for row in rows if row.place % 3 == 0] == first[::3]
-
-
-def alone(model, rows: list[Transcript], config: GenerationConfig) -> list[list[int]]:
-    """New tokens of each row by a call of its own."""
-    with torch.no_grad():
-        return [sample_chunk(model, [row], config, engine_of(model).settings)[0].ids for row in rows]
