@@ -27,13 +27,10 @@ def geometry(prompts_per_step=2, steps_per_rollout=2, iterations=1, chunk_groups
 
 
 class Stream:
-    """A stream without a length that counts what is read and remembers its epoch."""
+    """A stream without a length that counts what is read."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.epoch, self.read = count, None, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.count, self.read = count, 0
 
     def __iter__(self):
         for i in range(self.count):
@@ -41,15 +38,11 @@ class Stream:
             yield {"prompt": f"p{i}", "answer": i}
 
 
-def rule(g: BatchGeometry, processes: int = 1, rank: int = 0) -> ProcessSlices:
-    return ProcessSlices(g.num_generations, g.rollout_chunk_size, processes, rank)
-
-
-def loader(prompts, g, processes=1, rank=0, *, seed=42, shuffle=True, drop_last=False, **worker_options):
-    options = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None, **worker_options}
-    args = SimpleNamespace(geometry=g, seed=seed, dataloader_drop_last=drop_last, rollout_lag=0)
-    vars(args).update({f"dataloader_{name}": value for name, value in options.items()})
-    return make_loader(prompts, rule(g, processes, rank), args, shuffle)
+def loader(prompts, g, processes=1, rank=0, *, shuffle=True, drop_last=False):
+    workers = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
+    args = SimpleNamespace(geometry=g, seed=42, dataloader_drop_last=drop_last, rollout_lag=0)
+    vars(args).update({f"dataloader_{name}": value for name, value in workers.items()})
+    return make_loader(prompts, ProcessSlices(g.num_generations, g.rollout_chunk_size, processes, rank), args, shuffle)
 
 
 def names(rows) -> list[str]:

@@ -1,7 +1,5 @@
 """The rollout batch: what is stored is what was scored, and a micro-batch has of it what TRL would hand over."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,13 +11,6 @@ PAD = 0
 
 ADVANTAGES = torch.tensor([0.5, -1.5, 2.0, 0.0])
 PROMPTS, COMPLETIONS = [[3, 4, 5], [6], [7, 8, 9, 2], [4, 5]], [[5, 6], [7, 8, 9, 5, 6], [8], [9, 3, 4]]
-
-
-def scored_batch() -> dict[str, Any]:
-    """TRL's dictionary of four rows: padded, prompts on the left, completions on the right."""
-    logps = [[-float(token) for token in ids] for ids in COMPLETIONS]
-    rollout = batch_of_rows(PROMPTS, COMPLETIONS, ADVANTAGES, 2, old_per_token_logps=logps, ref_per_token_logps=logps)
-    return rollout.collate(PAD) | {"num_items_in_batch": torch.tensor(11)}
 
 
 def test_rows_are_padded_to_the_longest_of_them_with_neutral_values():
@@ -42,5 +33,6 @@ def test_rows_are_padded_to_the_longest_of_them_with_neutral_values():
 
 
 def test_missing_fields_of_the_loss_are_named():
+    scored = batch_of_rows(PROMPTS, COMPLETIONS, ADVANTAGES, 2).collate(PAD)
     with pytest.raises(RolloutError, match="returned no prompt_mask, advantages; the loss needs them"):
-        gather_scored(scored_batch() | {"prompt_mask": None, "advantages": None}, 4, 2)
+        gather_scored(scored | {"prompt_mask": None, "advantages": None}, 4, 2)

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.rollouts.decoding import decodes_compactly, remaining_rows
+from grpo_ext.rollouts.decoding import decodes_compactly
 from tests.support.architectures import HYBRID, architecture
 from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
@@ -68,14 +66,6 @@ def test_prompts_run_once_and_finished_rows_leave():
     assert rows == sorted(rows, reverse=True)
     assert rows[-1] < 18 == theirs[-1][0]
     assert sum(rows) < 0.8 * sum(n for n, _ in theirs[1:])
-
-
-@given(st.lists(st.booleans(), max_size=20))
-def test_rows_that_stay_are_in_the_order_once_and_few_move(done):
-    index, places = (part.tolist() for part in remaining_rows(done, torch.device("cpu")))
-    assert sorted(index) == [row for row, ended in enumerate(done) if not ended]
-    assert places == [place for place, row in enumerate(index) if place != row]
-    assert all(done[place] for place in places)
 
 
 def test_settings_and_models_that_keep_all_rows_are_left_to_transformers():
