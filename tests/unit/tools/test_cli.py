@@ -152,3 +152,5 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
     assert lora == planned({"beta": 0.0}, "--use_peft", "True", "--lora_r", "4") != full
     assert planned({"bf16": False}) == planned({"beta": 0.0}, "--bf16", "False") != full
     assert planned({"gradient_checkpointing": False}) != full
+    assert "Largest micro-batch" in full
+    assert "Largest micro-batch" in planned({"global_batch_size": 16384}, "--processes", "1024", "--engine", "fsdp2")
