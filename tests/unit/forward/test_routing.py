@@ -9,10 +9,9 @@ from torch import nn
 
 from grpo_ext.errors import ModelError
 from grpo_ext.forward.forms import in_form, run_rows, why_no_prefix, why_not_packed
-from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.routing import LIVE, Routing, install_routers
 from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, gradient, rows_of
+from tests.support.packs import SHAPES, apart, gradient, rows_of, scoring
 from tests.tolerances import DIFFERENT, FLOAT32_SUMS
 
 KINDS = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "olmoe", "glm4_moe", "llama4_text")
@@ -20,8 +19,7 @@ CHECKPOINTING = ({"use_reentrant": False}, {"use_reentrant": True})
 
 
 def model_of(kind: str) -> Any:
-    model = architecture(kind, initializer_range=0.04)
-    install(model, 0.9)
+    model = scoring(kind, initializer_range=0.04)
     install_routers(model)
     return model.train()
 
