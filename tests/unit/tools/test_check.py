@@ -39,8 +39,8 @@ SIZES = {"global_batch_size": 8, "num_generations": 4}
 TRAINED = {**SIZES, "max_completion_length": 8, "gradient_checkpointing": False}
 
 
-def run_of(config: dict[str, Any], **others: Any) -> Run:
-    return Run(OURS, "model", "data", (letter_reward,), config, **others)
+def run_of(config: dict[str, Any], folder: Path = Path()) -> Run:
+    return Run(OURS, str(folder / "m"), str(folder / "d"), (letter_reward,), config)
 
 
 def delta(*values: float) -> dict[str, torch.Tensor]:
@@ -81,8 +81,7 @@ def test_metric_difference_finds_the_worst_value_and_leaves_timings_out():
 
 
 def verdict(reference: RunResult, other: RunResult, trace: bool = False, **changes: Any) -> SplitResult:
-    run = replace(run_of({}, trace=trace, gradients=not trace), **changes)
-    return compare(run, Split(1), reference, other)
+    return compare(replace(run_of({}), trace=trace, gradients=not trace, **changes), Split(1), reference, other)
 
 
 USUAL = {"norm": 0.2, "entropy": 2.0, "sampling/ratio_max": 1.1}
@@ -154,7 +153,7 @@ def saved(folder: Path, config: dict[str, Any], model: Any = None) -> Run:
     (model or tiny_model()).save_pretrained(folder / "m")
     tiny_tokenizer().save_pretrained(folder / "m")
     prompts().save_to_disk(str(folder / "d"))
-    return Run("r", str(folder / "m"), str(folder / "d"), (letter_reward,), config)
+    return run_of(config, folder)
 
 
 @pytest.fixture
@@ -235,11 +234,12 @@ def test_a_forked_run_has_the_bits_of_a_launched_one(tmp_path, processes):
         assert all(torch.equal(one.delta[name], other.delta[name]) for name in other.delta)
 
 
-def test_wrong_sizes_and_names_are_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match="against='verl' is unknown"):
-        check(run_of(SIZES), [Split(8)], against="verl")
-    with pytest.raises(ConfigError, match="global_batch_size=15"):
-        check(run_of({**SIZES, "global_batch_size": 15}), [Split(8)])
+@pytest.mark.parametrize(
+    ("size", "against", "says"), [(8, "verl", "against='verl' is unknown"), (15, None, "global_batch_size=15")]
+)
+def test_wrong_sizes_and_names_are_refused_before_anything_starts(size, against, says):
+    with pytest.raises(ConfigError, match=says):
+        check(run_of({**SIZES, "global_batch_size": size}), [Split(8)], against=against)
 
 
 def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
