@@ -1,6 +1,5 @@
 """Losses: any partition of a step adds up to the step. tests/parity compares every loss with stock TRL."""
 
-import dataclasses
 import math
 
 import pytest
@@ -81,34 +80,26 @@ def make(loss_type: str, level: str, option: str) -> tuple[LossConfig, TokenBatc
     return cfg, batch
 
 
-def counts_of(mask: torch.Tensor) -> StepCounts:
-    return StepCounts(mask.size(0), int(mask.sum()), int(mask.sum()))
-
-
 def part_of(batch: TokenBatch, rows: list[int]) -> TokenBatch:
     """Some completions as a micro-batch, without the columns that are padding in all of them."""
     width = max(1, max(LENGTHS[row] for row in rows))
-    fields = {}
-    for spec in dataclasses.fields(batch):
-        value = getattr(batch, spec.name)
-        if value is None:
-            fields[spec.name] = None
-        else:
-            fields[spec.name] = value[rows] if value.dim() == 1 else value[rows][:, :width]
-    return TokenBatch(**fields)
+    given = {name: value for name, value in vars(batch).items() if value is not None}
+    return TokenBatch(**{name: v[rows] if v.dim() == 1 else v[rows][:, :width] for name, v in given.items()})
 
 
-def loss_sum(cfg: LossConfig, batch: TokenBatch, counts: StepCounts) -> torch.Tensor:
+def loss_sum(cfg: LossConfig, batch: TokenBatch, step: TokenBatch) -> torch.Tensor:
+    """The loss of a micro-batch by the counts of a step."""
+    tokens = int(step.mask_BT.sum())
+    counts = StepCounts(step.mask_BT.size(0), tokens, tokens)
     return (token_loss(cfg, batch).loss_BT * token_weights(cfg, batch.mask_BT, counts)).sum()
 
 
 def value_and_gradient(cfg: LossConfig, batch: TokenBatch, parts: list[list[int]]) -> tuple[float, torch.Tensor]:
     """Loss of the step as a sum over parts, and its gradient with respect to the step's log-probabilities."""
-    counts, logps = counts_of(batch.mask_BT), batch.logps_BT
-    gradient, total = torch.zeros_like(logps), 0.0
+    gradient, total = torch.zeros_like(batch.logps_BT), 0.0
     for rows in parts:
-        loss = loss_sum(cfg, part_of(batch, rows), counts)
-        gradient += torch.autograd.grad(loss, logps)[0]
+        loss = loss_sum(cfg, part_of(batch, rows), batch)
+        gradient += torch.autograd.grad(loss, batch.logps_BT)[0]
         total += loss.item()
     return total, gradient
 
@@ -133,10 +124,9 @@ def test_any_partition_adds_up_to_the_step(loss_type, level, option):
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo", "dapo"])  # one of each aggregation
 def test_averaging_parts_that_count_for_themselves_does_not_add_up(loss_type):
     cfg, batch = make(loss_type, "token", "plain")
-    whole = loss_sum(cfg, batch, counts_of(batch.mask_BT))
     parts = [part_of(batch, rows) for rows in ([0, 1, 2, 3, 4, 5], [6])]
-    own = sum(loss_sum(cfg, part, counts_of(part.mask_BT)) for part in parts) / len(parts)
-    assert abs(own - whole) > 1e-3
+    own = sum(loss_sum(cfg, part, part) for part in parts) / len(parts)
+    assert abs(own - loss_sum(cfg, batch, batch)) > 1e-3
 
 
 def test_a_token_without_an_engine_score_does_not_mask_its_sequence():

@@ -57,11 +57,20 @@ def test_settings_keep_their_types_and_options_override_the_file(tmp_path, monke
     assert read_settings([]) == {}
 
 
+@pytest.fixture
+def invoke(tmp_path):
+    """Runs a command with a file of settings and options."""
+
+    def run(command, content, *flags):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+        return runner.invoke(app, [command, "--config", str(tmp_path / "run.yaml"), *flags])
+
+    return run
+
+
 @pytest.mark.parametrize("command", ["plan", "check"])
-def test_a_misspelt_setting_is_refused(tmp_path, command):
-    file = tmp_path / "run.yaml"
-    file.write_text("global_batchsize: 32\nrewards: [exact_number]\n")
-    result = runner.invoke(app, [command, "--config", str(file)])
+def test_a_misspelt_setting_is_refused(invoke, command):
+    result = invoke(command, {"global_batchsize": 32, "rewards": ["exact_number"]})
     assert isinstance(result.exception, ConfigError)
     said = "--global_batchsize is not an option (in the file of --config); did you mean --global_batch_size?"
     assert str(result.exception) == said
@@ -73,8 +82,8 @@ def test_a_misspelt_setting_is_refused(tmp_path, command):
 
 
 @pytest.fixture
-def checked(monkeypatch, tmp_path):
-    """Runs `grpo-ext check` with a file and options; returns the run it would train, and the result of the command."""
+def checked(monkeypatch, invoke):
+    """Runs `grpo-ext check`; returns the run it would train, and the result of the command."""
     seen = {}
 
     def check(run, splits, **options):
@@ -83,13 +92,7 @@ def checked(monkeypatch, tmp_path):
 
     monkeypatch.setattr("grpo_ext.tools.check.splits.check", check)
     monkeypatch.setattr("grpo_ext.tools.check.splits.find_model", lambda *names: None)
-
-    def run(content, *flags):
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-        result = runner.invoke(app, ["check", "--config", str(tmp_path / "run.yaml"), *flags])
-        return seen, result
-
-    return run
+    return lambda content, *flags: (seen, invoke("check", content, *flags))
 
 
 def test_a_check_takes_model_data_rewards_adapter_and_precision_of_the_run(checked, tmp_path):
@@ -137,14 +140,12 @@ def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     assert [f.__name__ for f in seen["rewards"]] == ["sorted_letters_reward"]
 
 
-def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
+def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path, invoke):
     config = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLM"]}))
-    file = tmp_path / "run.yaml"
 
     def planned(content, *flags):
-        file.write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path / "config.json"), **content}))
-        result = runner.invoke(app, ["plan", "--config", str(file), *flags])
+        result = invoke("plan", {"model_name_or_path": str(tmp_path / "config.json"), **content}, *flags)
         assert result.exit_code == 0, result.exception
         return result.output
 
