@@ -14,15 +14,11 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, other
 
 
-def code_of(card: Path) -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", card.read_text(), re.S)
-    return code
-
-
 def run_shown(card: Path, capsys: Any) -> None:
     """Run what a card shows; it prints a completion."""
+    (code,) = re.findall(r"```python\n(.*?)```", card.read_text(), re.S)
     capsys.readouterr()
-    exec(code_of(card), {})
+    exec(code, {})
     assert capsys.readouterr().out.strip(), "nothing was sampled"
 
 
@@ -41,7 +37,7 @@ def test_the_cards_of_a_run_and_of_its_export_name_the_base_and_show_code_that_r
     other(here / "runs" / "first", **parts).train()
     card = here / "runs" / "first" / "README.md"
     assert "fine-tuned version of `tiny`.\n" in card.read_text()
-    assert '"first/checkpoint-1"' in code_of(card)
+    assert '"first/checkpoint-1"' in card.read_text()
     assert ModelCard.load(card).data.base_model is None  # "tiny" is not an id of the Hub
     export(here / "runs" / "first" / "checkpoint-1", here / "my-model")
     exported = here / "my-model" / "README.md"
