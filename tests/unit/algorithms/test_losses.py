@@ -47,14 +47,8 @@ def make(loss_type: str, level: str, option: str) -> tuple[LossConfig, TokenBatc
     """A configuration and a step of 7 completions in float64, with ratios on both sides of every clip."""
     options = dict(OPTIONS[option])
     keep, sampling = options.pop("keep", False), options.pop("sampling", None)
-    cfg = LossConfig(
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        epsilon_low=0.1,
-        epsilon_high=1.2 if loss_type == "cispo" else 0.15,
-        max_completion_length=6,
-        **options,
-    )
+    epsilon = {"epsilon_low": 0.1, "epsilon_high": 1.2 if loss_type == "cispo" else 0.15}
+    cfg = LossConfig(loss_type, importance_sampling_level=level, max_completion_length=6, **epsilon, **options)
     generator = torch.Generator().manual_seed(20)
     shape = (len(LENGTHS), WIDTH)
 
@@ -130,8 +124,7 @@ def test_averaging_parts_that_count_for_themselves_does_not_add_up(loss_type):
 
 
 def test_a_token_without_an_engine_score_does_not_mask_its_sequence():
-    mask = torch.ones(2, 3, dtype=torch.long)
-    logps = torch.zeros(2, 3, dtype=torch.float64)
+    mask, logps = torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.float64)
     sampling = torch.tensor([[math.nan, 0.0, 0.0], [math.nan, 5.0, 5.0]], dtype=torch.float64)
     keep = off_policy_keep(torch.tensor([[-1.0], [-1.0]]), logps, sampling, mask, threshold=0.5)
     assert keep.tolist() == [[1.0], [0.0]]
@@ -202,19 +195,16 @@ def test_tokens_with_one_entropy_in_exact_arithmetic_are_kept_or_left_together()
     assert entropy_threshold(torch.zeros(0), 0.2) == math.inf
 
 
-@pytest.mark.parametrize(
-    ("coefficient", "entropy", "expected"),
-    [
+def test_the_entropy_coefficient_moves_towards_the_target_within_bounds():
+    bounds = (1.0, 0.01, 0.0, 0.2)  # target, change in a step, lowest, highest
+    for coefficient, entropy, expected in (
         (0.10, 0.50, 0.11),  # below the target: up
         (0.10, 1.00, 0.11),  # at the target: up
         (0.10, 1.01, 0.09),  # above: down
         (0.195, 0.5, 0.2),  # not above the highest
         (0.005, 2.0, 0.0),  # not below the lowest
-    ],
-)
-def test_the_entropy_coefficient_moves_towards_the_target_within_bounds(coefficient, entropy, expected):
-    bounds = (1.0, 0.01, 0.0, 0.2)  # target, change in a step, lowest, highest
-    assert adapted_entropy_coefficient(coefficient, entropy, *bounds) == pytest.approx(expected, abs=1e-15)
+    ):
+        assert adapted_entropy_coefficient(coefficient, entropy, *bounds) == pytest.approx(expected, abs=1e-15)
 
 
 EXPERTS, TOP_K, LAYERS = 4, 2, 3

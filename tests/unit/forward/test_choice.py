@@ -2,6 +2,7 @@
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.form_check import probe_rows, why_form_fails
 from tests.support.packs import rows_of, scoring
 from tests.support.tiny import tiny_tokenizer
+from tests.support.trainers import LORA
 
 # settings of each architecture; layers that differ in attention, positions and experts
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {},
     "gpt2": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {},
     "mistral": {},
     "gemma2": {"attn_implementation": "eager", "attn_logit_softcapping": 4.0},
     "gemma3_text": {"sliding_window": 5},
@@ -124,8 +126,7 @@ def test_a_planted_fault_is_found(monkeypatch, fault, kind, sizes, says, precisi
 
 def test_the_check_leaves_the_model_and_the_random_numbers_alone():
     model = model_of("qwen2")
-    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    wrapped = get_peft_model(model, adapter).train()
+    wrapped = get_peft_model(model, LoraConfig(**LORA, init_lora_weights=False)).train()
     model.gradient_checkpointing_enable()
 
     def state() -> list[Any]:
@@ -168,10 +169,7 @@ def test_rows_that_cannot_be_made_or_numbers_that_are_not_finite_refuse_a_form(c
 
 
 def test_memory_that_does_not_suffice_has_a_remedy():
-    def out_of_memory(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError("out of memory")
-
     model = model_of("qwen2")
-    model.model.norm.forward = out_of_memory
+    model.model.norm.forward = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory"))
     with pytest.raises(MemoryShortageError, match="forward='padded'"):
         ForwardChoice(("packed",), torch.device("cpu")).compare(model, lambda policy: [rows_of(*LONG)])

@@ -19,8 +19,8 @@ from tests.support.varlen import layout_of, states_of
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
 _WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _SHARED_EXPERT = {"shared_expert_intermediate_size": 16, "use_sliding_window": True}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **_SHARED_EXPERT}
 # by name the architecture and its settings
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
@@ -32,8 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "window_larger": ("mistral", {"sliding_window": 100}),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 4.0, "attn_implementation": "eager"}),
     "gemma3": ("gemma3_text", _WINDOWS),
-    "moe": ("qwen3_moe", _EXPERTS),
-    "window_in_the_mask": ("qwen2_moe", {**_SHARED_EXPERT, **_EXPERTS, **_WINDOWS}),
+    "moe": ("qwen3_moe", {}),
+    "window_in_the_mask": ("qwen2_moe", {**_EXPERTS, **_WINDOWS}),
 }
 # grouped experts have no float64; eager attention masks with its smallest number
 FLOAT32 = ("moe", "gemma2", "window_in_the_mask")

@@ -23,6 +23,7 @@ from tests.support.architectures import PREFIXED, REFUSING, ROUTED, architecture
 from tests.support.packs import rows_of
 from tests.support.selection import few_of
 from tests.support.tiny import TINY, tiny_model
+from tests.support.trainers import LORA
 
 PACKS = rows_of([7, 12, 3, 9], [[4, 1, 9], [6, 6, 2], [11, 3, 5], [7, 7, 2]])
 OF_ONE_WIDTH = rows_of([8] * 4, [[6, 6, 6]] * 4)
@@ -120,12 +121,11 @@ def test_parts_add_up_in_fp16():
 
 # ---- Adapters -------------------------------------------------------------------------------------------------------
 
-TWO = ["q_proj", "v_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def lora(**options: Any) -> Any:
-    return peft.LoraConfig(**{"r": 4, "target_modules": TWO, "init_lora_weights": False, **options})
+    return peft.LoraConfig(**{**LORA, "init_lora_weights": False, **options})
 
 
 ADAPTERS = {
@@ -133,7 +133,7 @@ ADAPTERS = {
     "Conv1D": ("gpt2", lora(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
     "experts": ("qwen3_moe", lora(target_parameters=EXPERTS)),
     "embeddings": ("qwen2", lora(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"])),
-    "adalora": ("qwen2", peft.AdaLoraConfig(total_step=10, target_modules=TWO)),
+    "adalora": ("qwen2", peft.AdaLoraConfig(total_step=10, target_modules=LORA["target_modules"])),
 }
 
 

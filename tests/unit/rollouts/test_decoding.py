@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
@@ -14,6 +13,7 @@ from grpo_ext.rollouts.decoding import decodes_compactly
 from tests.support.architectures import HYBRID, architecture
 from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
+from tests.support.vllm_weights import adapted
 
 FEW = ("qwen2", "llama", "gpt2", "moe", "gemma2", "lora", "lfm2", "falcon_h1")
 FURTHER = tuple(kind for kind in (*HYBRID, "jamba") if kind not in FEW)
@@ -22,14 +22,9 @@ PROMPTS = [p for p in ([5, 6, 7], [8], [9, 10, 12, 13, 14]) for _ in range(6)]
 
 
 def model_of(kind: str) -> Any:
-    torch.manual_seed(0)
     if kind in (*HYBRID, "jamba", "gemma2"):  # whose cache forgets what is out of the window
         return architecture(kind).eval()
-    model = tiny_model("qwen2" if kind == "lora" else kind).eval()
-    if kind == "lora":
-        adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-        return get_peft_model(model, adapter).eval()
-    return model
+    return (adapted("lora") if kind == "lora" else tiny_model(kind)).eval()
 
 
 def sample(model: Any, compact: bool, seed: int = 0) -> list[list[int]]:

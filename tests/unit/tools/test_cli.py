@@ -155,3 +155,26 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path, i
     assert planned({"gradient_checkpointing": False}) != full
     assert "Largest micro-batch" in full
     assert "Largest micro-batch" in planned({"global_batch_size": 16384}, "--processes", "1024", "--engine", "fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ("--global_batch_size 18 --rollout_batch_size 36", "Steps cut groups; advantages are still computed over"),
+        ("--processes 8", "Only 4 of 8 processes sample."),
+        ("--processes 4 --rollout_chunk_size 16", "Only 1 of 4 processes sample; rollout_chunk_size=4 uses more of"),
+        (
+            "--processes 2",
+            "Sampled tokens depend on the number of processes; set rollout_chunk_size=8 to avoid",
+        ),
+        ("--per_device_train_batch_size 6", "Micro-batches of 6 cut groups, which rounds gradients; use a"),
+        ("--num_prompts 9 --dataloader_drop_last True", "9 prompts = 2 optimizer steps, 1 prompt(s) dropped"),
+        ("--sampling_mask replay --top_k 5", "up to 5 ids per token"),
+    ],
+)
+def test_a_plan_notes_what_is_seldom_meant_with_the_size_that_avoids_it(options, note):
+    plan = "plan --num_generations 4 --global_batch_size 16 --per_device_train_batch_size 4"
+    assert note in runner.invoke(app, f"{plan} {options}").stdout
+    plain = runner.invoke(app, f"{plan} --bf16 False").stdout
+    assert note not in plain
+    assert "unknown (pass --num_prompts)" in plain
