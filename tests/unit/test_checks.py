@@ -30,8 +30,6 @@ def is_random(model: nn.Module) -> bool:
     return any(not torch.equal(other, first) for other in others)
 
 
-# ---- Dropout --------------------------------------------------------------------------------------------------------
-
 RANDOM_MODELS = {
     "modules (GPT-2)": (lambda: tiny_model("gpt2", resid_pdrop=0.1), "transformer.h.0.mlp.dropout (Dropout): p=0.1"),
     "LoRA": (
@@ -57,9 +55,6 @@ def test_random_parts_are_found_with_their_rates_and_disabled(make, part):
     assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), before.parameters()))
 
 
-# ---- What depends on the split --------------------------------------------------------------------------------------
-
-
 def test_all_split_dependent_parts_are_reported_together():
     model = nn.Module()
     model.inner, model.drop = nn.Sequential(nn.LayerNorm(4), nn.SyncBatchNorm(4)), nn.Dropout(0.25)
@@ -75,9 +70,6 @@ def test_all_split_dependent_parts_are_reported_together():
         assert part in str(caught.value)
     assert len(refuse(split_dependence(model, 3.0), allow=True)) == 3
     assert refuse(split_dependence(nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4)), 0.0), allow=False) == []
-
-
-# ---- Data -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ def group_advantages(rewards, weights, generations, scale="group", aggregation="
     return AdvantageRule(None, scale, aggregation).advantages(rewards, weights, generations)
 
 
-# ---- The formula ----------------------------------------------------------------------------------------------------
-
 REWARDS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 0.5, 3.25, NAN]), min_size=4, max_size=4)
 
 

@@ -21,17 +21,12 @@ from grpo_ext.algorithms.keyed_random import (
 )
 from tests.tolerances import P_VALUE
 
-# ---- The mixer ------------------------------------------------------------------------------------------------------
-
 
 def test_the_mixer_is_splitmix64():
     # the generator's published outputs for seed 1234567 (Rosetta Code, "Pseudo-random numbers/Splitmix64")
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     golden = 0x9E3779B97F4A7C15
     assert [derive_key((1234567 + n * golden) % 2**64) for n in range(4)] == published
-
-
-# ---- Keys of completions --------------------------------------------------------------------------------------------
 
 
 def test_keys_of_different_completions_do_not_collide():
@@ -44,8 +39,6 @@ def test_keys_of_different_completions_do_not_collide():
     # 64 bits: a collision among these would have a chance of 2e-9
     assert len(keys.unique()) == len(keys)
 
-
-# ---- Uniform numbers ------------------------------------------------------------------------------------------------
 
 NUMBERS = 100_000
 
@@ -66,9 +59,6 @@ def test_numbers_are_uniform_and_neighbours_not_correlated():
         # standard normal when independent
         z = correlation * math.sqrt(len(centred) - lag)
         assert 2 * stats.norm.sf(abs(z)) > P_VALUE / 6, f"lag {lag}: correlation {correlation:.2e}"
-
-
-# ---- Choosing a token -----------------------------------------------------------------------------------------------
 
 
 @given(

@@ -98,9 +98,6 @@ def value_and_gradient(cfg: LossConfig, batch: TokenBatch, parts: list[list[int]
     return total, gradient
 
 
-# ---- Any partition adds up ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("option", OPTIONS)
@@ -169,8 +166,6 @@ def test_unknown_aggregations_and_groups_are_refused():
     with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown; use one of token_mean, .*"):
         LossConfig(aggregation="mean")
 
-
-# ---- Entropy quantile -----------------------------------------------------------------------------------------------
 
 ENTROPIES = st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.5, 1.0, 1.0, 2.5, 3.0]), min_size=1, max_size=40)
 

@@ -50,9 +50,6 @@ def test_one_group_is_cut_for_two_processes_when_that_pays():
     assert sorted(map(len, assign_rows(long_prompt, range(4), on_two))) == [0, 4]
 
 
-# ---- Steps that cut groups ------------------------------------------------------------------------------------------
-
-
 def cut_step(seed: int, num_generations: int, first: int, rows: int, multiple: int = 1) -> StepSizes:
     """Rows `first` to `first + rows` of a rollout batch: groups may be cut at both ends."""
     rng = random.Random(seed)

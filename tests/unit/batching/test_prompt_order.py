@@ -36,9 +36,6 @@ def loader(prompts, g, processes=1, rank=0, *, shuffle=True, drop_last=False):
     return make_loader(prompts, ProcessSlices(g.num_generations, g.rollout_chunk_size, processes, rank), args, shuffle)
 
 
-# ---- The order ------------------------------------------------------------------------------------------------------
-
-
 def test_the_order_is_a_function_of_seed_and_epoch():
     expected = prompt_order(50, seed=1, epoch=2)
     torch.manual_seed(123)
@@ -48,8 +45,6 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     assert sorted(expected) == list(range(50))
     assert len({tuple(prompt_order(50, seed, epoch)) for seed in (1, 2) for epoch in (2, 3)} | {tuple(range(50))}) == 5
 
-
-# ---- Shares of a step -----------------------------------------------------------------------------------------------
 
 SPLITS = st.tuples(
     st.integers(1, 25),  # prompts
@@ -84,9 +79,6 @@ def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
             assert part.request.num_generations == g.num_generations
             assert len(part) == len(part.request.prompts) * g.num_generations
             assert all(row == part[i - i % g.num_generations] for i, row in enumerate(part))
-
-
-# ---- Loaders --------------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_is_read_one_rollout_at_a_time():

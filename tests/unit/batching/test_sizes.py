@@ -151,9 +151,6 @@ def test_bitwise_mode_and_a_chunk_size_of_the_users_have_a_call_for_each_chunk(g
         assert g.generate_calls == ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
 
 
-# ---- Shares and micro-batches ---------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 60), st.integers(2, 8), st.integers(1, 6), st.integers(1, 12))
 def test_rollout_shares_are_whole_chunks_cut_at_the_same_places_for_every_process_count(
     prompts, generations, groups, processes

@@ -20,8 +20,6 @@ from tests.support.tiny import tiny_model
 TEMPERATURE = 0.9
 
 
-# ---- The logits of every model --------------------------------------------------------------------------------------
-
 ODD = {
     "final_logit_softcapping": 1.5,
     "logits_soft_cap": 1.5,
@@ -155,9 +153,6 @@ def test_the_logits_are_those_of_every_model_that_transformers_has():
     assert wrong == {}
     assert {name for name, what in outcomes.items() if what == "right, transformed"} >= TRANSFORMED
     assert outcomes["BertLMHeadModel"] == "refused"
-
-
-# ---- The forward ----------------------------------------------------------------------------------------------------
 
 
 def test_casting_the_head_to_float32_leaves_autocast():

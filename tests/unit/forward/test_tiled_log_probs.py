@@ -102,9 +102,6 @@ def test_entropies_and_log_probabilities_keep_their_digits_where_logits_are_larg
         assert (ours - theirs).abs().max() < 500 * 2**-22  # a logit's last digit
 
 
-# ---- Precision ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_are_float32_in_half_precision_and_under_autocast(dtype):
     hidden, weight, bias, targets = case(torch.float32, rows=40, hidden=32, vocabulary=300)
@@ -130,9 +127,6 @@ def test_gradients_of_half_precision_weights_are_summed_in_float32():
     logps, _ = log_probs(hidden, weight, None, torch.zeros(rows, dtype=torch.long), LogitTransform())
     (logps * unit).sum().backward()
     assert weight.grad[0].item() == rows * unit / 2
-
-
-# ---- Cost -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_tensor_has_the_size_of_all_logits(monkeypatch):

@@ -36,9 +36,6 @@ def test_gradients_are_unscaled_once_and_an_overflow_elsewhere_skips_the_step_he
     assert scaler.value == (4.0 if elsewhere else 8.0)
 
 
-# ---- The scale ------------------------------------------------------------------------------------------------------
-
-
 def test_it_stays_within_the_range_of_float32_and_never_falls_below_the_minimum():
     scaler = scaler_of(2.0**126, window=1)
     for _ in range(4):

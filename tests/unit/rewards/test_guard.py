@@ -207,9 +207,6 @@ def test_an_asynchronous_function_that_fails_for_good_ends_those_that_run_or_wai
     assert sorted(events) == ["cancelled", "fails", "fails", "tries", "waits"]
 
 
-# ---- Asynchronous functions -----------------------------------------------------------------------------------------
-
-
 def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():
     async def later(completions, **kwargs):
         return [1.0]

@@ -36,9 +36,6 @@ def gone(pid: int) -> bool:
     return True
 
 
-# ---- The same as in the training process ----------------------------------------------------------------------------
-
-
 def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
     factor = 3
 
@@ -67,9 +64,6 @@ def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
     for number in (1, 3):
         with working(number) as workers:
             assert score(functions, workers, state=state) == here
-
-
-# ---- What a worker is -----------------------------------------------------------------------------------------------
 
 
 def test_a_worker_is_a_fresh_single_threaded_interpreter_outside_the_launch(monkeypatch):
@@ -101,9 +95,6 @@ def test_a_function_that_cannot_be_loaded_ends_the_run_at_once(monkeypatch, capl
     with working() as workers, pytest.raises(ConfigError, match=says):
         score([module.graded], workers, Faults(retries=2, on_failure="none"))
     assert "follows" not in caplog.text
-
-
-# ---- What fails there -----------------------------------------------------------------------------------------------
 
 
 def test_an_error_reads_as_in_the_training_process_and_shows_where_it_was_raised():

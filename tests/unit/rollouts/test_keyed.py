@@ -53,9 +53,6 @@ def sample(model, prompts, keys_B, config=None, **options) -> list[list[int]]:
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7], [3, 4], [15, 16, 17, 18], [2, 2, 2], [19]]
 
 
-# ---- A row alone, in a batch, in any order --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02}], ids=str)
 def test_a_completion_is_the_same_alone_in_a_batch_and_in_any_order(model, filters):
     config, keys_B = sampling(**filters), keys(len(PROMPTS))
@@ -70,8 +67,6 @@ def test_a_completion_is_the_same_alone_in_a_batch_and_in_any_order(model, filte
     assert sample(model, PROMPTS, keys_B, config, multiple=16) == together
     assert config.to_dict() == before
 
-
-# ---- The distribution is the model's --------------------------------------------------------------------------------
 
 DRAWS, CHUNK = 20_000, 4_000
 
@@ -108,9 +103,6 @@ def test_the_first_token_follows_the_filtered_softmax_of_the_models_logits(model
     assert p_value(counts, expected_distribution(model, **options)) > P_VALUE
     other = {**options, "temperature": options["temperature"] * 1.1}  # the control
     assert p_value(counts, expected_distribution(model, **other)) < P_VALUE
-
-
-# ---- Keys and rows --------------------------------------------------------------------------------------------------
 
 
 # rollout batches of six groups of two, in chunks of two groups

@@ -30,8 +30,6 @@ def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
     return fill_up(cut_by_count(sizes, range(rows), cap), at_least)
 
 
-# ---- Running --------------------------------------------------------------------------------------------------------
-
 X = torch.randn(11, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -59,8 +57,6 @@ def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
     with pytest.raises(PrecisionError, match="gradient of weight is not finite"):
         gradient(accelerator, plan(11, 2), FixedPointGradients, lambda part: math.inf if 3 in part.rows else 1.0)
 
-
-# ---- What is logged -------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
 LENGTHS = (4, 2, 0, 3, 1, 4)
