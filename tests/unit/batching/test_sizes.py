@@ -1,7 +1,5 @@
 """Geometry: sizes resolve as TRL means them, refusals name a remedy that works, layouts lose nothing."""
 
-from __future__ import annotations
-
 import math
 import re
 

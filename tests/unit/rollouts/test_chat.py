@@ -1,7 +1,5 @@
 """What a transcript is made of between two turns: ids of messages and messages of ids, limits, calls, images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The compact decoding loop samples what transformers' loop samples for the same keys, with less work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

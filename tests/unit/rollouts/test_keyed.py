@@ -1,7 +1,5 @@
 """Rollouts: keyed sampling is the model's own sampling, row by row."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from typing import Any

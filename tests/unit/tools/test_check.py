@@ -1,7 +1,5 @@
 """The comparison itself: it tells same from different, and never passes on nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -2,8 +2,6 @@
 Sets of the Hub go through the same steps after `datasets.load_dataset`, which is replaced here.
 No network."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

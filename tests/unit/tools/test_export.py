@@ -1,7 +1,5 @@
 """`grpo-ext export`: what is written is the trained model, and what cannot be is refused with nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

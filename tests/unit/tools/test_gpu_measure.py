@@ -1,7 +1,5 @@
 """`make test-gpu` beyond its tests: what it writes, when, and within which time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The planning table: what it says of memory against what a step takes, and how engines share it."""
 
-from __future__ import annotations
-
 import json
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """The report: what it shows is what was logged, whatever the run left behind, and what a model wrote stays text."""
 
-from __future__ import annotations
-
 import json
 import sys
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """A run of ours in stock TRL's settings: every setting is said, dropped for a reason, or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
