@@ -9,7 +9,9 @@ from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.batching.micro_batches import Form
 from grpo_ext.forward.architecture import base_model_of
 from grpo_ext.forward.forms import in_form, run_rows
+from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows
+from tests.support.architectures import architecture
 
 SHAPES = {  # tokens of the prompts, and of the completions of each
     "groups": ([7, 12, 3], [[4, 1, 9], [6, 6, 2], [11, 3, 5]]),
@@ -18,6 +20,13 @@ SHAPES = {  # tokens of the prompts, and of the completions of each
     "first_tokens": ([6, 4], [[1, 1], [1, 0]]),
     "long": ([20], [[30, 2, 17, 9]]),
 }
+
+
+def scoring(kind: str, seed: int = 0, **settings: Any) -> Any:
+    """An architecture whose head returns log-probabilities at temperature 0.9."""
+    model = architecture(kind, seed, **settings)
+    install(model, 0.9)
+    return model
 
 
 def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> TokenRows:
@@ -32,6 +41,14 @@ def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> 
     groups = [number for number, lengths in enumerate(completions) for _ in lengths]
     same = [before == after for before, after in itertools.pairwise(groups)]
     return TokenRows(torch.cat(ids), own, [length for lengths in completions for length in lengths], same)
+
+
+def assert_same_as_padded(form: Form, model: Any, batch: Any, tolerance: float) -> None:
+    """Log-probabilities, entropies and gradients in a form are those of the padded batch."""
+    ours, theirs = run_rows(form, model, batch), run_rows("padded", model, batch)
+    assert apart(ours.logps_S, theirs.logps_S) <= tolerance
+    assert apart(ours.entropies_S, theirs.entropies_S) <= tolerance
+    assert apart(gradient(form, model, batch), gradient("padded", model, batch)) <= tolerance
 
 
 def assert_same_router_counts(form: Form, model: Any, batch: Any) -> None:

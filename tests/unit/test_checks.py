@@ -17,25 +17,18 @@ from tests.support.tiny import tiny_model
 
 def adapted(config: peft.PeftConfig) -> nn.Module:
     model = peft.get_peft_model(tiny_model("llama"), config).train()
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0, 0.3)  # an adapter starts as the identity, which hides its dropout
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+        nn.init.normal_(parameter, std=0.3)  # an adapter starts as the identity, which hides its dropout
     return model
 
 
+@torch.no_grad()
 def is_random(model: nn.Module) -> bool:
     """Whether forwards in training mode differ."""
     model.train()
-    inputs = torch.arange(2, 14).view(2, 6)
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        first = model(inputs).logits
-        return any(not torch.equal(model(inputs).logits, first) for _ in range(8))
+    first, *others = (model(torch.arange(2, 14).view(2, 6)).logits for _ in range(9))
+    return any(not torch.equal(other, first) for other in others)
 
-
-# ---- Dropout --------------------------------------------------------------------------------------------------------
 
 RANDOM_MODELS = {
     "modules (GPT-2)": (lambda: tiny_model("gpt2", resid_pdrop=0.1), "transformer.h.0.mlp.dropout (Dropout): p=0.1"),
@@ -62,9 +55,6 @@ def test_random_parts_are_found_with_their_rates_and_disabled(make, part):
     assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), before.parameters()))
 
 
-# ---- What depends on the split --------------------------------------------------------------------------------------
-
-
 def test_all_split_dependent_parts_are_reported_together():
     model = nn.Module()
     model.inner, model.drop = nn.Sequential(nn.LayerNorm(4), nn.SyncBatchNorm(4)), nn.Dropout(0.25)
@@ -82,35 +72,24 @@ def test_all_split_dependent_parts_are_reported_together():
     assert refuse(split_dependence(nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4)), 0.0), allow=False) == []
 
 
-# ---- Data -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (Dataset.from_dict({"prompt": []}), "the training data set is empty"),
+        ({"prompt": []}, "the training data set is empty"),
         (
-            Dataset.from_dict({"question": ["a"], "answer": ["b"]}),
+            {"question": ["a"], "answer": ["b"]},
             r"has no 'prompt' column; it has question, answer; .*rename_column\('question', 'prompt'\)",
         ),
         (
-            Dataset.from_dict({"prompt": ["a"], "completions": ["b"]}),
+            {"prompt": ["a"], "completions": ["b"]},
             "has a column 'completions', a name under which reward functions get what was sampled",
         ),
-        (
-            Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}], []]}),
-            r"row 1 .* has an empty prompt \(\[\]\)",
-        ),
+        ({"prompt": [[{"role": "user", "content": "hi"}], []]}, r"row 1 .* has an empty prompt \(\[\]\)"),
     ],
 )
 def test_data_without_prompts_is_refused_with_the_row(data, says):
     with pytest.raises(DataError, match=says):
-        check_prompts(data, "training")
-
-
-def lengths(prompts: list[str]) -> list[int]:
-    """Counts characters as tokens."""
-    return [len(p) for p in prompts]
+        check_prompts(Dataset.from_dict(data), "training")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +98,9 @@ def lengths(prompts: list[str]) -> list[int]:
     ids=lambda value: getattr(value, "model_type", None),
 )
 def test_a_prompt_may_fill_the_room_and_not_one_token_more(config, room):
+    def lengths(prompts: list[str]) -> list[int]:  # a character is a token
+        return [len(prompt) for prompt in prompts]
+
     check_prompt_lengths(["x" * room], lengths, config, max_completion_length=10)
     with pytest.raises(DataError, match=f"row 1 has {room + 1} tokens, .*room for {room} .*max_position_embeddings=64"):
         check_prompt_lengths(["a", "x" * (room + 1)], lengths, config, max_completion_length=10)

@@ -39,35 +39,27 @@ def test_a_parameter_more_on_a_method_that_is_overridden_is_named(monkeypatch, v
     assert "1.15 and 1.16" in text
 
 
-@pytest.fixture
-def warned(tmp_path):
-    """Where a run with adapters and TRL's default warns of old names."""
-
-    def run() -> list[str]:
-        settings = config_kwargs(tmp_path, num_generations_eval=2, max_steps=1)
-        del settings["gradient_checkpointing"]
-        adapter, places, trainer = LoraConfig(r=2, target_modules=["q_proj"]), [], None
-        for place in ("configuration", "construction", "training", "evaluation"):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                if place == "configuration":
-                    settings = GRPOConfig(**settings)
-                elif place == "construction":
-                    parts = (prompts(12), prompts(2), tiny_tokenizer())
-                    trainer = GRPOTrainer(tiny_model(), letter_reward, settings, *parts, peft_config=adapter)
-                else:
-                    trainer.train() if place == "training" else trainer.evaluate()
-            places += [place] * any("gradient_checkpointing" in str(warning.message) for warning in caught)
-        return places
-
-    return run
-
-
-def test_no_run_warns_of_old_names_that_trl_uses(warned):
-    assert warned() == []
-
-
-def test_trl_still_uses_old_names(warned, monkeypatch):
+@pytest.mark.parametrize("hidden", [True, False])
+def test_no_run_warns_of_the_old_names_that_trl_still_uses(hidden, monkeypatch, tmp_path):
     """A place that no longer warns needs no `hiding_old_names`."""
-    monkeypatch.setattr(compat, "hiding_old_names", contextlib.nullcontext)
-    assert warned() == ["configuration", "construction", "training", "evaluation"]
+    if not hidden:
+        monkeypatch.setattr(compat, "hiding_old_names", contextlib.nullcontext)
+    settings = config_kwargs(tmp_path, num_generations_eval=2, max_steps=1)
+    del settings["gradient_checkpointing"]  # TRL's default is on
+    parts, made = (prompts(12), prompts(2), tiny_tokenizer()), {}
+    adapter = LoraConfig(r=2, target_modules=["q_proj"])
+    places = {
+        "configuration": lambda: GRPOConfig(**settings),
+        "construction": lambda: GRPOTrainer(
+            tiny_model(), letter_reward, made["configuration"], *parts, peft_config=adapter
+        ),
+        "training": lambda: made["construction"].train(),
+        "evaluation": lambda: made["construction"].evaluate(),
+    }
+    warned = []
+    for place, act in places.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made[place] = act()
+        warned += [place] * any("gradient_checkpointing" in str(warning.message) for warning in caught)
+    assert warned == ([] if hidden else [*places])

@@ -5,7 +5,6 @@ Dynamic sampling: every place has one group, and no group that teaches is thrown
 
 import math
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.algorithms.advantages import EPSILON, ESTIMATORS, AdvantageRule, fill_places, register_advantage_estimator
+from grpo_ext.algorithms import advantages
+from grpo_ext.algorithms.advantages import EPSILON, AdvantageRule, fill_places, register_advantage_estimator
 from grpo_ext.errors import ConfigError
 
 NAN = math.nan
@@ -22,13 +22,6 @@ NAN = math.nan
 def group_advantages(rewards, weights, generations, scale="group", aggregation="sum_then_normalize"):
     return AdvantageRule(None, scale, aggregation).advantages(rewards, weights, generations)
 
-
-def batch(groups: int, generations: int, functions: int = 2) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(groups * generations, functions, generator=generator, dtype=torch.float64)
-
-
-# ---- The formula ----------------------------------------------------------------------------------------------------
 
 REWARDS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 0.5, 3.25, NAN]), min_size=4, max_size=4)
 
@@ -43,14 +36,10 @@ def test_an_advantage_is_the_centred_reward_over_its_scale(scale, groups):
     def scored(values: list[float]) -> list[float]:
         return [value for value in values if not math.isnan(value)]
 
-    expected = []
+    expected, all_of_them = [], scored([value for group in groups for value in group])
     for group in groups:
         own = scored(group)
-        divisor = {
-            "group": spread(own),
-            "batch": spread(scored([value for group in groups for value in group])),
-            "none": 1 - EPSILON,
-        }[scale] + EPSILON
+        divisor = 1.0 if scale == "none" else spread(own if scale == "group" else all_of_them) + EPSILON
         expected += [0.0 if math.isnan(value) else (value - statistics.mean(own)) / divisor for value in group]
     rewards = torch.tensor(groups, dtype=torch.float64).view(-1, 1)
     assert group_advantages(rewards, torch.ones(1), 4, scale).tolist() == pytest.approx(expected, abs=1e-9)
@@ -58,14 +47,12 @@ def test_an_advantage_is_the_centred_reward_over_its_scale(scale, groups):
 
 def test_part_of_a_batch_has_other_advantages_under_batch_scaling():
     # why advantages are computed before anything is split
-    rewards = batch(groups=6, generations=4)
+    rewards = torch.randn(24, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     together = group_advantages(rewards, torch.ones(2), 4, "batch")[:12]
     assert (group_advantages(rewards[:12], torch.ones(2), 4, "batch") - together).abs().max() > 1e-3
 
 
 # ---- Named estimators -----------------------------------------------------------------------------------------------
-
-ONE = torch.ones(1)
 
 
 def column(*rewards: float) -> torch.Tensor:
@@ -73,7 +60,7 @@ def column(*rewards: float) -> torch.Tensor:
 
 
 def estimated(name: str, *rewards: float, group: int = 4) -> list[float]:
-    return AdvantageRule(name).advantages(column(*rewards), ONE, group).tolist()
+    return AdvantageRule(name).advantages(column(*rewards), torch.ones(1), group).tolist()
 
 
 def test_leave_one_out_by_hand():
@@ -91,12 +78,10 @@ def test_reinforce_plus_plus_with_baseline_by_hand():
 
 
 @pytest.fixture
-def estimators() -> Iterator[dict[str, Any]]:
-    """The registered estimators; those that a test adds are removed at its end."""
-    before = dict(ESTIMATORS)
-    yield ESTIMATORS
-    ESTIMATORS.clear()
-    ESTIMATORS.update(before)
+def estimators(monkeypatch) -> dict[str, Any]:
+    """The registered estimators; what a test changes is undone at its end."""
+    monkeypatch.setattr(advantages, "ESTIMATORS", dict(advantages.ESTIMATORS))
+    return advantages.ESTIMATORS
 
 
 def test_an_estimator_of_ones_own_takes_five_lines(estimators):
@@ -135,11 +120,9 @@ def test_an_estimator_that_writes_to_its_rewards_scores_no_unscored_completion(e
 
 def test_groups_without_variance():
     rewards = column(*(1, 1, 1, 1), *(0, 1, 1, 1), *(NAN,) * 4, *(NAN, 2, NAN, NAN), *(NAN, 2, 3, NAN))
-    constant = AdvantageRule().constant_groups(rewards, ONE, 4)
+    constant = AdvantageRule().constant_groups(rewards, torch.ones(1), 4)
     assert constant.tolist() == [True, False, True, True, False]
-
-
-def test_rewards_that_cancel_have_no_variance_in_their_sum_but_apart():
+    # rewards that cancel have none in their sum, and have it apart
     rewards = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     assert AdvantageRule().constant_groups(rewards, torch.ones(2), 2).tolist() == [True]
     apart = AdvantageRule(aggregation="normalize_then_sum")

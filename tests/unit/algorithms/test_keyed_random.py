@@ -1,5 +1,6 @@
 """Keyed random numbers: the mixer is SplitMix64's, keys differ, numbers are uniform, choices are categorical."""
 
+import itertools
 import math
 
 import numpy as np
@@ -20,50 +21,24 @@ from grpo_ext.algorithms.keyed_random import (
 )
 from tests.tolerances import P_VALUE
 
-GOLDEN = 0x9E3779B97F4A7C15
-
-
-# ---- The mixer ------------------------------------------------------------------------------------------------------
-
 
 def test_the_mixer_is_splitmix64():
     # the generator's published outputs for seed 1234567 (Rosetta Code, "Pseudo-random numbers/Splitmix64")
-    expected = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-    state, numbers = 1234567, []
-    for _ in expected:
-        numbers.append(derive_key(state))
-        state = (state + GOLDEN) % 2**64
-    assert numbers == expected
-
-
-# ---- Keys of completions --------------------------------------------------------------------------------------------
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    golden = 0x9E3779B97F4A7C15
+    assert [derive_key((1234567 + n * golden) % 2**64) for n in range(4)] == published
 
 
 def test_keys_of_different_completions_do_not_collide():
     prompts = torch.arange(256).repeat_interleave(16)
     generations = torch.arange(16).repeat(256)
-    keys = torch.cat(
-        [
-            completion_keys(seed, stream, epoch, rollout, prompts, generations)
-            for seed in (0, 1, 42)
-            for stream in (TRAIN_STREAM, EVAL_STREAM)
-            for epoch in range(3)
-            for rollout in range(4)
-        ]
-    )
+    places = itertools.product((0, 1, 42), (TRAIN_STREAM, EVAL_STREAM), range(3), range(4))  # rollouts last
+    keys = torch.cat([completion_keys(*place, prompts, generations) for place in places])
     assert keys.dtype == torch.int64
     assert len(keys) == 72 * 4096
     # 64 bits: a collision among these would have a chance of 2e-9
     assert len(keys.unique()) == len(keys)
 
-
-# ---- Uniform numbers ------------------------------------------------------------------------------------------------
 
 NUMBERS = 100_000
 
@@ -86,9 +61,6 @@ def test_numbers_are_uniform_and_neighbours_not_correlated():
         assert 2 * stats.norm.sf(abs(z)) > P_VALUE / 6, f"lag {lag}: correlation {correlation:.2e}"
 
 
-# ---- Choosing a token -----------------------------------------------------------------------------------------------
-
-
 @given(
     st.lists(st.one_of(st.floats(-30, 30), st.just(-math.inf)), min_size=1, max_size=40).filter(
         lambda s: max(s) > -math.inf
@@ -106,11 +78,10 @@ def test_a_choice_is_the_inverse_of_the_distribution_function(scores, u):
     assert token == exact or np.abs(np.cumsum(probabilities) - u).min() < 1e-15 * len(scores)
 
 
-EDGES = [0.0, 2.0**-53, 0.5, 1.0 - 2.0**-53]
 RULES = [choose, choose_by_blocks]  # on the CPU, on CUDA
 
 
-@pytest.mark.parametrize("u", EDGES)
+@pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1.0 - 2.0**-53])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_filtered_token_is_never_chosen_even_at_the_edges(u, dtype, rule):

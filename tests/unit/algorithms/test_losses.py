@@ -1,7 +1,5 @@
 """Losses: any partition of a step adds up to the step. tests/parity compares every loss with stock TRL."""
 
-import dataclasses
-import itertools
 import math
 
 import pytest
@@ -28,7 +26,6 @@ from grpo_ext.errors import ConfigError
 EXACT = 1e-12  # float64 sums of order one in another order
 WIDTH = 5
 LENGTHS = (5, 3, 0, 4, 1, 2, 5)  # tokens that carry loss; one completion has none
-LEVELS = ("token", "sequence")
 OPTIONS = {
     "plain": {},
     "delta": {"delta": 1.3},
@@ -42,22 +39,16 @@ OPTIONS = {
         **{"keep": True, "correct_sampling": True, "sampling": "token"},
     },
 }
-VARIANTS = list(itertools.product(LOSS_TYPES, LEVELS, OPTIONS))
-EVERY_VARIANT = pytest.mark.parametrize(("loss_type", "level", "option"), VARIANTS)
+# completions one by one, and two micro-batchings in another order
+PARTITIONS = ([[row] for row in range(7)], [[6, 2], [0, 5, 1, 4], [3]], [[4, 2, 6, 1, 3], [5, 0]])
 
 
 def make(loss_type: str, level: str, option: str) -> tuple[LossConfig, TokenBatch]:
     """A configuration and a step of 7 completions in float64, with ratios on both sides of every clip."""
     options = dict(OPTIONS[option])
     keep, sampling = options.pop("keep", False), options.pop("sampling", None)
-    cfg = LossConfig(
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        epsilon_low=0.1,
-        epsilon_high=1.2 if loss_type == "cispo" else 0.15,
-        max_completion_length=6,
-        **options,
-    )
+    epsilon = {"epsilon_low": 0.1, "epsilon_high": 1.2 if loss_type == "cispo" else 0.15}
+    cfg = LossConfig(loss_type, importance_sampling_level=level, max_completion_length=6, **epsilon, **options)
     generator = torch.Generator().manual_seed(20)
     shape = (len(LENGTHS), WIDTH)
 
@@ -83,55 +74,38 @@ def make(loss_type: str, level: str, option: str) -> tuple[LossConfig, TokenBatc
     return cfg, batch
 
 
-def counts_of(mask: torch.Tensor) -> StepCounts:
-    return StepCounts(mask.size(0), int(mask.sum()), int(mask.sum()))
-
-
 def part_of(batch: TokenBatch, rows: list[int]) -> TokenBatch:
     """Some completions as a micro-batch, without the columns that are padding in all of them."""
     width = max(1, max(LENGTHS[row] for row in rows))
-    fields = {}
-    for spec in dataclasses.fields(batch):
-        value = getattr(batch, spec.name)
-        if value is None:
-            fields[spec.name] = None
-        else:
-            fields[spec.name] = value[rows] if value.dim() == 1 else value[rows][:, :width]
-    return TokenBatch(**fields)
+    given = {name: value for name, value in vars(batch).items() if value is not None}
+    return TokenBatch(**{name: v[rows] if v.dim() == 1 else v[rows][:, :width] for name, v in given.items()})
 
 
-def loss_sum(cfg: LossConfig, batch: TokenBatch, counts: StepCounts) -> torch.Tensor:
+def loss_sum(cfg: LossConfig, batch: TokenBatch, step: TokenBatch) -> torch.Tensor:
+    """The loss of a micro-batch by the counts of a step."""
+    tokens = int(step.mask_BT.sum())
+    counts = StepCounts(step.mask_BT.size(0), tokens, tokens)
     return (token_loss(cfg, batch).loss_BT * token_weights(cfg, batch.mask_BT, counts)).sum()
 
 
 def value_and_gradient(cfg: LossConfig, batch: TokenBatch, parts: list[list[int]]) -> tuple[float, torch.Tensor]:
     """Loss of the step as a sum over parts, and its gradient with respect to the step's log-probabilities."""
-    counts, logps = counts_of(batch.mask_BT), batch.logps_BT
-    gradient, total = torch.zeros_like(logps), 0.0
+    gradient, total = torch.zeros_like(batch.logps_BT), 0.0
     for rows in parts:
-        loss = loss_sum(cfg, part_of(batch, rows), counts)
-        gradient += torch.autograd.grad(loss, logps)[0]
+        loss = loss_sum(cfg, part_of(batch, rows), batch)
+        gradient += torch.autograd.grad(loss, batch.logps_BT)[0]
         total += loss.item()
     return total, gradient
 
 
-def random_partition(seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(LENGTHS), generator=generator).tolist()
-    cuts = [i for i in range(1, len(rows)) if torch.rand(1, generator=generator) < 0.4]
-    return [rows[a:b] for a, b in itertools.pairwise([0, *cuts, len(rows)])]
-
-
-# ---- Any partition adds up ------------------------------------------------------------------------------------------
-
-
-@EVERY_VARIANT
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("option", OPTIONS)
 def test_any_partition_adds_up_to_the_step(loss_type, level, option):
     cfg, batch = make(loss_type, level, option)
     value, gradient = value_and_gradient(cfg, batch, [list(range(len(LENGTHS)))])
     assert gradient.abs().max() > 1e-4
-    singles = [[row] for row in range(len(LENGTHS))]
-    for parts in [singles, *(random_partition(seed) for seed in range(3))]:
+    for parts in PARTITIONS:
         part_value, part_gradient = value_and_gradient(cfg, batch, parts)
         assert abs(part_value - value) <= EXACT, f"parts {parts}: {part_value} against {value}"
         difference = (part_gradient - gradient).abs()
@@ -141,15 +115,13 @@ def test_any_partition_adds_up_to_the_step(loss_type, level, option):
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo", "dapo"])  # one of each aggregation
 def test_averaging_parts_that_count_for_themselves_does_not_add_up(loss_type):
     cfg, batch = make(loss_type, "token", "plain")
-    whole = loss_sum(cfg, batch, counts_of(batch.mask_BT))
     parts = [part_of(batch, rows) for rows in ([0, 1, 2, 3, 4, 5], [6])]
-    own = sum(loss_sum(cfg, part, counts_of(part.mask_BT)) for part in parts) / len(parts)
-    assert abs(own - whole) > 1e-3
+    own = sum(loss_sum(cfg, part, part) for part in parts) / len(parts)
+    assert abs(own - loss_sum(cfg, batch, batch)) > 1e-3
 
 
 def test_a_token_without_an_engine_score_does_not_mask_its_sequence():
-    mask = torch.ones(2, 3, dtype=torch.long)
-    logps = torch.zeros(2, 3, dtype=torch.float64)
+    mask, logps = torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.float64)
     sampling = torch.tensor([[math.nan, 0.0, 0.0], [math.nan, 5.0, 5.0]], dtype=torch.float64)
     keep = off_policy_keep(torch.tensor([[-1.0], [-1.0]]), logps, sampling, mask, threshold=0.5)
     assert keep.tolist() == [[1.0], [0.0]]
@@ -195,8 +167,6 @@ def test_unknown_aggregations_and_groups_are_refused():
         LossConfig(aggregation="mean")
 
 
-# ---- Entropy quantile -----------------------------------------------------------------------------------------------
-
 ENTROPIES = st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.5, 1.0, 1.0, 2.5, 3.0]), min_size=1, max_size=40)
 
 
@@ -220,59 +190,40 @@ def test_tokens_with_one_entropy_in_exact_arithmetic_are_kept_or_left_together()
     assert entropy_threshold(torch.zeros(0), 0.2) == math.inf
 
 
-@pytest.mark.parametrize(
-    ("coefficient", "entropy", "expected"),
-    [
+def test_the_entropy_coefficient_moves_towards_the_target_within_bounds():
+    bounds = (1.0, 0.01, 0.0, 0.2)  # target, change in a step, lowest, highest
+    for coefficient, entropy, expected in (
         (0.10, 0.50, 0.11),  # below the target: up
         (0.10, 1.00, 0.11),  # at the target: up
         (0.10, 1.01, 0.09),  # above: down
         (0.195, 0.5, 0.2),  # not above the highest
         (0.005, 2.0, 0.0),  # not below the lowest
-    ],
-)
-def test_the_entropy_coefficient_moves_towards_the_target_within_bounds(coefficient, entropy, expected):
-    bounds = (1.0, 0.01, 0.0, 0.2)  # target, change in a step, lowest, highest
-    assert adapted_entropy_coefficient(coefficient, entropy, *bounds) == pytest.approx(expected, abs=1e-15)
+    ):
+        assert adapted_entropy_coefficient(coefficient, entropy, *bounds) == pytest.approx(expected, abs=1e-15)
 
 
 EXPERTS, TOP_K, LAYERS = 4, 2, 3
-
-
-def router_case() -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 0, 1, 0]])
-    logits = [torch.randn(mask.numel(), EXPERTS, generator=generator).requires_grad_() for _ in range(LAYERS)]
-    return tuple(logits), mask
-
-
-def balanced(logits, mask, parts) -> torch.Tensor:
-    """The load-balancing loss of the step as a sum over parts, as the trainer computes it."""
-    pieces = []
-    for rows in parts:
-        layers = tuple(layer.view(*mask.shape, EXPERTS)[rows].flatten(0, 1) for layer in logits)
-        pieces.append(router_statistics(layers, mask[rows], TOP_K))
-    rows = sum(piece[2] for piece in pieces)
-    share = sum(piece[0] for piece in pieces) / rows
-    return sum(load_balancing_loss(probs, share.to(probs), rows) for _, probs, _ in pieces)
 
 
 @pytest.mark.parametrize(
     "parts", [[[0, 1, 2, 3, 4]], [[0, 1], [2, 3, 4]], [[4], [2], [0, 3], [1]], [[0], [1], [2], [3], [4]]]
 )
 def test_the_load_balancing_loss_of_any_partition_is_transformers(parts):
-    logits, mask = router_case()
-    ours, theirs = balanced(logits, mask, parts), load_balancing_loss_func(logits, EXPERTS, TOP_K, mask)
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 0, 1, 0]])
+    logits = tuple(torch.randn(mask.numel(), EXPERTS, generator=generator).requires_grad_() for _ in range(LAYERS))
+    theirs = load_balancing_loss_func(logits, EXPERTS, TOP_K, mask)
+    pieces, means = [], []
+    for rows in parts:
+        layers = tuple(layer.view(*mask.shape, EXPERTS)[rows].flatten(0, 1) for layer in logits)
+        pieces.append(router_statistics(layers, mask[rows], TOP_K))
+        means.append(load_balancing_loss_func(layers, EXPERTS, TOP_K, mask[rows]))
+    rows = sum(piece[2] for piece in pieces)
+    share = sum(piece[0] for piece in pieces) / rows
+    ours = sum(load_balancing_loss(probs, share.to(probs), EXPERTS, rows) for _, probs, _ in pieces)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     for mine, reference in zip(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits)):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-7)
         assert reference.abs().max() > 1e-4
-
-
-def test_the_mean_of_the_parts_own_load_balancing_losses_is_another_number():
-    logits, mask = router_case()
-    whole = load_balancing_loss_func(logits, EXPERTS, TOP_K, mask)
-    means = []
-    for rows in ([0, 1], [2, 3, 4]):
-        layers = tuple(layer.view(*mask.shape, EXPERTS)[rows].flatten(0, 1) for layer in logits)
-        means.append(load_balancing_loss_func(layers, EXPERTS, TOP_K, mask[rows]))
-    assert abs(sum(means) / 2 - whole) > 1e-4
+    # the control: the mean of what each part has for itself is another number
+    assert (abs(sum(means) / len(means) - theirs) > 1e-4) == (len(parts) > 1)

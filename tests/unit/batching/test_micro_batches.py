@@ -32,16 +32,11 @@ def whole(num_generations: int, prompts_G: list[int], completions_B: list[int]) 
     return StepSizes(groups, [prompts_G[group] for group in groups], completions_B)
 
 
-def step(seed: int, groups: int = 6, num_generations: int = 8, skewed: bool = False) -> StepSizes:
-    rng = random.Random(seed)
-    prompts = [rng.randint(1, 200) for _ in range(groups)]
-    length = (lambda: min(800, int(rng.expovariate(1 / 120)))) if skewed else (lambda: rng.randint(0, 300))
-    return whole(num_generations, prompts, [length() for _ in range(groups * num_generations)])
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_packs_are_few_and_even(seed):
-    sizes = step(seed, groups=40, skewed=True)
+    rng = random.Random(seed)
+    prompts = [rng.randint(1, 200) for _ in range(40)]
+    sizes = whole(8, prompts, [min(800, int(rng.expovariate(1 / 120))) for _ in range(320)])
     parts = cut_by_tokens(sizes, range(320), MicroBatchLayout(1000, 4000, "packed"))
     tokens = [sizes.tokens(part, "packed") for part in parts]
     assert len(parts) <= 1.15 * sum(tokens) / 4000 + 1
@@ -53,9 +48,6 @@ def test_one_group_is_cut_for_two_processes_when_that_pays():
     assert sorted(map(len, assign_rows(sizes, range(4), on_two))) == [2, 2]
     long_prompt = whole(4, [2000], [1, 1, 1, 1])
     assert sorted(map(len, assign_rows(long_prompt, range(4), on_two))) == [0, 4]
-
-
-# ---- Steps that cut groups ------------------------------------------------------------------------------------------
 
 
 def cut_step(seed: int, num_generations: int, first: int, rows: int, multiple: int = 1) -> StepSizes:
@@ -108,9 +100,18 @@ def test_a_cut_step_is_planned_without_loss_within_the_limits(
     shares = assign_rows(sizes, rows, layout)
     assert sorted(row for share in shares for row in share) == rows
     assert all(share == sorted(share) for share in shares)
-    layouts = [MicroBatchLayout(1, cost=COST, unit_rows=unit, processes=processes, rank=r) for r in range(processes)]
-    run = [list(part.rows) for layout in layouts for part in plan_step(sizes, rows, layout) if part.weight]
-    assert sorted(run) == canonical_units(sizes, rows, unit)
+    units = replace(layout, unit_rows=unit)
+    for layout in (units, MicroBatchLayout(max_rows, max_tokens, form, cost=COST, processes=processes)):
+        planned = [plan_step(sizes, rows, replace(layout, rank=rank)) for rank in range(processes)]
+        assert all(planned)
+        run = [[part for part in own if part.weight] for own in planned]
+        assert sorted(row for own in run for part in own for row in part.rows) == rows
+        if layout is units:
+            assert sorted(list(part.rows) for own in run for part in own) == canonical_units(sizes, rows, unit)
+            continue
+        for own in run:  # the others reuse the memory of the largest, which comes first
+            tokens = [sizes.tokens(part.rows, form) for part in own]
+            assert tokens == sorted(tokens, reverse=True)
 
 
 def test_a_prompt_counts_once_for_the_rows_of_its_group_that_the_step_has():
@@ -122,36 +123,9 @@ def test_a_prompt_counts_once_for_the_rows_of_its_group_that_the_step_has():
     assert len({sizes.prompts_B[row] for row in counted.pieces(range(5))[0]}) == 2
 
 
-# ---- The plan of a step ---------------------------------------------------------------------------------------------
-
-
-LENGTHS = [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1]
-SIZES = StepSizes(group_numbers(16, 4), [p for p in (30, 5, 12, 7) for _ in range(4)], LENGTHS)
-COSTLY = TokenCost(1e-3, 0.2)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        MicroBatchLayout(5),
-        MicroBatchLayout(5, 80, form="packed"),
-        MicroBatchLayout(16, 90),
-        MicroBatchLayout(3, cost=COSTLY),
-    ],
-)
-@pytest.mark.parametrize("processes", [1, 2, 3, 20])
-def test_the_processes_share_the_rows_that_are_run(layout, processes):
-    rows = [row for row in range(16) if row not in (3, 9)]
-    planned = [plan_step(SIZES, rows, replace(layout, processes=processes, rank=rank)) for rank in range(processes)]
-    assert sorted(r for own in planned for part in own if part.weight for r in part.rows) == rows
-    assert all(own for own in planned)
-    for own in planned:  # the others reuse the memory of the largest, which comes first
-        tokens = [SIZES.tokens(part.rows, layout.form) for part in own if part.weight]
-        assert tokens == sorted(tokens, reverse=True)
-
-
 def test_sharded_processes_run_the_same_number_of_forwards():
-    layout = MicroBatchLayout(16, 90, form="packed", cost=COSTLY, processes=3, equal_counts=True)
-    counts = [len(plan_step(SIZES, range(16), replace(layout, rank=rank))) for rank in range(3)]
-    alone = [len(plan_step(SIZES, range(16), replace(layout, rank=rank, equal_counts=False))) for rank in range(3)]
+    sizes = whole(4, [30, 5, 12, 7], [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1])
+    layout = MicroBatchLayout(16, 90, form="packed", cost=TokenCost(1e-3, 0.2), processes=3, equal_counts=True)
+    counts = [len(plan_step(sizes, range(16), replace(layout, rank=rank))) for rank in range(3)]
+    alone = [len(plan_step(sizes, range(16), replace(layout, rank=rank, equal_counts=False))) for rank in range(3)]
     assert counts == [max(alone)] * 3

@@ -10,30 +10,18 @@ from hypothesis import strategies as st
 from grpo_ext.batching.prompt_order import ProcessSlices, make_loader, prompt_order
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 
-GENERATIONS = 3
 
-
-def geometry(prompts_per_step=2, steps_per_rollout=2, iterations=1, chunk_groups=1, generations=GENERATIONS, cut=0):
-    step = generations * prompts_per_step - cut
-    return BatchGeometry(
-        num_generations=generations,
-        global_batch_size=step,
-        rollout_batch_size=math.lcm(step, generations) * steps_per_rollout,
-        num_iterations=iterations,
-        micro_batch_size=4,
-        num_processes=1,
-        rollout_chunk_size=chunk_groups * generations,
-    )
+def geometry(step=6, rollouts=2, generations=3, iterations=1, chunk_groups=1):
+    """Steps of any number of completions, which may cut groups."""
+    rollout = math.lcm(step, generations) * rollouts
+    return BatchGeometry(generations, step, rollout, iterations, 4, 1, rollout_chunk_size=chunk_groups * generations)
 
 
 class Stream:
-    """A stream without a length that counts what is read and remembers its epoch."""
+    """A stream without a length that counts what is read."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.epoch, self.read = count, None, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.count, self.read = count, 0
 
     def __iter__(self):
         for i in range(self.count):
@@ -41,22 +29,12 @@ class Stream:
             yield {"prompt": f"p{i}", "answer": i}
 
 
-def rule(g: BatchGeometry, processes: int = 1, rank: int = 0) -> ProcessSlices:
-    return ProcessSlices(g.num_generations, g.rollout_chunk_size, processes, rank)
-
-
-def loader(prompts, g, processes=1, rank=0, *, seed=42, shuffle=True, drop_last=False, **worker_options):
-    options = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None, **worker_options}
-    args = SimpleNamespace(seed=seed, dataloader_drop_last=drop_last, rollout_lag=0)
-    vars(args).update({f"dataloader_{name}": value for name, value in options.items()})
-    return make_loader(prompts, rule(g, processes, rank), g, args, shuffle)
-
-
-def names(rows) -> list[str]:
-    return [row["prompt"] for row in rows]
-
-
-# ---- The order ------------------------------------------------------------------------------------------------------
+def loader(prompts, g, processes=1, rank=0, *, shuffle=True, drop_last=False):
+    workers = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
+    args = SimpleNamespace(seed=42, dataloader_drop_last=drop_last, rollout_lag=0)
+    vars(args).update({f"dataloader_{name}": value for name, value in workers.items()})
+    rule = ProcessSlices(g.num_generations, g.rollout_chunk_size, processes, rank)
+    return make_loader(prompts, rule, g, args, shuffle)
 
 
 def test_the_order_is_a_function_of_seed_and_epoch():
@@ -69,19 +47,9 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     assert len({tuple(prompt_order(50, seed, epoch)) for seed in (1, 2) for epoch in (2, 3)} | {tuple(range(50))}) == 5
 
 
-# ---- Shares of a step -----------------------------------------------------------------------------------------------
-
 SPLITS = st.tuples(
     st.integers(1, 25),  # prompts
-    st.builds(
-        geometry,
-        prompts_per_step=st.integers(1, 4),
-        steps_per_rollout=st.integers(1, 3),
-        iterations=st.integers(1, 2),
-        chunk_groups=st.integers(1, 3),
-        generations=st.integers(2, 3),
-        cut=st.integers(0, 1),
-    ),
+    st.builds(geometry, st.integers(1, 12), st.integers(1, 3), st.integers(2, 3), st.integers(1, 2), st.integers(1, 3)),
     st.integers(1, 6),  # processes
     st.booleans(),  # drop_last
 )
@@ -105,22 +73,18 @@ def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
             assert not any(parts)  # the rollout batch is at hand; a run that lost it asks for its rows
             parts = [part_of.dataset.rows(part.request) for part_of, part in zip(loaders, parts)]
         real = [part for part in parts if not part.request.stands_in]
-        assert [name for part in real for name in names(part)] == expected
+        assert [row["prompt"] for part in real for row in part] == expected
         for part in parts:
             assert part.request.layout == layout[index]
             assert part.request.epoch == 3
             assert part.request.num_generations == g.num_generations
             assert len(part) == len(part.request.prompts) * g.num_generations
-            groups = [names(part)[i : i + g.num_generations] for i in range(0, len(part), g.num_generations)]
-            assert all(len(set(group)) == 1 for group in groups)
-
-
-# ---- Loaders --------------------------------------------------------------------------------------------------------
+            assert all(row == part[i - i % g.num_generations] for i, row in enumerate(part))
 
 
 def test_a_stream_is_read_one_rollout_at_a_time():
     stream = Stream(100)
-    steps = iter(loader(stream, geometry(prompts_per_step=2, steps_per_rollout=2), shuffle=False))
+    steps = iter(loader(stream, geometry(), shuffle=False))  # rollout batches of two steps of two prompts
     for _ in range(2):
         next(steps)
     assert stream.read == 4

@@ -11,10 +11,6 @@ from grpo_ext.forward.architecture import cached_numbers, experts_of, weight_siz
 from tests.support.architectures import architecture
 
 
-def config_of(kind: str, **changes: Any) -> Any:
-    return CONFIG_MAPPING[kind](**{"num_hidden_layers": 2, **changes})
-
-
 def on_meta(config: Any) -> Any:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
@@ -42,14 +38,14 @@ MOE = ["qwen2_moe", "mixtral", "granitemoe", "deepseek_v2", "ernie4_5_moe", "ari
 def test_a_token_costs_the_experts_that_run_for_it(kind):
     # against a model whose layers hold no more experts than run for a token
     settings = {"num_experts_per_tok": 2} if kind == "deepseek_v2" else {}  # which has no default
-    config = config_of(kind, **settings)
+    config = CONFIG_MAPPING[kind](num_hidden_layers=2, **settings)
     experts, active = experts_of(config)
     assert experts > active > 0
     names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    few = config_of(kind, **settings, **{name: active for name in names if hasattr(config, name)})
-    all_of_few, _ = weight_sizes(on_meta(few))
-    idle = sum(p.numel() for p in on_meta(config).parameters()) - sum(p.numel() for p in on_meta(few).parameters())
-    body, _ = weight_sizes(on_meta(config))
+    settings |= {name: active for name in names if hasattr(config, name)}
+    whole, few = on_meta(config), on_meta(CONFIG_MAPPING[kind](num_hidden_layers=2, **settings))
+    idle = sum(p.numel() for p in whole.parameters()) - sum(p.numel() for p in few.parameters())
+    (body, _), (all_of_few, _) = weight_sizes(whole), weight_sizes(few)
     # what is left is the router itself, which has a row (and at times a bias) for each expert
     assert 0 <= body - all_of_few <= 0.03 * body
     assert idle > 0.1 * body

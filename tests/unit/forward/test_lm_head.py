@@ -18,7 +18,7 @@ from grpo_ext.runtime.determinism import pinned
 from tests.support.tiny import tiny_model
 
 TEMPERATURE = 0.9
-# ---- The logits of every model --------------------------------------------------------------------------------------
+
 
 ODD = {
     "final_logit_softcapping": 1.5,
@@ -53,13 +53,6 @@ NOT_BUILT = {  # by the reason
         *("Granite4VisionForConditionalGeneration", "Qwen4ExpForConditionalGeneration"),
     ),
 }
-
-
-def classes() -> list[str]:
-    both = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    values = [value for mapping in both for value in mapping.values()]
-    names = {name for value in values for name in ((value,) if isinstance(value, str) else value)}
-    return sorted(names.difference(*NOT_BUILT.values()))
 
 
 class _Hidden(dict):
@@ -152,14 +145,14 @@ def test_the_logits_are_those_of_models_that_transform_them():
 def test_the_logits_are_those_of_every_model_that_transformers_has():
     """Derived from the installed transformers: a model whose logits the head does not know fails here by name."""
     torch.manual_seed(0)
-    outcomes = {name: outcome(name) for name in classes()}
+    both = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    values = [value for mapping in both for value in mapping.values()]
+    names = {name for value in values for name in ((value,) if isinstance(value, str) else value)}
+    outcomes = {name: outcome(name) for name in sorted(names.difference(*NOT_BUILT.values()))}
     wrong = {name: what for name, what in outcomes.items() if not what.startswith(("right", "refused"))}
     assert wrong == {}
     assert {name for name, what in outcomes.items() if what == "right, transformed"} >= TRANSFORMED
     assert outcomes["BertLMHeadModel"] == "refused"
-
-
-# ---- The forward ----------------------------------------------------------------------------------------------------
 
 
 def test_casting_the_head_to_float32_leaves_autocast():
@@ -187,9 +180,6 @@ def test_bitwise_mode_does_not_use_trls_kernel(monkeypatch, deterministic, head)
         hidden, weight = torch.empty(3, 4, device="cuda"), torch.empty(9, 4, device="cuda")
         targets = torch.empty(3, device="cuda", dtype=torch.long)
         assert lm_head.log_probs(hidden, weight, None, targets, LogitTransform())[0] == head
-
-
-# ---- TRL's kernel ---------------------------------------------------------------------------------------------------
 
 
 def test_a_head_of_several_layers_and_an_adapter_on_it_are_refused():

@@ -11,17 +11,16 @@ from grpo_ext.batching.packing import PackLayout
 from grpo_ext.forward import attention
 from grpo_ext.forward.attention import PackRefused, packed_attention
 from grpo_ext.forward.forms import run_rows, why_not_packed
-from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows, in_columns
-from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of
+from tests.support import packs
+from tests.support.packs import SHAPES, apart, gradient, rows_of, scoring
 from tests.support.tiny import tiny_model
 from tests.support.varlen import layout_of, states_of
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
 _WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _SHARED_EXPERT = {"shared_expert_intermediate_size": 16, "use_sliding_window": True}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **_SHARED_EXPERT}
 # by name the architecture and its settings
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
@@ -33,8 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "window_larger": ("mistral", {"sliding_window": 100}),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 4.0, "attn_implementation": "eager"}),
     "gemma3": ("gemma3_text", _WINDOWS),
-    "moe": ("qwen3_moe", _EXPERTS),
-    "window_in_the_mask": ("qwen2_moe", {**_SHARED_EXPERT, **_EXPERTS, **_WINDOWS}),
+    "moe": ("qwen3_moe", {}),
+    "window_in_the_mask": ("qwen2_moe", {**_EXPERTS, **_WINDOWS}),
 }
 # grouped experts have no float64; eager attention masks with its smallest number
 FLOAT32 = ("moe", "gemma2", "window_in_the_mask")
@@ -42,10 +41,8 @@ FLOAT32 = ("moe", "gemma2", "window_in_the_mask")
 
 def model_of(kind: str) -> Any:
     name, settings = MODELS[kind]
-    model = architecture(name, **{"initializer_range": 0.3, **settings})
-    model = model if kind in FLOAT32 else model.double()
-    install(model, 0.9)
-    return model
+    model = scoring(name, **{"initializer_range": 0.3, **settings})
+    return model if kind in FLOAT32 else model.double()
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["segments", "dense"])
@@ -56,12 +53,8 @@ def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, sp
     monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
     model = model_of(kind)
     assert why_not_packed(model) is None
-    batch = rows_of(*SHAPES[shape])
     tolerance = UPDATE if kind in FLOAT32 else FLOAT64_SUMS if kind == "gpt2" else SAME_ALGEBRA
-    ours, theirs = run_rows("packed", model, batch), run_rows("padded", model, batch)
-    assert apart(ours.logps_S, theirs.logps_S) <= tolerance
-    assert apart(ours.entropies_S, theirs.entropies_S) <= tolerance
-    assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= tolerance
+    packs.assert_same_as_padded("packed", model, rows_of(*SHAPES[shape]), tolerance)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -75,7 +68,7 @@ def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
 
 
 def test_the_router_counts_what_the_padded_batch_counts():
-    assert_same_router_counts("packed", model_of("moe"), rows_of(*SHAPES["masked_out"]))
+    packs.assert_same_router_counts("packed", model_of("moe"), rows_of(*SHAPES["masked_out"]))
 
 
 def test_a_model_that_drops_the_layout_is_refused():

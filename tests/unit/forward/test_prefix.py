@@ -11,10 +11,11 @@ from grpo_ext.compat import CACHE
 from grpo_ext.forward import forms, prefix_cache
 from grpo_ext.forward.form_check import probe_rows, why_form_fails
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
-from grpo_ext.forward.lm_head import install
-from tests.support.architectures import HYBRID, PREFIXED, architecture
+from tests.support import packs
+from tests.support.architectures import HYBRID, PREFIXED
 from tests.support.float64 import float64_throughout
-from tests.support.packs import SHAPES, apart, assert_same_router_counts, gradient, rows_of
+from tests.support.packs import SHAPES, apart, gradient, rows_of, scoring
+from tests.support.selection import few_of
 from tests.support.tiny import tiny_tokenizer
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 
@@ -22,33 +23,22 @@ ALWAYS = ("lfm2", "falcon_h1", "qwen3_5_text")  # convolutions, Mamba 2 and atte
 CHECKPOINTING = {"use_reentrant": False}
 
 
-def in_full_unless(always: Any, *values: Any) -> Any:
-    return pytest.param(*values, marks=[] if always else [pytest.mark.full])
-
-
 before_5_24 = pytest.mark.skipif(CACHE == "cache", reason="Mamba takes transformers' cache since 5.24")
+EVERY = [(kind, shape) for kind in PREFIXED for shape in SHAPES]
 
 
-def model_of(kind: str, **overrides: Any) -> Any:
-    model = architecture(kind, **overrides)
-    install(model, 0.9)
-    return model.train()
+def model_of(kind: str) -> Any:
+    return scoring(kind).train()
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [in_full_unless(shape == "groups" or kind in ALWAYS, kind, shape) for kind in PREFIXED for shape in SHAPES],
-)
-def test_the_same_scores_and_gradients(kind, shape):
-    model, batch = model_of(kind), rows_of(*SHAPES[shape])
+@pytest.mark.parametrize("case", few_of(EVERY, [(k, s) for k, s in EVERY if s == "groups" or k in ALWAYS]), ids=str)
+def test_the_same_scores_and_gradients(case):
+    model = model_of(case[0])
     assert why_no_prefix(model) is None
-    ours, theirs = run_rows("prefix", model, batch), run_rows("padded", model, batch)
-    assert apart(ours.logps_S, theirs.logps_S) <= FLOAT32_SUMS
-    assert apart(ours.entropies_S, theirs.entropies_S) <= FLOAT32_SUMS
-    assert apart(gradient("prefix", model, batch), gradient("padded", model, batch)) <= FLOAT32_SUMS
+    packs.assert_same_as_padded("prefix", model, rows_of(*SHAPES[case[1]]), FLOAT32_SUMS)
 
 
-@pytest.mark.parametrize("kind", [in_full_unless(kind in HYBRID, kind) for kind in PREFIXED if kind != "gpt2"])
+@pytest.mark.parametrize("kind", few_of([kind for kind in PREFIXED if kind != "gpt2"], HYBRID))
 def test_the_same_gradients_under_checkpointing(kind, caplog):
     model, batch = model_of(kind), rows_of(*SHAPES["groups"])
     expected = gradient("padded", model, batch)
@@ -60,7 +50,7 @@ def test_the_same_gradients_under_checkpointing(kind, caplog):
     assert not any(layer._can_checkpoint_with_cache for layer in layers)  # put back
 
 
-@pytest.mark.parametrize("kind", [in_full_unless(kind in ALWAYS, kind) for kind in PREFIXED])
+@pytest.mark.parametrize("kind", few_of(PREFIXED, ALWAYS))
 def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
     """What float32 shows is rounding, then: of the prefix form, of packs, and under checkpointing."""
     batch = rows_of(*SHAPES["groups"])
@@ -74,7 +64,7 @@ def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
 
 
 def test_the_router_counts_what_the_padded_batch_counts():
-    assert_same_router_counts("prefix", model_of("qwen3_next"), rows_of(*SHAPES["masked_out"]))
+    packs.assert_same_router_counts("prefix", model_of("qwen3_next"), rows_of(*SHAPES["masked_out"]))
 
 
 def test_adapters_and_widths():
@@ -95,7 +85,7 @@ def refusal(model: Any, checkpointing: Any = None) -> str | None:
         return why_form_fails("prefix", model, rows_of(*SHAPES["long"]), torch.device("cpu"), checkpointing)
 
 
-@pytest.mark.parametrize("precision", [in_full_unless(False, torch.float32), torch.bfloat16])
+@pytest.mark.parametrize("precision", few_of([torch.float32, torch.bfloat16], [torch.bfloat16]))
 @pytest.mark.parametrize("kind", HYBRID)
 def test_hybrid_models_run_it(kind, precision):
     assert refusal(model_of(kind).to(precision), CHECKPOINTING) is None

@@ -9,19 +9,16 @@ from torch import nn
 
 from grpo_ext.errors import ModelError
 from grpo_ext.forward.forms import in_form, run_rows, why_no_prefix, why_not_packed
-from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.routing import LIVE, Routing, install_routers
 from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, gradient, rows_of
+from tests.support.packs import SHAPES, apart, gradient, rows_of, scoring
 from tests.tolerances import DIFFERENT, FLOAT32_SUMS
 
 KINDS = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "olmoe", "glm4_moe", "llama4_text")
-CHECKPOINTING = ({"use_reentrant": False}, {"use_reentrant": True})
 
 
 def model_of(kind: str) -> Any:
-    model = architecture(kind, initializer_range=0.04)
-    install(model, 0.9)
+    model = scoring(kind, initializer_range=0.04)
     install_routers(model)
     return model.train()
 
@@ -36,9 +33,8 @@ def experts_in(model: Any) -> int:
 
 
 def forms_of(model: Any) -> list[Any]:
-    forms = ["padded"]
-    forms += ["prefix"] if why_no_prefix(model) is None else []
-    return forms + (["packed"] if why_not_packed(model) is None else [])
+    reasons = {"padded": None, "prefix": why_no_prefix(model), "packed": why_not_packed(model)}
+    return [form for form, reason in reasons.items() if reason is None]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,17 +64,17 @@ def test_every_form_records_and_replays_the_experts_of_the_same_tokens(kind):
         assert apart(gradient(form, model, swapped), expected_gradient) <= FLOAT32_SUMS, form
 
 
-@pytest.mark.parametrize("kwargs", CHECKPOINTING, ids=str)
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
-def test_recomputation_under_checkpointing_replays_too(kind, kwargs):
+def test_recomputation_under_checkpointing_replays_too(kind, reentrant):
     model, rows = model_of(kind), rows_of(*SHAPES["groups"])
     reference = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
     swapped = replace(rows, experts_NC=others(reference, experts_in(model)))
-    forms = [form for form in forms_of(model) if form != "prefix" or not kwargs["use_reentrant"]]
+    forms = [form for form in forms_of(model) if form != "prefix" or not reentrant]
     expected = {form: gradient(form, model, swapped) for form in forms}
     counts = {form: int(run_rows(form, model, swapped).routing.changed) for form in forms}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    if kwargs["use_reentrant"]:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
         model.enable_input_require_grads()
     for form in forms:
         assert apart(gradient(form, model, swapped), expected[form]) <= FLOAT32_SUMS, form

@@ -3,18 +3,14 @@
 The operators themselves run in tests/gpu.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
 from grpo_ext.forward import attention, shared_prefix
 from grpo_ext.forward.forms import run_rows
-from grpo_ext.forward.lm_head import install
 from grpo_ext.runtime.transfer import to_device
 from tests.support import varlen
-from tests.support.architectures import architecture
-from tests.support.packs import SHAPES, apart, gradient, rows_of
+from tests.support.packs import SHAPES, apart, assert_same_as_padded, gradient, rows_of, scoring
 from tests.support.varlen import HEADS, PACKS, SCALE, dense, layout_of, outcome, states_of
 from tests.tolerances import FLOAT64_SUMS, HALF_PRECISION_JOIN, SAME_ALGEBRA
 
@@ -24,12 +20,6 @@ def calls(monkeypatch) -> list[str]:
     """Packs run as they do on CUDA; which operators were called."""
     monkeypatch.setattr(attention, "takes_varlen", lambda *states: True)
     return varlen.count_calls(monkeypatch, varlen.forward, varlen.backward)
-
-
-def model_of(kind: str, **settings: Any) -> Any:
-    model = architecture(kind, initializer_range=0.3, **settings).double()
-    install(model, 0.9)
-    return model
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 12])
@@ -80,17 +70,17 @@ def test_torchs_own_operators_take_the_arguments(heads, window, causal):
     ],
 )
 def test_a_model_scores_and_learns_as_on_the_padded_batch(calls, kind, settings, shape, layer_calls):
-    model, batch = model_of(kind, **settings), rows_of(*SHAPES[shape])
-    assert apart(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S) <= SAME_ALGEBRA
+    model, batch = scoring(kind, initializer_range=0.3, **settings).double(), rows_of(*SHAPES[shape])
+    run_rows("packed", model, batch)
     assert len(calls) == layer_calls * model.config.num_hidden_layers
-    assert apart(gradient("packed", model, batch), gradient("padded", model, batch)) <= SAME_ALGEBRA
+    assert_same_as_padded("packed", model, batch, FLOAT64_SUMS if kind == "gpt2" else SAME_ALGEBRA)
 
 
 def test_layers_with_and_without_a_window_share_a_pack(calls):
     layers = ["sliding_attention", "full_attention"] * 2
-    model, batch = model_of("gemma3_text", sliding_window=6, layer_types=layers), rows_of(*SHAPES["groups"])
+    model = scoring("gemma3_text", initializer_range=0.3, sliding_window=6, layer_types=layers).double().train()
+    batch = rows_of(*SHAPES["groups"])
     expected = gradient("padded", model, batch)
-    model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert apart(gradient("packed", model, batch), expected) <= SAME_ALGEBRA
 

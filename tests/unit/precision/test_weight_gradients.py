@@ -19,11 +19,12 @@ from grpo_ext.forward.architecture import base_model_of
 from grpo_ext.forward.forms import in_form, run_rows, why_not_packed
 from grpo_ext.forward.lm_head import install
 from grpo_ext.precision.weight_gradients import float32_weight_gradients
-from tests.support.architectures import HYBRID, PREFIXED, REFUSING, ROUTED, architecture
+from tests.support.architectures import PREFIXED, REFUSING, ROUTED, architecture
 from tests.support.packs import rows_of
+from tests.support.selection import few_of
 from tests.support.tiny import TINY, tiny_model
+from tests.support.trainers import LORA
 
-full = pytest.mark.full
 PACKS = rows_of([7, 12, 3, 9], [[4, 1, 9], [6, 6, 2], [11, 3, 5], [7, 7, 2]])
 OF_ONE_WIDTH = rows_of([8] * 4, [[6, 6, 6]] * 4)
 SAME, ROUNDED = 3e-6, 1e-4  # relative difference of a parameter's gradients
@@ -80,32 +81,31 @@ def assert_parts_add_up(model: Any, left_out: tuple[str, ...] = (), dtype: Any =
     assert max(apart(ours, theirs).values()) < 0.05
 
 
-def network(kind: str, **options: Any) -> Any:
+def network(kind: str, experts: str | None = None) -> Any:
     torch.manual_seed(0)
-    model = tiny_model(kind) if kind == "moe" else architecture(kind, tie_word_embeddings=False, **options)
+    model = tiny_model(kind) if kind == "moe" else architecture(kind, tie_word_embeddings=False)
     install(model, 0.9)
+    if experts is not None:
+        model.set_experts_implementation(experts)
     return model.train(kind != "phimoe")  # which moves its router's inputs at random
 
 
-KINDS = ("qwen2", "gpt2", "moe", "llama4_text", "lfm2", "bamba")
-OTHERS = sorted({*TINY, *PREFIXED, *HYBRID, *REFUSING, *ROUTED, "gemma3_text"} - set(KINDS))
+KINDS = sorted({*TINY, *PREFIXED, *REFUSING, *ROUTED, "gemma3_text"})
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=full) for kind in OTHERS)])
+@pytest.mark.parametrize("kind", few_of(KINDS, ("qwen2", "gpt2", "moe", "llama4_text", "lfm2", "bamba")))
 def test_parts_of_a_batch_add_up_to_the_whole(kind):
     assert_parts_add_up(network(kind), CAST if kind in CASTING else ())
 
 
-@pytest.mark.parametrize("experts", ["eager", pytest.param("batched_mm", marks=full)])
-@pytest.mark.parametrize("kind", ["moe", pytest.param("gpt_oss", marks=full), pytest.param("glm4_moe", marks=full)])
+@pytest.mark.parametrize("experts", few_of(("eager", "batched_mm"), ("eager",)))
+@pytest.mark.parametrize("kind", few_of(("moe", "gpt_oss", "glm4_moe"), ("moe",)))
 def test_experts_add_up_however_they_are_computed(kind, experts):
-    model = network(kind)
-    model.set_experts_implementation(experts)
-    assert_parts_add_up(model)
+    assert_parts_add_up(network(kind, experts))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["qwen2", pytest.param("moe", marks=full), pytest.param("lfm2", marks=full)])
+@pytest.mark.parametrize("kind", few_of(("qwen2", "moe", "lfm2"), ("qwen2",)))
 def test_parts_add_up_under_gradient_checkpointing(kind, reentrant):
     model = network(kind)
     _, expected = gradients(model, [(0, 12)], True)
@@ -121,39 +121,32 @@ def test_parts_add_up_in_fp16():
 
 # ---- Adapters -------------------------------------------------------------------------------------------------------
 
-TWO = ["q_proj", "v_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def lora(**options: Any) -> Any:
-    return peft.LoraConfig(**{"r": 4, "target_modules": TWO, "init_lora_weights": False, **options})
+    return peft.LoraConfig(**{**LORA, "init_lora_weights": False, **options})
 
 
-ADAPTERS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "dora": ("qwen2", lambda: lora(use_dora=True)),
-    "Conv1D": ("gpt2", lambda: lora(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
-    "experts": ("qwen3_moe", lambda: lora(target_parameters=EXPERTS)),
-    "embeddings": ("qwen2", lambda: lora(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"])),
-    "adalora": ("qwen2", lambda: peft.AdaLoraConfig(total_step=10, target_modules=TWO)),
+ADAPTERS = {
+    "dora": ("qwen2", lora(use_dora=True)),
+    "Conv1D": ("gpt2", lora(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)),
+    "experts": ("qwen3_moe", lora(target_parameters=EXPERTS)),
+    "embeddings": ("qwen2", lora(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"])),
+    "adalora": ("qwen2", peft.AdaLoraConfig(total_step=10, target_modules=LORA["target_modules"])),
 }
 
 
-def adapted(base: Any, config: Any) -> Any:
+@pytest.mark.parametrize("name", few_of(ADAPTERS, ("dora", "experts")))
+def test_parts_of_an_adapter_add_up(name):
+    kind, config = ADAPTERS[name]
+    base = network(kind, "eager" if name == "experts" else None)
     torch.manual_seed(3)
-    model = peft.get_peft_model(base, config)
+    model = peft.get_peft_model(base, config).train()
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.any():
             nn.init.normal_(parameter, std=0.02)
-    return model.train()
-
-
-@pytest.mark.parametrize("name", [n if n in ("dora", "experts") else pytest.param(n, marks=full) for n in ADAPTERS])
-def test_parts_of_an_adapter_add_up(name):
-    kind, config = ADAPTERS[name]
-    base = network(kind)
-    if name == "experts":
-        base.set_experts_implementation("eager")
-    assert_parts_add_up(adapted(base, config()))
+    assert_parts_add_up(model)
 
 
 # ---- Modules of users -----------------------------------------------------------------------------------------------
@@ -178,27 +171,20 @@ class Owner(nn.Module):
         return self.product(self, input)
 
 
-COVERED: dict[str, Callable[..., torch.Tensor]] = {
+PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "@": lambda m, x: x @ m.weight,
     "a left factor": lambda m, x: m.weight.matmul(x.mT),
     "addmm by keyword": lambda m, x: torch.addmm(input=m.bias, mat1=x[0], mat2=m.weight),
     "one expert": lambda m, x: functional.linear(x, m.each[1], m.bias),
     "bmm": lambda m, x: torch.bmm(x, m.each),
     "convolution": lambda m, x: m.convolution(x.mT),
-}
-
-
-UNCOVERED: dict[str, Callable[..., torch.Tensor]] = {
+    # whose gradients stay rounded
     "a vector": lambda m, x: x @ m.vector + functional.linear(x, m.vector),
     "padding by name": lambda m, x: m.same(x.mT),
     "without a batch": lambda m, x: m.convolution(x[0].mT),
     "einsum": lambda m, x: torch.einsum("bti,io->bto", x, m.weight),
 }
-
-
-def replaced(module: nn.Linear) -> nn.Linear:
-    module.forward = lambda input: functional.linear(input, module.weight) * 2  # type: ignore[method-assign]
-    return module
+UNCOVERED = ("a vector", "padding by name", "without a batch", "einsum")
 
 
 class Twice(nn.Module):
@@ -215,18 +201,21 @@ class Twice(nn.Module):
         return self.other(self.one(self.one(input))) + constant
 
 
-def hooked(module: nn.Linear) -> nn.Linear:
-    module.register_forward_hook(lambda *_: None)
-    module.register_full_backward_hook(lambda *_: None)
-    return module
+class Hooked(nn.Linear):
+    """With hooks of a user's, and a forward that is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8, bias=False)
+        self.forward = lambda input: functional.linear(input, self.weight) * 2  # type: ignore[method-assign]
+        self.register_forward_hook(lambda *_: None)
+        self.register_full_backward_hook(lambda *_: None)
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(8, 8),
     "subclass": lambda: Doubled(8, 8),
     "hooks of device_map": lambda: add_hook_to_module(nn.Linear(8, 8), AlignDevicesHook("cpu", io_same_device=True)),
-    "a replaced forward": lambda: replaced(nn.Linear(8, 8, bias=False)),
-    "hooks": lambda: hooked(nn.Linear(8, 8)),
+    "hooks and a replaced forward": Hooked,
     "twice": Twice,
 }
 INPUT = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -244,17 +233,23 @@ def of_module(model: nn.Module, on: bool, dtype: Any = torch.bfloat16, enabled: 
     return output.detach(), {"input": input.grad, **found}
 
 
+def compared(model: nn.Module, dtype: Any = torch.bfloat16) -> tuple[Gradients, Gradients]:
+    """Gradients without and with `float32_weight_gradients`, which differ by rounding alone."""
+    (plain, theirs), (output, ours) = (of_module(model, on, dtype) for on in (False, True))
+    assert torch.equal(output, plain)
+    assert ours.keys() == theirs.keys()
+    assert torch.equal(ours["input"], theirs["input"])
+    assert max(apart(ours, theirs).values()) < 0.02
+    return theirs, ours
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_no_gradient_goes_missing(name):
     torch.manual_seed(1)
     model = MODULES[name]()
     before = [dict(vars(module)) for module in model.modules()]
-    plain, theirs = of_module(model, on=False)
-    output, ours = of_module(model, on=True)
-    assert torch.equal(output, plain)
-    assert torch.equal(ours["input"], theirs["input"])
-    assert ours.keys() == theirs.keys() >= {n for n, p in model.named_parameters() if p.requires_grad}
-    assert max(apart(ours, theirs).values()) < 0.02
+    theirs, ours = compared(model)
+    assert ours.keys() >= {n for n, p in model.named_parameters() if p.requires_grad}
     if name != "twice":  # whose gradients are sums of rounded ones
         assert [n for n, g in ours.items() if n != "input" and torch.equal(g.bfloat16().float(), g)] == []
         assert all(torch.equal(g.bfloat16().float(), g) for n, g in theirs.items() if n != "input")
@@ -262,16 +257,11 @@ def test_no_gradient_goes_missing(name):
     assert all(vars(m).get("forward") is b.get("forward") for m, b in zip(model.modules(), before))
 
 
-@pytest.mark.parametrize("name", [*COVERED, *UNCOVERED])
+@pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_in_a_module_of_its_own(name, dtype):
     torch.manual_seed(1)
-    model = Owner({**COVERED, **UNCOVERED}[name])
-    (plain, theirs), (output, ours) = (of_module(model, on, dtype) for on in (False, True))
-    assert torch.equal(output, plain)
-    assert ours.keys() == theirs.keys()
-    assert torch.equal(ours["input"], theirs["input"])
-    assert max(apart(ours, theirs).values()) < 0.02
+    theirs, ours = compared(Owner(PRODUCTS[name]), dtype)
     for gradients_of, rounded in ((theirs, True), (ours, name in UNCOVERED)):
         weights = [gradient for name, gradient in gradients_of.items() if name != "input"]
         assert [torch.equal(gradient.to(dtype).float(), gradient) for gradient in weights] == [rounded] * len(weights)
@@ -282,7 +272,6 @@ def test_other_precisions_keep_their_bits(case):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), Doubled(8, 8), nn.Linear(8, 8))
     model.to({"bfloat16 weights": torch.bfloat16, "float64 weights": torch.float64}.get(case, torch.float32))
-    options = {"enabled": case == "bfloat16 weights"}
-    (plain, theirs), (output, ours) = (of_module(model, on, **options) for on in (False, True))
+    (plain, theirs), (output, ours) = (of_module(model, on, enabled="bfloat16" in case) for on in (False, True))
     assert torch.equal(output, plain)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -26,25 +26,16 @@ def call(function: Callable, faults: Faults = STRICT) -> list[float | None]:
     return score([function], faults=faults, chunk=None, completions=["four", "seven", "eight"])[0][0]
 
 
-def returning(rewards: Any) -> list[float | None]:
-    return call(lambda **kwargs: rewards)
-
-
 # ---- What is a reward -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("rewards", "what"),
-    [
-        ([1.0] * 2, "2 rewards"),
-        ([1.0] * 4, "4 rewards"),
-        (None, "None, which is not a list"),
-        (1.0, "1.0, which is not"),
-    ],
+    [([1.0] * 2, "2 rewards"), ([1.0] * 4, "4 rewards"), (None, "None, which is not a list"), (1.0, "1.0, which is")],
 )
 def test_a_return_value_must_be_one_reward_for_each_completion(rewards, what):
     with pytest.raises(RewardError, match=f"'function_0' returned {what}.*; return .* each of the 3 completions"):
-        returning(rewards)
+        call(lambda **kwargs: rewards)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +46,7 @@ def test_a_return_value_must_be_one_reward_for_each_completion(rewards, what):
 def test_rewards_must_be_finite_numbers(value):
     """In float32, in which 1e39 is infinite."""
     with pytest.raises(RewardError) as caught:
-        returning([0.0, 0.0, value])
+        call(lambda **kwargs: [0.0, 0.0, value])
     shown = f"'function_0' returned {shortened(repr(value), 120)} in row 2 (prompt 'r', completion 'eight'); "
     assert f"{shown}a reward is a finite number, or None where the function does not apply" in str(caught.value)
 
@@ -71,7 +62,7 @@ def test_rewards_must_be_finite_numbers(value):
     ids=repr,
 )
 def test_every_kind_of_number_and_none_pass(rewards, expected):
-    assert returning(rewards) == expected
+    assert call(lambda **kwargs: rewards) == expected
 
 
 # ---- What calls log -------------------------------------------------------------------------------------------------
@@ -92,13 +83,11 @@ def test_logs_of_failed_attempts_do_not_count(asynchronous):
     async def later(**kwargs):
         return graded(**kwargs)
 
-    function = later if asynchronous else graded
-    rewards, calls = score([function], faults=Faults(retries=1))
+    function, retried, logged = later if asynchronous else graded, Faults(retries=1), []
+    rewards, calls = score([function], faults=retried)
     assert (failures, rewards, metrics_of(calls)) == (0, [[1.0] * 5], {"n": [2.0, 2.0, 1.0]})
-    failures, logged = 1, []
-    rewards, calls = score(
-        [function] * 2, faults=Faults(retries=1), recorders={"log_metric": lambda *m: logged.append(m)}
-    )
+    failures = 1
+    rewards, calls = score([function] * 2, faults=retried, recorders={"log_metric": lambda *m: logged.append(m)})
     assert (failures, metrics_of(calls), logged) == (0, {}, [("n", 2.0), ("n", 2.0), ("n", 1.0)] * 2)
     failures = 2
     rewards, calls = score([function], faults=Faults(retries=1, on_failure="none"))
@@ -170,23 +159,18 @@ def test_calls_that_hang_or_fail_are_retried(kind, hang, says, caplog):
     assert "its 3 completions get None" in caplog.text
 
 
-def test_an_interrupt_passes_through():
-    def interrupt(**kwargs):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        call(interrupt)
-
-
-def test_an_invalid_reward_is_not_retried():
+@pytest.mark.parametrize(("returned", "error"), [([math.nan] * 3, RewardError), (None, KeyboardInterrupt)])
+def test_neither_an_invalid_reward_nor_an_interrupt_is_retried(returned, error):
     calls: list[int] = []
 
-    def wrong(**kwargs: Any) -> list[float]:
+    def graded(**kwargs: Any) -> list[float]:
         calls.append(1)
-        return [math.nan] * 3
+        if returned is None:
+            raise KeyboardInterrupt
+        return returned
 
-    with pytest.raises(RewardError, match="nan in row 0"):
-        call(wrong, Faults(timeout=5.0, retries=3, on_failure="none"))
+    with pytest.raises(error, match="nan in row 0" if returned else None):
+        call(graded, Faults(timeout=5.0, retries=3, on_failure="none"))
     assert len(calls) == 1
 
 
@@ -221,9 +205,6 @@ def test_an_asynchronous_function_that_fails_for_good_ends_those_that_run_or_wai
             thread.join(5)
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()  # after the cancellation
     assert sorted(events) == ["cancelled", "fails", "fails", "tries", "waits"]
-
-
-# ---- Asynchronous functions -----------------------------------------------------------------------------------------
 
 
 def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():

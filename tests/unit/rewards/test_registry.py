@@ -80,18 +80,14 @@ def test_errors_name_the_reward_and_the_known_ones(names, budget, message):
         resolve_rewards(names, budget)
 
 
-@pytest.fixture
-def plugin(tmp_path, monkeypatch):
-    """An installed distribution that offers two reward functions, one by a name that is taken."""
+def test_a_plugin_adds_a_short_name(tmp_path, monkeypatch):
+    # an installed distribution that offers two reward functions, one by a name that is taken
     info = tmp_path / "plug-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[grpo_ext.rewards]\nhalf_marks = plug:half\nexact_number = plug:half\n")
     (tmp_path / "plug.py").write_text("def half(completions, **_):\n    return [0.5] * len(completions)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-
-
-def test_a_plugin_adds_a_short_name(plugin):
     (reward,) = resolve_rewards(["half_marks"])
     assert reward(completions=["a", "b"]) == [0.5, 0.5]
     with pytest.raises(ConfigError, match=r"no reward 'half'; use one of accuracy, .*half_marks"):

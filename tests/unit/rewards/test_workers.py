@@ -36,10 +36,7 @@ def gone(pid: int) -> bool:
     return True
 
 
-# ---- The same as in the training process ----------------------------------------------------------------------------
-
-
-def kinds_of_functions() -> list[Callable[..., Any]]:
+def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
     factor = 3
 
     def length(completions, answer, log_metric, log_extra, **kwargs):
@@ -57,27 +54,16 @@ def kinds_of_functions() -> list[Callable[..., Any]]:
         def __call__(self, completions, **kwargs):
             return torch.tensor([self.by * len(c) for c in completions], dtype=torch.bfloat16)
 
-    return [
-        length,
-        yielding,
-        Scaled(0.5),
-        functools.partial(length, extra=1),
-        *resolve_rewards(["length_penalty", f"{ROOT}/recipes/rewards/example.py:share_in_place"], 10),
-    ]
-
-
-def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
+    functions = [length, yielding, Scaled(0.5), functools.partial(length, extra=1)]
+    functions += resolve_rewards(["length_penalty", f"{ROOT}/recipes/rewards/example.py:share_in_place"], 10)
     state = TrainerState(epoch=0.5, global_step=7)
-    here = score(kinds_of_functions(), state=state)
+    here = score(functions, state=state)
     assert [len(rewards) for rewards in here[0]] == [5] * 6
     assert here[1][0].metrics == [("mean", 1.5)]
     assert here[1][0].columns == {"length": [1, 2]}
     for number in (1, 3):
         with working(number) as workers:
-            assert score(kinds_of_functions(), workers, state=state) == here
-
-
-# ---- What a worker is -----------------------------------------------------------------------------------------------
+            assert score(functions, workers, state=state) == here
 
 
 def test_a_worker_is_a_fresh_single_threaded_interpreter_outside_the_launch(monkeypatch):
@@ -111,9 +97,6 @@ def test_a_function_that_cannot_be_loaded_ends_the_run_at_once(monkeypatch, capl
     assert "follows" not in caplog.text
 
 
-# ---- What fails there -----------------------------------------------------------------------------------------------
-
-
 def test_an_error_reads_as_in_the_training_process_and_shows_where_it_was_raised():
     def raises(completions, **kwargs):
         return {}["answer"]
@@ -144,13 +127,6 @@ def test_a_hanging_call_is_killed_with_its_child_processes(tmp_path, caplog):
         assert None not in score([process_id], workers, faults)[0][0]
 
 
-ENDINGS = {
-    "os._exit(7)": "its process has ended: EXIT(7)",
-    "os.kill(os.getpid(), signal.SIGKILL)": "its process has ended: SIGKILL(-9)",
-    "sys.exit(3)": "SystemExit: 3",
-}
-
-
 def ending(code: str, times: int, folder: Path) -> Callable[..., Any]:
     """A function that runs a line of code the first times that it scores the completion "ccc"."""
 
@@ -163,11 +139,18 @@ def ending(code: str, times: int, folder: Path) -> Callable[..., Any]:
     return graded
 
 
-@pytest.mark.parametrize("code", ENDINGS)
-def test_a_worker_that_ends_is_a_call_that_failed(code, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("os._exit(7)", r"its process has ended: EXIT\(7\)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"its process has ended: SIGKILL\(-9\)"),
+        ("sys.exit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_worker_that_ends_is_a_call_that_failed(code, says, tmp_path, caplog):
     with working() as workers:
         graded = ending(code, 2, tmp_path)
-        with pytest.raises(RewardError, match=re.escape(ENDINGS[code])):
+        with pytest.raises(RewardError, match=says):
             score([graded], workers)
         assert score([graded], workers, Faults(retries=1))[0] == [[1.0] * 5]
         assert "try 2 of 2 follows" in caplog.text

@@ -1,7 +1,5 @@
 """The rollout batch: what is stored is what was scored, and a micro-batch has of it what TRL would hand over."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -9,17 +7,8 @@ from grpo_ext.errors import RolloutError
 from grpo_ext.rollouts.batch import gather_scored
 from tests.support.batches import batch_of_rows
 
-PAD = 0
-
 ADVANTAGES = torch.tensor([0.5, -1.5, 2.0, 0.0])
 PROMPTS, COMPLETIONS = [[3, 4, 5], [6], [7, 8, 9, 2], [4, 5]], [[5, 6], [7, 8, 9, 5, 6], [8], [9, 3, 4]]
-
-
-def scored_batch() -> dict[str, Any]:
-    """TRL's dictionary of four rows: padded, prompts on the left, completions on the right."""
-    logps = [[-float(token) for token in ids] for ids in COMPLETIONS]
-    rollout = batch_of_rows(PROMPTS, COMPLETIONS, ADVANTAGES, 2, old_per_token_logps=logps, ref_per_token_logps=logps)
-    return rollout.collate(PAD) | {"num_items_in_batch": torch.tensor(11)}
 
 
 def test_rows_are_padded_to_the_longest_of_them_with_neutral_values():
@@ -28,7 +17,7 @@ def test_rows_are_padded_to_the_longest_of_them_with_neutral_values():
     tokens = {name: [[2.0] * len(ids) for ids in COMPLETIONS] for name in names}
     rollout = batch_of_rows(PROMPTS, COMPLETIONS, ADVANTAGES, 2, tool_mask=tool_mask, **tokens)
     assert [mask.tolist() for mask in rollout.loss_masks] == tool_mask
-    batch = rollout.select([3, 0]).collate(PAD)
+    batch = rollout.select([3, 0]).collate(0)
     assert {name: value.tolist() for name, value in batch.items()} == {
         "prompt_ids": [[0, 4, 5], [3, 4, 5]],
         "prompt_mask": [[0, 1, 1], [1, 1, 1]],
@@ -42,5 +31,6 @@ def test_rows_are_padded_to_the_longest_of_them_with_neutral_values():
 
 
 def test_missing_fields_of_the_loss_are_named():
+    scored = batch_of_rows(PROMPTS, COMPLETIONS, ADVANTAGES, 2).collate(0)
     with pytest.raises(RolloutError, match="returned no prompt_mask, advantages; the loss needs them"):
-        gather_scored(scored_batch() | {"prompt_mask": None, "advantages": None}, 4, 2)
+        gather_scored(scored | {"prompt_mask": None, "advantages": None}, 4, 2)

@@ -1,7 +1,5 @@
 """What a transcript is made of between two turns: ids of messages and messages of ids, limits, calls, images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,11 +10,6 @@ from grpo_ext.rollouts.tools import Environments, Toolbox, TurnLimits, continue_
 from grpo_ext.rollouts.transcript import Sampled, Transcript
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tool_runs import count, sampled
-
-
-def chat_with(*tools: Any) -> Chat:
-    """One that finds calls in tokens."""
-    return Chat(sampled(lambda ids: ["count"] if sum(ids) % 2 else []), tools)
 
 
 def test_a_template_that_writes_calls_again_is_refused():
@@ -41,18 +34,16 @@ def test_an_answer_after_a_stop_string_begins_with_the_end_of_the_message():
 
 def test_calls_of_kinds_that_end_trls_run_are_answered():
     calls: list[Any] = [{"name": "count"}, {"type": "function"}, {"type": "function", "function": "count"}]
-    toolbox = Toolbox([count], Environments())
-    chat = chat_with(count)
     transcript = Transcript({}, key=0, ids=[3], mask=[1], completion=[{}], calls=calls)
-    assert toolbox.answer([transcript], chat, TurnLimits(10**4)) == [transcript]
+    chat = Chat(sampled(lambda ids: []), [count])
+    assert Toolbox([count], Environments()).answer([transcript], chat, TurnLimits(10**4)) == [transcript]
     kinds = [f"Unsupported tool call type: {kind}" for kind in (None, "function", "function")]
     assert [m["content"] for m in transcript.completion[1:]] == [str({"error": text}) for text in kinds]
     assert (transcript.tool_calls, transcript.tool_failures) == (3, 3)
 
 
 def test_a_turn_without_log_probabilities_has_none():
-    chat, limits = chat_with(count), TurnLimits(5)
     transcript = Transcript({}, key=0, ids=[3, 4], mask=[1, 0], logps=[-1.0, 0.0], completion=[])
-    continue_with(transcript, Sampled([5, 6, 7, 8]), chat, limits)
+    continue_with(transcript, Sampled([5, 6, 7, 8]), Chat(sampled(lambda ids: []), [count]), TurnLimits(5))
     assert (transcript.ids, transcript.mask) == ([3, 4, 5, 6, 7], [1, 0, 1, 1, 1])
     assert transcript.logps == [-1.0, 0.0, None, None, None]

@@ -51,9 +51,8 @@ def sampled(other: float = 0.0, top_p: float = 1.0, top_k: int = VOCABULARY, noi
 
 
 def check(batch: RolloutBatch, **changes: Any) -> None:
-    EngineCheck(lambda: surplus_of(generation_settings(**changes), "processed_logprobs"), rounding_bound(30)).compare(
-        batch
-    )
+    surplus = surplus_of(generation_settings(**changes), "processed_logprobs")
+    EngineCheck(lambda: surplus, rounding_bound(30)).compare(batch)
 
 
 # the less of the mass is left, the less is known of it

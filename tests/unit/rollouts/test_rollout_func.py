@@ -13,8 +13,8 @@ from grpo_ext.rollouts.trl_shapes import checked_rollout
 GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs": None}
 
 
-def call(output: Any, needs: str | None = None) -> Any:
-    return checked_rollout(output, 2, needs)
+def call(output: Any, kept_ids: bool = False) -> Any:
+    return checked_rollout(output, 2, None, kept_ids=kept_ids)
 
 
 def test_a_valid_rollout_passes_unchanged():
@@ -54,16 +54,14 @@ def test_an_invalid_rollout_is_refused_with_the_rule(output, says):
 @pytest.mark.parametrize(
     ("kept", "says"),
     [
-        (None, "returned no kept_ids"),
-        ([[[5, 7], []], [[6]]], "returned 1 kept_ids for the 2 tokens of completion 1"),
-        ([[[5, 7], []], [[6], [2, 3]]], "do not contain token 1, or contain something .* at place 1 of completion 1"),
+        ({}, "returned no kept_ids"),
+        ({"kept_ids": [[[5, 7], []], [[6]]]}, "returned 1 kept_ids for the 2 tokens of completion 1"),
+        ({"kept_ids": [[[5, 7], []], [[6], [2, 3]]]}, "do not contain token 1, .* at place 1 of completion 1"),
     ],
 )
 def test_the_ids_that_tokens_were_sampled_from_are_checked(kept, says):
-    output = GOOD if kept is None else {**GOOD, "kept_ids": kept}
     with pytest.raises(RolloutError, match=f"{says}.*for each completion one list of ids"):
-        checked_rollout(output, 2, None, kept_ids=True)
+        call({**GOOD, **kept}, kept_ids=True)
     right = {**GOOD, "kept_ids": [[[5, 7], []], [[6], [1, 3]]]}
-    arrays = [[np.array([5, 7]), torch.tensor([])], [[6.0], [1, 3]]]
-    for kept in (right["kept_ids"], arrays):
-        assert checked_rollout({**right, "kept_ids": kept}, 2, None, kept_ids=True) == right
+    arrays = {**GOOD, "kept_ids": [[np.array([5, 7]), torch.tensor([])], [[6.0], [1, 3]]]}
+    assert call(right, kept_ids=True) == call(arrays, kept_ids=True) == right

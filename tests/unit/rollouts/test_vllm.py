@@ -1,5 +1,6 @@
 """vLLM without an engine: seeds follow from keys alone, and answers of a server belong to their rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,14 +16,11 @@ from tests.support.trainers import first_line, make
 from tests.tolerances import METRIC
 
 
-def keys(prompts: range, group: int = 4, rollout: int = 0) -> torch.Tensor:
-    rows = torch.tensor(list(prompts)).repeat_interleave(group)
-    return completion_keys(3, 1, 0, rollout, rows, torch.arange(group).repeat(len(prompts)))
-
-
-def seeds(prompts: range, group: int = 4, rollout: int = 0) -> list[int]:
-    rows = keys(prompts, group, rollout)
-    return seeds_of([Transcript({}, key) for key in rows.tolist()], group)
+def seeds(prompts: range, rollout: int = 0, ids: Sequence[int] = ()) -> list[int]:
+    """Of groups of four after tokens `ids`."""
+    rows = torch.tensor(list(prompts)).repeat_interleave(4)
+    keys = completion_keys(3, 1, 0, rollout, rows, torch.arange(4).repeat(len(prompts)))
+    return seeds_of([Transcript({}, key, ids=[*ids]) for key in keys.tolist()], 4)
 
 
 def test_seeds_follow_from_the_key_alone_and_fit_a_server():
@@ -32,8 +30,7 @@ def test_seeds_follow_from_the_key_alone_and_fit_a_server():
     assert not set(found) & set(seeds(range(500), rollout=1))
     assert found == seeds(range(4)) + seeds(range(4, 500))
     assert found[4:8] == [found[4] + i for i in range(4)]  # vLLM counts up within a request
-    later = seeds_of([Transcript({}, key, ids=[0] * 7) for key in keys(range(500)).tolist()], 4)  # a second turn
-    assert not set(found) & set(later)
+    assert not set(found) & set(seeds(range(500), ids=[0] * 7))  # a second turn
 
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "top_k": 0}

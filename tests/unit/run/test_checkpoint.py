@@ -1,6 +1,6 @@
 """A checkpoint is whole or absent, and what is broken is named; the folder of a run is taken by one run at a time."""
 
-import re
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,35 +38,20 @@ def make(run: Path, step: int) -> Path:
     return final
 
 
-def truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def remove(folder: Path) -> None:
-    (folder / "sub" / "rng.pth").unlink()
-
-
-def spoil_listing(folder: Path) -> None:
-    (folder / LISTING).write_text('{"files": ')
-
-
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (truncate, r"model\.safetensors has 1999 bytes instead of 2000"),
-        (remove, r"sub/rng\.pth is missing"),
-        (spoil_listing, r"checkpoint\.json is broken"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 1999), "model.safetensors has 1999 bytes instead of"),
+        (lambda folder: (folder / "sub" / "rng.pth").unlink(), "sub/rng.pth is missing"),
+        (lambda folder: (folder / LISTING).write_text('{"files": '), "checkpoint.json is broken"),
     ],
 )
 def test_damage_is_found_and_the_file_is_named(tmp_path, damage, says, caplog):
     good, bad = make(tmp_path, 2), make(tmp_path, 10)
     damage(bad)
-    reason = why_broken(bad)
-    assert reason is not None
-    assert re.search(says, reason)
+    assert says in str(why_broken(bad))
     assert find_checkpoint("latest", str(tmp_path)) == str(good)
-    assert f"Skipped a checkpoint: {reason}." in caplog.text
+    assert f"Skipped a checkpoint: {why_broken(bad)}." in caplog.text
 
 
 def test_an_unfinished_save_is_ignored_and_removed(tmp_path):
@@ -95,9 +80,7 @@ def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
 
     with ThreadPoolExecutor(4) as threads:
         taken = list(threads.map(take, range(4)))  # with the locks, which are released with their objects
-    assert sorted(folder for folder, _ in taken) == [
-        str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")
-    ]
+    assert sorted(Path(folder).name for folder, _ in taken) == ["out", "out-2", "out-3", "out-4"]
 
 
 def taken(folder: Path, in_place: bool = False, steps: tuple[int, ...] = ()) -> Path:

@@ -7,17 +7,16 @@ from datasets import Dataset, Features, Image
 from grpo_ext.run.fingerprint import data_fingerprint, model_fingerprint
 
 
-def model(rows: int, value: float = 0.0) -> torch.nn.Module:
-    weight = torch.full((1,), value).expand(rows)  # takes no memory
-    holder = torch.nn.Module()
-    holder.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return holder
+def frozen(rows, value):
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.full((1,), value).expand(rows), requires_grad=False)  # takes no memory
+    return model_fingerprint(model)["frozen"]
 
 
 def test_frozen_weights_of_every_size_are_read():
     # in float32 the index of the last of these elements is rounded up to their number
     for rows in (1, 63, 2**24 + 4, 49152 * 576):
-        assert model_fingerprint(model(rows))["frozen"] != model_fingerprint(model(rows, 1.0))["frozen"]
+        assert frozen(rows, 0.0) != frozen(rows, 1.0)
 
 
 @pytest.mark.parametrize("column", ["pixels", "nested"])

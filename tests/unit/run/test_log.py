@@ -3,6 +3,7 @@
 import json
 import math
 
+import pytest
 import torch
 
 from grpo_ext.run.log import LOG, RunLog, read_log
@@ -23,12 +24,9 @@ def write(log, step, **values):
 
 
 def lines(folder):
-    def refuse(word):
-        raise AssertionError(f"{word} is no JSON")
-
     *whole, rest = (folder / LOG).read_text().split("\n")
     assert rest == ""
-    return [json.loads(line, parse_constant=refuse) for line in whole][1:]
+    return [json.loads(line, parse_constant=pytest.fail) for line in whole][1:]
 
 
 def test_lines_are_strict_json_with_step_time_and_memory(tmp_path):

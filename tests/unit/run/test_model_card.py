@@ -5,50 +5,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from huggingface_hub import ModelCard
 from peft import LoraConfig
 
 from grpo_ext.tools.export import export
+from tests.support.drop_in import conversations
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, other
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """The folder that the code of a card runs in, with a model that is a folder."""
-    monkeypatch.chdir(tmp_path)
-    tiny_model().save_pretrained("models/tiny")
-    tiny_tokenizer().save_pretrained("models/tiny")
-    return tmp_path
-
-
-def code_of(card: Path) -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", card.read_text(), re.S)
-    return code
-
-
 def run_shown(card: Path, capsys: Any) -> None:
     """Run what a card shows; it prints a completion."""
+    (code,) = re.findall(r"```python\n(.*?)```", card.read_text(), re.S)
     capsys.readouterr()
-    exec(code_of(card), {})
+    exec(code, {})
     assert capsys.readouterr().out.strip(), "nothing was sampled"
-
-
-def chat_rows() -> Dataset:
-    return Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in ("ab", "cd", "ef", "gh")] * 4)
 
 
 @pytest.mark.parametrize("peft", [False, True])
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_cards_of_a_run_and_of_its_export_name_the_base_and_show_code_that_runs(here, capsys, chat, peft):
+def test_the_cards_of_a_run_and_of_its_export_name_the_base_and_show_code_that_runs(
+    tmp_path, monkeypatch, capsys, chat, peft
+):
+    here = tmp_path
+    monkeypatch.chdir(here)
+    tiny_model().save_pretrained("models/tiny")
+    tiny_tokenizer().save_pretrained("models/tiny")
     parts: dict[str, Any] = {"model": "models/tiny", "processing_class": tiny_tokenizer(chat=chat), "max_steps": 1}
     parts |= {"peft_config": LoraConfig(**LORA)} if peft else {}
-    parts |= {"train_dataset": chat_rows()} if chat else {}
+    parts |= {"train_dataset": conversations()} if chat else {}
     other(here / "runs" / "first", **parts).train()
     card = here / "runs" / "first" / "README.md"
     assert "fine-tuned version of `tiny`.\n" in card.read_text()
-    assert '"first/checkpoint-1"' in code_of(card)
+    assert '"first/checkpoint-1"' in card.read_text()
     assert ModelCard.load(card).data.base_model is None  # "tiny" is not an id of the Hub
     export(here / "runs" / "first" / "checkpoint-1", here / "my-model")
     exported = here / "my-model" / "README.md"
@@ -60,9 +49,8 @@ def test_the_cards_of_a_run_and_of_its_export_name_the_base_and_show_code_that_r
         assert ("apply_chat_template" in text) == chat
         assert ("AutoPeftModelForCausalLM" in text) == peft
     run_shown(exported, capsys)
-    with pytest.MonkeyPatch.context() as moved:
-        if not peft:  # the adapter's base is a folder that is named from here
-            moved.chdir(here / "runs")
-        else:
-            (here / "first").symlink_to(here / "runs" / "first")
-        run_shown(card, capsys)
+    if peft:  # the adapter's base is a folder that is named from here
+        (here / "first").symlink_to(here / "runs" / "first")
+    else:
+        monkeypatch.chdir(here / "runs")
+    run_shown(card, capsys)

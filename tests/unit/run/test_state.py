@@ -31,15 +31,9 @@ def test_rollout_batches_that_the_same_weights_sample_share_them(tmp_path):
 
 def rollout(**fields: Any) -> RolloutBatch:
     """Two completions of one group."""
-    logps = [[-1.0, -2.0], [-3.0]]
-    batch = batch_of_rows(
-        [[5, 6], [5, 6]],
-        [[7, 8], [9]],
-        torch.tensor([1.0, -1.0]),
-        2,
-        old_per_token_logps=logps,
-        importance_sampling_ratio=torch.tensor([[0.5], [0.25]]),
-    )
+    logps, ratio = [[-1.0, -2.0], [-3.0]], torch.tensor([[0.5], [0.25]])
+    columns = {"old_per_token_logps": logps, "importance_sampling_ratio": ratio}
+    batch = batch_of_rows([[5, 6], [5, 6]], [[7, 8], [9]], torch.tensor([1.0, -1.0]), 2, **columns)
     batch.columns |= fields
     return batch
 

@@ -29,12 +29,26 @@ def log() -> None:
     logging.getLogger("grpo_ext.run").warning("a problem")
 
 
-def test_messages_go_to_standard_output_and_warnings_to_standard_error(capsys):
+ONCE = "grpo_ext.run: [RANK 0] the plan\ngrpo_ext.run: a problem\n"
+
+
+@pytest.mark.parametrize(
+    ("level", "configure", "shown"),
+    [
+        (logging.NOTSET, False, ("the plan\n", "a problem\n")),
+        (logging.WARNING, False, ("", "a problem\n")),  # a level that the user has set stays
+        (logging.NOTSET, True, ("", ONCE)),  # a program that configures logging after the trainer was built
+    ],
+)
+def test_messages_go_to_standard_output_and_warnings_to_standard_error(capsys, level, configure, shown):
     with unconfigured():
+        logging.getLogger("grpo_ext").setLevel(level)
         show_messages()
         show_messages()  # another trainer
+        if configure:
+            logging.basicConfig(format="%(name)s: %(message)s")
         log()
-    assert capsys.readouterr() == ("the plan\n", "a problem\n")
+    assert capsys.readouterr() == shown
 
 
 @pytest.mark.parametrize("console", ["closed", "none"])
@@ -47,19 +61,3 @@ def test_a_run_goes_on_without_a_console(monkeypatch, console):
     with unconfigured():
         show_messages()
         log()
-
-
-def test_a_level_that_the_user_has_set_stays(capsys):
-    with unconfigured():
-        logging.getLogger("grpo_ext").setLevel(logging.WARNING)
-        show_messages()
-        log()
-    assert capsys.readouterr() == ("", "a problem\n")
-
-
-def test_a_program_that_configures_logging_gets_each_message_once(capsys):
-    with unconfigured():
-        show_messages()
-        logging.basicConfig(format="%(name)s: %(message)s")  # after the trainer was built
-        log()
-    assert capsys.readouterr() == ("", "grpo_ext.run: [RANK 0] the plan\ngrpo_ext.run: a problem\n")

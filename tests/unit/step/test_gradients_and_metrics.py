@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,55 +31,33 @@ def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
     return parts + [MicroBatch((0,), weight=0.0)] * (at_least - len(parts))
 
 
-# ---- Running --------------------------------------------------------------------------------------------------------
-
 X = torch.randn(11, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def run_micro_batches(accelerator, model, gradients, micro_batches, loss_of) -> None:
-    with accumulating(accelerator, gradients, len(micro_batches)) as backward:
-        for part in micro_batches:
-            with accelerator.accumulate(model):
-                backward(loss_of(part))
-
-
-def gradient(accelerator, micro_batches, step_rows=11, kind: str = "native") -> torch.Tensor:
+def gradient(accelerator, micro_batches, kind: Any, factor_of: Callable[[MicroBatch], float]) -> torch.Tensor:
     """Gradient of the mean squared output over the step, with that step-wide denominator."""
     model = torch.nn.Linear(4, 1, bias=False, dtype=torch.float64)
     torch.nn.init.constant_(model.weight, 0.5)
-
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        return part.weight * (model(X[list(part.rows)]) ** 2).sum() / step_rows
-
-    run_micro_batches(accelerator, model, adding(kind, model, accelerator), micro_batches, loss_of)
+    with accumulating(accelerator, kind and kind(model, accelerator), len(micro_batches)) as backward:
+        for part in micro_batches:
+            with accelerator.accumulate(model):
+                backward(factor_of(part) * (model(X[list(part.rows)]) ** 2).sum() / 11)
     return model.weight.grad
-
-
-def adding(kind: str, model: torch.nn.Module, accelerator) -> NativeGradients | None:
-    kinds = {"native": NativeGradients, "fixed": FixedPointGradients}
-    return kinds[kind](model, accelerator) if kind in kinds else None
 
 
 @pytest.mark.parametrize("cap", [1, 3, 11])
 @pytest.mark.parametrize("at_least", [1, 13])
-@pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
+@pytest.mark.parametrize("kind", [NativeGradients, FixedPointGradients, None])  # None: of sharded weights
 def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(accelerator, kind, cap, at_least):
     expected = (2 * (X @ torch.full((4, 1), 0.5, dtype=torch.float64)) * X).sum(0, keepdim=True) / 11
-    actual = gradient(accelerator, plan(11, cap, at_least), kind=kind)
+    actual = gradient(accelerator, plan(11, cap, at_least), kind, lambda part: part.weight)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
-    model = torch.nn.Linear(4, 1, bias=False)
-
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        return model(X[list(part.rows)].float()).sum() * (math.inf if 3 in part.rows else 1.0)
-
     with pytest.raises(PrecisionError, match="gradient of weight is not finite"):
-        run_micro_batches(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
+        gradient(accelerator, plan(11, 2), FixedPointGradients, lambda part: math.inf if 3 in part.rows else 1.0)
 
-
-# ---- What is logged -------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
 LENGTHS = (4, 2, 0, 3, 1, 4)
@@ -121,18 +101,14 @@ def test_metrics_are_their_definitions():
         "high_max": max(means),
     }
     assert metered([(list(range(len(LENGTHS))), 1.0)]) == pytest.approx(expected, rel=1e-6)
+    first, second = metered([([0, 1], 1.0)]), metered([([2, 3, 4, 5], 1.0)])  # whose mean is another
+    assert abs((first["entropy"] + second["entropy"]) / 2 - expected["entropy"]) > 1e-3
 
 
 @given(partitions(), st.lists(st.integers(0, len(LENGTHS) - 1), max_size=3))
 def test_metrics_do_not_depend_on_the_partition_and_weight_zero_adds_nothing(parts, fillers):
     whole = metered([(list(range(len(LENGTHS))), 1.0)])
     assert metered(parts + [([row], 0.0) for row in fillers]) == pytest.approx(whole, rel=1e-6)
-
-
-def test_a_mean_of_means_would_be_noticed():
-    first, second = metered([([0, 1], 1.0)]), metered([([2, 3, 4, 5], 1.0)])
-    whole = metered([(list(range(len(LENGTHS))), 1.0)])
-    assert abs((first["entropy"] + second["entropy"]) / 2 - whole["entropy"]) > 1e-3
 
 
 def test_sums_are_float64_so_that_the_order_does_not_show():

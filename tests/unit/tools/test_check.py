@@ -1,7 +1,5 @@
 """The comparison itself: it tells same from different, and never passes on nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -39,8 +37,8 @@ SIZES = {"global_batch_size": 8, "num_generations": 4}
 TRAINED = {**SIZES, "max_completion_length": 8, "gradient_checkpointing": False}
 
 
-def run_of(config: dict[str, Any], **others: Any) -> Run:
-    return Run(OURS, "model", "data", (letter_reward,), config, **others)
+def run_of(config: dict[str, Any], folder: Path = Path()) -> Run:
+    return Run(OURS, str(folder / "m"), str(folder / "d"), (letter_reward,), config)
 
 
 def delta(*values: float) -> dict[str, torch.Tensor]:
@@ -81,8 +79,7 @@ def test_metric_difference_finds_the_worst_value_and_leaves_timings_out():
 
 
 def verdict(reference: RunResult, other: RunResult, trace: bool = False, **changes: Any) -> SplitResult:
-    run = replace(run_of({}, trace=trace), **changes)
-    return compare(run, Split(1), reference, other)
+    return compare(replace(run_of({}), trace=trace, **changes), Split(1), reference, other)
 
 
 USUAL = {"norm": 0.2, "entropy": 2.0, "sampling/ratio_max": 1.1}
@@ -154,7 +151,7 @@ def saved(folder: Path, config: dict[str, Any], model: Any = None) -> Run:
     (model or tiny_model()).save_pretrained(folder / "m")
     tiny_tokenizer().save_pretrained(folder / "m")
     prompts().save_to_disk(str(folder / "d"))
-    return Run("r", str(folder / "m"), str(folder / "d"), (letter_reward,), config)
+    return run_of(config, folder)
 
 
 @pytest.fixture

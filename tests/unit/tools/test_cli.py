@@ -1,7 +1,5 @@
 """The command line, as a user types it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -57,11 +55,20 @@ def test_settings_keep_their_types_and_options_override_the_file(tmp_path, monke
     assert read_settings([]) == {}
 
 
+@pytest.fixture
+def invoke(tmp_path):
+    """Runs a command with a file of settings and options."""
+
+    def run(command, content, *flags):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+        return runner.invoke(app, [command, "--config", str(tmp_path / "run.yaml"), *flags])
+
+    return run
+
+
 @pytest.mark.parametrize("command", ["plan", "check"])
-def test_a_misspelt_setting_is_refused(tmp_path, command):
-    file = tmp_path / "run.yaml"
-    file.write_text("global_batchsize: 32\nrewards: [exact_number]\n")
-    result = runner.invoke(app, [command, "--config", str(file)])
+def test_a_misspelt_setting_is_refused(invoke, command):
+    result = invoke(command, {"global_batchsize": 32, "rewards": ["exact_number"]})
     assert isinstance(result.exception, ConfigError)
     said = "--global_batchsize is not an option (in the file of --config); did you mean --global_batch_size?"
     assert str(result.exception) == said
@@ -73,8 +80,8 @@ def test_a_misspelt_setting_is_refused(tmp_path, command):
 
 
 @pytest.fixture
-def checked(monkeypatch, tmp_path):
-    """Runs `grpo-ext check` with a file and options; returns the run it would train, and the result of the command."""
+def checked(monkeypatch, invoke):
+    """Runs `grpo-ext check`; returns the run it would train, and the result of the command."""
     seen = {}
 
     def check(run, splits, **options):
@@ -83,13 +90,7 @@ def checked(monkeypatch, tmp_path):
 
     monkeypatch.setattr("grpo_ext.tools.check.splits.check", check)
     monkeypatch.setattr("grpo_ext.tools.check.splits.find_model", lambda *names: None)
-
-    def run(content, *flags):
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-        result = runner.invoke(app, ["check", "--config", str(tmp_path / "run.yaml"), *flags])
-        return seen, result
-
-    return run
+    return lambda content, *flags: (seen, invoke("check", content, *flags))
 
 
 def test_a_check_takes_model_data_rewards_adapter_and_precision_of_the_run(checked, tmp_path):
@@ -137,14 +138,12 @@ def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     assert [f.__name__ for f in seen["rewards"]] == ["sorted_letters_reward"]
 
 
-def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
+def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path, invoke):
     config = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLM"]}))
-    file = tmp_path / "run.yaml"
 
     def planned(content, *flags):
-        file.write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path / "config.json"), **content}))
-        result = runner.invoke(app, ["plan", "--config", str(file), *flags])
+        result = invoke("plan", {"model_name_or_path": str(tmp_path / "config.json"), **content}, *flags)
         assert result.exit_code == 0, result.exception
         return result.output
 
@@ -152,3 +151,28 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
     assert lora == planned({"beta": 0.0}, "--use_peft", "True", "--lora_r", "4") != full
     assert planned({"bf16": False}) == planned({"beta": 0.0}, "--bf16", "False") != full
     assert planned({"gradient_checkpointing": False}) != full
+    assert "Largest micro-batch" in full
+    assert "Largest micro-batch" in planned({"global_batch_size": 16384}, "--processes", "1024", "--engine", "fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ("--global_batch_size 18 --rollout_batch_size 36", "Steps cut groups; advantages are still computed over"),
+        ("--processes 8", "Only 4 of 8 processes sample."),
+        ("--processes 4 --rollout_chunk_size 16", "Only 1 of 4 processes sample; rollout_chunk_size=4 uses more of"),
+        (
+            "--processes 2",
+            "Sampled tokens depend on the number of processes; set rollout_chunk_size=8 to avoid",
+        ),
+        ("--per_device_train_batch_size 6", "Micro-batches of 6 cut groups, which rounds gradients; use a"),
+        ("--num_prompts 9 --dataloader_drop_last True", "9 prompts = 2 optimizer steps, 1 prompt(s) dropped"),
+        ("--sampling_mask replay --top_k 5", "up to 5 ids per token"),
+    ],
+)
+def test_a_plan_notes_what_is_seldom_meant_with_the_size_that_avoids_it(options, note):
+    plan = "plan --num_generations 4 --global_batch_size 16 --per_device_train_batch_size 4"
+    assert note in runner.invoke(app, f"{plan} {options}").stdout
+    plain = runner.invoke(app, f"{plan} --bf16 False").stdout
+    assert note not in plain
+    assert "unknown (pass --num_prompts)" in plain

@@ -1,7 +1,5 @@
 """The console shows a line for every logged step and evaluation, and TRL's table of completions stays whole."""
 
-from __future__ import annotations
-
 import re
 
 from grpo_ext.tools.console import Console

@@ -2,8 +2,6 @@
 Sets of the Hub go through the same steps after `datasets.load_dataset`, which is replaced here.
 No network."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -26,14 +24,14 @@ def _own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-@pytest.fixture
-def jsonl(tmp_path):
-    return write_jsonl(tmp_path / "rows.jsonl", ROWS)
-
-
-def write_jsonl(path, rows):
+def write_jsonl(path, rows=ROWS):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    return write_jsonl(tmp_path / "rows.jsonl")
 
 
 def test_every_kind_of_file_and_folder_gives_the_same_rows(tmp_path, jsonl):

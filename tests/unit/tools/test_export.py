@@ -1,7 +1,5 @@
 """`grpo-ext export`: what is written is the trained model, and what cannot be is refused with nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -25,15 +23,10 @@ PLAIN = {"README.md", "config.json", "generation_config.json", "tokenizer.json",
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("export")
-
-
-@pytest.fixture(scope="module")
-def full(root) -> tuple[Path, Any]:
-    trainer = other(root / "full", temperature=0.8)
+def full(tmp_path_factory) -> tuple[Path, Any]:
+    trainer = other(folder := tmp_path_factory.mktemp("full"), temperature=0.8)
     trainer.train()
-    return root / "full" / "checkpoint-3", trainer.model
+    return folder / "checkpoint-3", trainer.model
 
 
 def names(folder: Path) -> set[str]:
@@ -55,9 +48,9 @@ def test_a_full_model_is_the_trained_one_as_stored_or_converted(full, tmp_path, 
         assert words in card
 
 
-def test_a_model_with_images_and_a_merged_adapter_is_the_trained_one_and_has_its_processor(root, tmp_path, monkeypatch):
-    image_model("idefics3").save_pretrained(root / "idefics3")
-    model = AutoModelForImageTextToText.from_pretrained(root / "idefics3")
+def test_a_model_with_images_and_a_merged_adapter_is_the_trained_one_and_has_its_processor(tmp_path, monkeypatch):
+    image_model("idefics3").save_pretrained(tmp_path / "idefics3")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "idefics3")
     parts: dict[str, Any] = {"model": model, "reward_funcs": picture_reward, "train_dataset": image_rows(8)}
     parts["processing_class"] = processor = image_processor("idefics3")
     trainer = other(tmp_path / "run", **parts, peft_config=LoraConfig(**LORA), learning_rate=0.05)
@@ -130,9 +123,9 @@ def test_invalid_options_are_refused_and_change_nothing(copy, tmp_path, options,
     assert names(copy) == before
 
 
-def test_a_base_without_a_name_or_quantised_is_refused(root, tmp_path):
-    other(root / "nameless", peft_config=LoraConfig(**LORA), max_steps=1).train()
-    checkpoint, base = root / "nameless" / "checkpoint-1", root / "base"
+def test_a_base_without_a_name_or_quantised_is_refused(tmp_path):
+    other(tmp_path / "nameless", peft_config=LoraConfig(**LORA), max_steps=1).train()
+    checkpoint, base = tmp_path / "nameless" / "checkpoint-1", tmp_path / "base"
     with pytest.raises(ConfigError, match="name it with --base"):
         export(checkpoint, tmp_path / "out", merge_adapter=True)
     model = tiny_model()

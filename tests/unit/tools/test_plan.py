@@ -1,7 +1,5 @@
 """The planning table: what it says of memory against what a step takes, and how engines share it."""
 
-from __future__ import annotations
-
 import json
 from itertools import accumulate
 from typing import Any
@@ -20,7 +18,6 @@ from grpo_ext.forward.tiled_log_probs import CPU_TILE
 from grpo_ext.tools.cli import Engine
 from grpo_ext.tools.plan import MemoryLayout, ModelSizes, largest_micro_batch, load_config, measure, memory_of
 from tests.bench.shapes import MODELS, decoder
-from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
 from tests.support.rollouts import give_completions
@@ -155,15 +152,6 @@ def test_the_form_decides_how_many_tokens_there_are():
     assert sizes == {"packed": 200 + 320, "prefix": 200 + 320, "padded": 1600 + 320}
     assert largest_micro_batch(geometry, 100, 20, "packed", 300) == 300
     assert largest_micro_batch(geometry, 100, 20, "packed", 50) == 120  # a completion runs whole
-
-
-def test_the_command_shows_it(tmp_path):
-    path = tmp_path / "model.json"
-    path.write_text(json.dumps(SMALL))
-    words = ["--processes", "1024", "--engine", "fsdp2", "--global_batch_size", "16384"]
-    done = forks.python("-m", "grpo_ext.tools.cli", "plan", "--model_name_or_path", path, *words)
-    assert done.returncode == 0, done.stderr
-    assert "Largest micro-batch" in done.stdout
 
 
 def test_memory_is_counted_for_models_of_text(tmp_path):

@@ -1,7 +1,5 @@
 """The report: what it shows is what was logged, whatever the run left behind, and what a model wrote stays text."""
 
-from __future__ import annotations
-
 import json
 import sys
 from html.parser import HTMLParser
@@ -11,8 +9,6 @@ import pytest
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools import report as module
 from grpo_ext.tools.report import load_run, plots_of, report, report_or_reason
-
-HOSTILE = '<script>alert("x")</script></pre><img src=x onerror=alert(1)>{{ 7*7 }}'
 
 
 class Page(HTMLParser):
@@ -36,15 +32,12 @@ def line(step, **values):
     return {"step": step, "time": 2.0 * step, "peak_memory_mib": 100.0 + step, "values": {"reward": 0.0, **values}}
 
 
-def entry(**changes):
-    settings = {"loss_type": "dapo", "learning_rate": 1e-3, "max_steps": 4} | changes
-    model = {"class": "Tiny", "parameters": 12345, "sha256": "ab"}
-    return {"started": "2030-01-01", "plan": "16 completions", "model": model, "settings": settings}
-
-
 def make_run(folder, lines, **changes):
     folder.mkdir(parents=True)
-    began = {"step": 0, "start": entry(**changes)}
+    settings = {"loss_type": "dapo", "learning_rate": 1e-3, "max_steps": 4} | changes
+    model = {"class": "Tiny", "parameters": 12345, "sha256": "ab"}
+    start = {"started": "2030-01-01", "plan": "16 completions", "model": model, "settings": settings}
+    began = {"step": 0, "start": start}
     (folder / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (began, *lines)))
     return folder
 
@@ -81,12 +74,13 @@ def test_the_page_shows_the_numbers_and_embeds_the_plots(tmp_path):
 
 
 def test_settings_and_names_of_rewards_stay_text(tmp_path):
-    lines = [line(n, **{f"rewards/{HOSTILE}/mean": n, "rewards/_a$b{/mean": 2.0}) for n in (1, 2)]
-    page = Page(report(make_run(tmp_path / "run", lines, loss_type=HOSTILE)))
+    hostile = '<script>alert("x")</script></pre><img src=x onerror=alert(1)>{{ 7*7 }}'
+    lines = [line(n, **{f"rewards/{hostile}/mean": n, "rewards/_a$b{/mean": 2.0}) for n in (1, 2)]
+    page = Page(report(make_run(tmp_path / "run", lines, loss_type=hostile)))
     assert "script" not in page.tags
     assert all(value.startswith("data:") for tag, name, value in page.attributes if tag == "img" and name == "src")
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    assert HOSTILE in page.text
+    assert hostile in page.text
     assert "rewards/_a$b{/mean 2 2 2 2" in page.text
 
 
