@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,33 @@ def on(event: str, act: Callable[[TrainerState], Any], at: int | None = None) ->
             act(state)
 
     return type("OnEvent", (TrainerCallback,), {event: called})()
+
+
+def signals(at: int, *numbers: int) -> TrainerCallback:
+    """Sends this process signals in the middle of a step."""
+    return on("on_pre_optimizer_step", lambda state: [os.kill(os.getpid(), number) for number in numbers], at)
+
+
+def stopping(event: str, at: int | None = None, save: bool = False) -> TrainerCallback:
+    """A user's callback that ends the run at an event, and may ask for a checkpoint."""
+
+    def called(self: Any, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if at is None or state.global_step == at:
+            control.should_training_stop = True
+            control.should_save |= save
+
+    return type("Stopping", (TrainerCallback,), {event: called})()
+
+
+def watched(note: Callable[..., Any]) -> Callable[..., list[float]]:
+    """The reward of letters, whose arguments are shown to `note` before."""
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        note(prompts=prompts, completions=completions, **columns)
+        return letter_reward(prompts, completions)
+
+    reward.__name__ = letter_reward.__name__
+    return reward
 
 
 def passing_on(*names: str) -> Any:

@@ -13,14 +13,13 @@ from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError, ModelError, ProcessError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
 from grpo_ext.runtime.determinism import computing_with
 from tests.support.architectures import architecture
 from tests.support.server import StandIn, stand_in
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
-from tests.support.trainers import LORA, SAVE, batches_of, log_of, make, on, other, parameters
+from tests.support.tiny import prompts, tiny_model
+from tests.support.trainers import LORA, SAVE, batches_of, log_of, make, on, other, parameters, watched
 
 
 def log_probs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
@@ -71,13 +70,12 @@ def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
 def test_a_reward_function_sees_the_progress_that_the_weights_had(tmp_path):
     seen: list[int] = []
 
-    def note(completions: list[str], trainer_state: Any, prompts: list[str], **columns: Any) -> list[float]:
+    def note(trainer_state: Any, **columns: Any) -> None:
         time.sleep(random.SystemRandom().uniform(0, 0.05))
         seen.append(trainer_state.global_step)
         assert all(entry["step"] <= trainer_state.global_step for entry in trainer_state.log_history)
-        return letter_reward(prompts, completions)
 
-    make(tmp_path, reward=note, max_steps=6, rollout_lag=1, rollout_chunk_size=16).train()
+    make(tmp_path, reward=watched(note), max_steps=6, rollout_lag=1, rollout_chunk_size=16).train()
     assert seen == [0, 0, 1, 2, 3, 4]
 
 
@@ -165,12 +163,11 @@ def test_what_was_abandoned_stops_at_its_next_forward(adapter):
 def test_the_threads_of_a_cpu_are_divided(tmp_path):
     seen: set[tuple[str, int]] = set()
 
-    def note(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        seen.add(("sampling", torch.get_num_threads()))
-        return letter_reward(prompts, completions)
+    def note(part: str) -> None:
+        seen.add((part, torch.get_num_threads()))
 
-    trainer = make(tmp_path, reward=note, rollout_lag=1)
-    trainer.add_callback(on("on_step_end", lambda state: seen.add(("training", torch.get_num_threads()))))
+    trainer = make(tmp_path, reward=watched(lambda **columns: note("sampling")), rollout_lag=1)
+    trainer.add_callback(on("on_step_end", lambda state: note("training")))
     with computing_with(4):
         trainer.train()
         assert torch.get_num_threads() == 4
@@ -207,12 +204,3 @@ def test_a_model_with_a_forward_of_its_own_is_refused(tmp_path, part, name):
     used = tiny_model()
     make(tmp_path / "two", model=used)
     make(tmp_path / "three", model=used, rollout_lag=1).train()  # a trainer before it has left the head of this package
-
-
-@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
-def test_engines_that_shard_are_refused(tmp_path, monkeypatch, engine):
-    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
-    server = {"use_vllm": True, "vllm_mode": "server"}
-    for settings in ({}, server):
-        with pytest.raises(ConfigError, match=r"with FSDP or DeepSpeed: .* Use rollout_lag=0, or DDP"):
-            GRPOConfig(**config_kwargs(tmp_path, rollout_lag=1, **settings))

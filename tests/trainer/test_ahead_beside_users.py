@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError
-from tests.support.tiny import letter_reward, tiny_model
-from tests.support.trainers import log_of, make, on, parameters, passing_on
+from tests.support.tiny import tiny_model
+from tests.support.trainers import log_of, make, on, parameters, passing_on, watched
 
 
 def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
@@ -30,15 +30,9 @@ def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
 def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the_speed(tmp_path):
     runs = []
     for training, rewards in ((0.3, 0.0), (0.0, 0.3)):
-
-        def reward(prompts: list[str], completions: list[str], slow: float = rewards, **columns: Any) -> list[float]:
-            time.sleep(slow)
-            return letter_reward(prompts, completions)
-
-        folder = tmp_path / str(training)
-        trainer = make(
-            folder, reward=reward, rollout_lag=2, max_steps=5, max_completion_length=4, rollout_chunk_size=16
-        )
+        reward = watched(lambda slow=rewards, **columns: time.sleep(slow))
+        settings = {"rollout_lag": 2, "max_steps": 5, "max_completion_length": 4, "rollout_chunk_size": 16}
+        trainer = make(tmp_path / str(training), reward=reward, **settings)
         trainer.add_callback(longer(trainer, training))
         trainer.train()
         runs.append(trainer)
@@ -75,10 +69,7 @@ request: contextvars.ContextVar[str] = contextvars.ContextVar("request")
 def test_what_is_set_around_training_is_set_for_sampling(tmp_path):
     seen: set[tuple[str, str]] = set()
 
-    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        seen.add((threading.current_thread().name, request.get()))
-        return letter_reward(prompts, completions)
-
+    reward = watched(lambda **columns: seen.add((threading.current_thread().name, request.get())))
     token = request.set("seven")
     try:
         trainer = make(tmp_path, reward=reward, rollout_lag=1)
@@ -91,11 +82,14 @@ def test_what_is_set_around_training_is_set_for_sampling(tmp_path):
     assert log_of(trainer, "sampling/ratio_max")[0] == pytest.approx(1.0, abs=1e-4)
 
 
-def test_what_cannot_be_copied_is_refused_before_training(tmp_path):
+@pytest.mark.parametrize(
+    ("copied", "words"), [({"rollout_lag": 1}, "cannot be copied"), ({"beta": 0.1}, "a folder that")]
+)
+def test_a_model_that_cannot_be_copied_is_refused_where_it_has_to_be(tmp_path, copied, words):
     model = tiny_model()
     model.lock = threading.Lock()
-    with pytest.raises(ModelError, match="cannot be copied"):
-        make(tmp_path / "one", model=model, rollout_lag=1)
+    with pytest.raises(ModelError, match=words):
+        make(tmp_path / "one", model=model, **copied)
     make(tmp_path / "two", model=model)
 
 

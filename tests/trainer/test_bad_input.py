@@ -70,10 +70,19 @@ def test_settings_that_break_a_rule_are_refused(tmp_path, settings, words):
         assert word in str(error.value)
 
 
-def test_bitwise_mode_refuses_fsdp_from_the_launcher(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="FSDP"):
-        GRPOConfig(**config_kwargs(tmp_path, **BITWISE))
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (BITWISE, "bitwise_invariant=True .*{}"),
+        ({"rollout_lag": 1}, "with FSDP or DeepSpeed: .* Use rollout_lag=0, or DDP"),
+        ({"rollout_lag": 1, "use_vllm": True, "vllm_mode": "server"}, "with FSDP or DeepSpeed: .* Use rollout_lag=0"),
+    ],
+)
+def test_engines_of_the_launcher_that_shard_are_refused(tmp_path, monkeypatch, settings, words, engine):
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(ConfigError, match=f"(?i){words.format(engine)}"):
+        GRPOConfig(**config_kwargs(tmp_path, **settings))
 
 
 def rows(*prompts: str) -> Dataset:

@@ -35,7 +35,7 @@ from tests.support.tiny import (
     tool,
 )
 from tests.support.tool_runs import count, transcript_reward
-from tests.support.trainers import log_of, make
+from tests.support.trainers import log_of, make, watched
 
 Change = Callable[[Any], None]
 OTHER = TEMPLATE.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}?!")
@@ -206,11 +206,7 @@ def test_a_change_is_followed_as_in_trl(tmp_path, name, when):
 
 def test_the_number_of_completions_of_an_evaluation_is_followed(tmp_path):
     scored: list[int] = []
-
-    def reward(completions: list[str], **columns: Any) -> list[float]:
-        scored.append(len(completions))
-        return [0.0] * len(completions)
-
+    reward = watched(lambda completions, **columns: scored.append(len(completions)))
     trainer = make(tmp_path, reward=reward, eval_dataset=prompts(3))
     trainer.num_generations_eval = 2
     trainer.evaluate()

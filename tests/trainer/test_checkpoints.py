@@ -3,7 +3,6 @@
 import ast
 import gc
 import json
-import os
 import re
 import shutil
 import signal
@@ -25,8 +24,8 @@ from grpo_ext.run.checkpoint import checkpoints, run_to_resume, take_folder, why
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.state import load_state
-from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import LORA, SAVE, make, on, other, parameters
+from tests.support.tiny import prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.trainers import LORA, SAVE, make, on, other, parameters, signals, watched
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +34,6 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "out"
     make(folder, **SAVE).train()
     return folder
-
-
-def interrupt(state: Any) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture
@@ -124,11 +119,7 @@ def test_another_run_is_refused_and_each_change_is_named(copy, changes, named):
 def test_a_checkpoint_keeps_its_chunks(tmp_path):
     """Where no size is set."""
     scored: list[int] = []
-
-    def letters(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-        scored.append(len(prompts))
-        return letter_reward(prompts, completions)
-
+    letters = watched(lambda prompts, **columns: scored.append(len(prompts)))
     other(tmp_path / "out", reward=letters, rollout_chunk_size=16).train()
     assert scored == [16] * 3
     saved = str(tmp_path / "out" / "checkpoint-2")
@@ -188,7 +179,7 @@ def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy, caplog):
     beside = Path(f"{copy}-2")
     for word in (str(beside / "checkpoint-1"), "latest", "auto"):
         shutil.rmtree(beside, ignore_errors=True)
-        stopped = make(copy, **SAVE, callbacks=[on("on_pre_optimizer_step", interrupt, at=0)])
+        stopped = make(copy, **SAVE, callbacks=[signals(0, signal.SIGTERM)])
         with pytest.raises(TrainingInterrupted) as interrupted:
             stopped.train()
         assert interrupted.value.checkpoint == str(beside / "checkpoint-1")
@@ -258,12 +249,7 @@ def test_a_changed_rollout_is_sampled_anew(tmp_path, caplog, changes, dropped):
     with pytest.raises(CheckpointError, match=re.escape(f"allow_changed_on_resume={allowed}")):
         other(tmp_path, **changes).train(checkpoint)
     calls: list[int] = []
-
-    def counted(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        calls.append(len(completions))
-        return letter_reward(prompts, completions)
-
-    counted.__name__ = letter_reward.__name__
+    counted = watched(lambda completions, **columns: calls.append(len(completions)))
     trainer = other(tmp_path, **changes, reward=counted, allow_changed_on_resume=allowed)
     trainer.train(checkpoint)
     assert trainer.state.global_step == 2

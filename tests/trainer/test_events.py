@@ -10,7 +10,7 @@ import trl
 import grpo_ext
 from tests.support.kept import of_stock
 from tests.support.tiny import prompts, stock_scores
-from tests.support.trainers import make, on
+from tests.support.trainers import make, on, stopping
 
 EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
 # 16 completions a step and 24 an evaluation, in micro-batches of 4
@@ -25,9 +25,6 @@ class Recorder(transformers.TrainerCallback):
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
-
-    def count(self, name: str) -> int:
-        return sum(event[0] == name for event in self.events)
 
 
 def recorded(name: str) -> Any:
@@ -77,20 +74,12 @@ def test_the_events_are_those_of_stock_trl_in_their_order(tmp_path, settings):
     assert sum(name == "on_prediction_step" for name, *_ in stock) > 3
 
 
-class Stop(transformers.TrainerCallback):
-    """Asks for a stop, and for a checkpoint, in the middle of the second step."""
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            control.should_training_stop = control.should_save = True
-
-
 def test_a_step_is_whole_where_a_callback_stops_the_run_inside_it(tmp_path):
     recorder = Recorder()
-    trainer = recorded_by(recorder, grpo_ext.GRPOTrainer, tmp_path, Stop())
+    trainer = recorded_by(recorder, grpo_ext.GRPOTrainer, tmp_path, stopping("on_substep_end", at=1, save=True))
     trainer.train()
     assert trainer.state.global_step == 2
-    assert recorder.count("on_substep_end") == 2 * 3
+    assert [event for event, *_ in recorder.events].count("on_substep_end") == 2 * 3
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 

@@ -15,6 +15,9 @@ from tests.support.tiny import tiny_model
 from tests.support.trainers import SAVE, Overflow, change, error, make, native_fp16, on, parameters
 
 
+ROWS = [[10 + (7 * row + 3 * i) % 30 for i in range(6)] for row in range(16)]
+
+
 @pytest.fixture
 def fp16_on_the_cpu(monkeypatch):
     monkeypatch.setattr(accelerate.Accelerator, "__init__", native_fp16(accelerate.Accelerator.__init__))
@@ -24,23 +27,10 @@ def build(folder: Path, model: Any = "qwen2", **settings: Any) -> GRPOTrainer:
     return make(folder, model, **{"fp16": True, "max_steps": 2, **settings})
 
 
-def run(
-    folder: Path, *overflows: int, scale: float = 2.0**16, **settings: Any
-) -> tuple[GRPOTrainer, list[tuple[float, torch.Tensor]]]:
-    """A trainer, and the learning rate and the parameters after every step."""
-    trainer, steps = build(folder, **settings), []
+def overflowing(folder: Path, *overflows: int, scale: float = 2.0**16, **settings: Any) -> GRPOTrainer:
+    trainer = build(folder, callbacks=[Overflow(*overflows)], **settings)
     trainer.accelerator.scaler.value = scale
-    trainer.add_callback(Overflow(*overflows))
-    trainer.add_callback(
-        on("on_step_end", lambda state: steps.append((trainer.lr_scheduler.get_last_lr()[0], parameters(trainer))))
-    )
-    trainer.train()
-    return trainer, steps
-
-
-def fixed_completions(trainer: GRPOTrainer) -> None:
-    rows = [[10 + (7 * row + 3 * i) % 30 for i in range(6)] for row in range(16)]
-    give_completions(trainer, rows)
+    return trainer
 
 
 def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_cpu):
@@ -49,12 +39,12 @@ def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     once = {"max_steps": 1, "optim": "sgd", "rollout_chunk_size": 8}  # so that the update is the gradient
     trainer = build(tmp_path / "half", model, **once)
-    fixed_completions(trainer)  # sampled in float16, some tokens would be others
+    give_completions(trainer, ROWS)  # sampled in float16, some tokens would be others
     half = change(trainer)
     assert isinstance(trainer.accelerator.scaler, LossScaler)
     assert torch.float16 in seen
     full = build(tmp_path / "full", fp16=False, **once)
-    fixed_completions(full)
+    give_completions(full, ROWS)
     whole = change(full)
     assert 0 < error(whole, half) < 0.02
     line = trainer.state.log_history[0]
@@ -63,8 +53,10 @@ def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_
 
 
 def test_a_skipped_step_moves_nothing_but_the_scale(tmp_path, fp16_on_the_cpu):
-    trainer, steps = run(tmp_path, 1, 2, max_steps=4, scale=1024.0)
-    rates, weights = zip(*steps)
+    trainer, rates, weights = overflowing(tmp_path, 1, 2, max_steps=4, scale=1024.0), [], []
+    trainer.add_callback(on("on_step_end", lambda state: rates.append(trainer.lr_scheduler.get_last_lr()[0])))
+    trainer.add_callback(on("on_step_end", lambda state: weights.append(parameters(trainer))))
+    trainer.train()
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[1], weights[2])
     assert not torch.equal(weights[2], weights[3])
@@ -76,9 +68,7 @@ def test_a_skipped_step_moves_nothing_but_the_scale(tmp_path, fp16_on_the_cpu):
 
 
 def test_gradients_that_overflow_for_good_end_in_a_clear_error(tmp_path, fp16_on_the_cpu):
-    trainer = build(tmp_path, max_steps=100)
-    trainer.accelerator.scaler.value = 4.0
-    trainer.add_callback(Overflow(*range(100)))
+    trainer = overflowing(tmp_path, *range(100), max_steps=100, scale=4.0)
     before = parameters(trainer)
     with pytest.raises(PrecisionError, match=r"loss scale of 1, its minimum; 4 of 4 steps were skipped"):
         trainer.train()
@@ -87,7 +77,8 @@ def test_gradients_that_overflow_for_good_end_in_a_clear_error(tmp_path, fp16_on
 
 def test_the_scale_is_resumed(tmp_path, fp16_on_the_cpu):
     save = {**SAVE, "max_steps": 4}
-    whole, _ = run(tmp_path / "out", 0, 1, **save)
+    whole = overflowing(tmp_path / "out", 0, 1, **save)
+    whole.train()
     again = build(tmp_path / "out", **save)
     again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     assert again.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
@@ -111,7 +102,7 @@ def test_a_weight_that_is_not_finite_is_named_in_any_precision(tmp_path):
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
     trainer = build(tmp_path, model, fp16=False)
-    fixed_completions(trainer)  # sampling would stop before
+    give_completions(trainer, ROWS)  # sampling would stop before
     with pytest.raises(PrecisionError, match=r"parameter model\.layers\.0\.mlp\.down_proj\.weight is not finite"):
         trainer.train()
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError, RolloutError
 from tests.support.tiny import letter_reward, prompts, tiny_config, tiny_model, tiny_tokenizer
-from tests.support.trainers import make, train_and_keep_first
+from tests.support.trainers import make, train_and_keep_first, watched
 
 USER = {"role": "user", "content": "ab"}
 REFUSES_SYSTEM = (
@@ -73,10 +73,7 @@ def test_a_reward_model_reads_each_row_as_it_is(tmp_path):
 def test_columns_that_a_callback_gives_the_data_set_reach_the_reward(tmp_path):
     """TRL's users set a transform on the loader's data set; ours is of steps over theirs."""
     seen = []
-
-    def reward(completions, length=(), **kwargs):
-        seen.extend(length)
-        return [float(len(text)) for text in completions]
+    reward = watched(lambda length=(), **columns: seen.extend(length))
 
     def begin(train_dataloader: Any, **kwargs: Any) -> None:
         data = train_dataloader.dataset

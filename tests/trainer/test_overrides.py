@@ -14,8 +14,8 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
 from tests.support.beside_trl import build, learns_as_in_trl
-from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
-from tests.support.trainers import WithoutSuper, make, passing_on
+from tests.support.tiny import given_rollout, stock_scores, tiny_tokenizer
+from tests.support.trainers import WithoutSuper, make, passing_on, watched
 
 # Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `compute_loss` and
 # `_compute_loss` are given more inputs; scoring comes without keywords about images, which are None; `log` is given
@@ -58,9 +58,7 @@ def recording(base: type, seen: list[tuple[str, Any, Any, Any]]) -> type:
 
 @stock_scores
 def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
-    def graded(prompts, completions, log_metric, **kwargs):
-        log_metric("share", 0.5)
-        return letter_reward(prompts, completions)
+    graded = watched(lambda log_metric, **columns: log_metric("share", 0.5))
 
     def calls(base: type) -> dict[str, list[Any]]:
         seen: list[Any] = []

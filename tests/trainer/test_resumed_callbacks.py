@@ -1,7 +1,6 @@
 """A resumed run goes on as the run would have: callbacks with a state, runs that were stopped early, data in order."""
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from grpo_ext.errors import CheckpointError
 from grpo_ext.run.interrupts import TrainingInterrupted
 from tests.support.tiny import letter_reward, prompts
-from tests.support.trainers import on, other, parameters
+from tests.support.trainers import other, parameters, signals, stopping
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_reward", "max_steps": 6}
 
@@ -75,19 +74,10 @@ def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on
     assert trained.state.global_step == 7
 
 
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step
-
-
 @pytest.mark.parametrize("stops", [True, False])
 def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, caplog, stops):
-    trainer = other(tmp_path)
-    trainer.add_callback(StopAt(2 if stops else 9))
-    trainer.add_callback(on("on_pre_optimizer_step", lambda state: os.kill(os.getpid(), signal.SIGTERM), at=1))
+    stop = stopping("on_step_end", at=2 if stops else 9)
+    trainer = other(tmp_path, callbacks=[stop, signals(1, signal.SIGTERM)])
     with pytest.raises(TrainingInterrupted):
         trainer.train()
     again = other(tmp_path)

@@ -13,8 +13,6 @@ from tests.support.trainers import OtherMask, change, error, first_line, make, p
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 REPLAY = {"sampling_mask": "replay"}
-
-
 FILTERS = [
     {"top_p": 0.6, "pad_to_multiple_of": 8},
     {"top_k": 5},
