@@ -22,9 +22,9 @@ from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError, GrpoExtError, ModelError
 from grpo_ext.runtime import determinism
 from tests.support.drop_in import conversations, tool_tokenizer
-from tests.support.tiny import config_kwargs, given_rollout, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, given_rollout, prompts, tiny_model, tiny_scorer, tiny_tokenizer
 from tests.support.tool_runs import Game
-from tests.support.trainers import make
+from tests.support.trainers import make, passing_on
 
 BITWISE = {"bitwise_invariant": True}
 SETTINGS = [
@@ -89,11 +89,6 @@ def rows(*prompts: str) -> Dataset:
     return Dataset.from_dict({"prompt": [*prompts]})
 
 
-def scorer() -> dict[str, Any]:
-    model = transformers.AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)
-    return {"reward": model, "reward_processing_classes": tiny_tokenizer()}
-
-
 def dropping() -> Any:
     return tiny_model("llama", attention_dropout=0.1)
 
@@ -123,9 +118,16 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "SplitDependentError: .*CpmAnt puts a prompt before the padding": lambda: {
         "model": tiny_model("cpmant", dim_head=8, dim_ff=48, dropout_p=0.0)
     },
+    r"ConfigError: .*Own\._prepare_inputs .*override _generate_and_score_completions": lambda: {
+        "cls": passing_on("_prepare_inputs")
+    },
+    "ConfigError: .*needs an accelerator": lambda: {"fp16": True},
     "ConfigError: .*accelerator_config sets num_steps": lambda: accumulating(num_steps=2),
     "ConfigError: .*sync_each_batch=True": lambda: accumulating(sync_each_batch=True),
-    "ConfigError: .*reward models": lambda: {**scorer(), **BITWISE},
+    "ConfigError: .*reward models": lambda: {
+        **{"reward": tiny_scorer(), "reward_processing_classes": tiny_tokenizer()},
+        **BITWISE,
+    },
     "ConfigError: .*rollout_func": lambda: {"rollout_func": given_rollout, **BITWISE},
     "ConfigError: .*eval_pass_reward='letters' is no reward.* did you mean 'letter_reward'": lambda: {
         "eval_pass_reward": "letters"

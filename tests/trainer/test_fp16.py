@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError, ModelError, PrecisionError
+from grpo_ext.errors import ModelError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
 from tests.support.rollouts import give_completions
 from tests.support.tiny import tiny_model
 from tests.support.trainers import SAVE, Overflow, change, error, make, native_fp16, on, parameters
-
 
 ROWS = [[10 + (7 * row + 3 * i) % 30 for i in range(6)] for row in range(16)]
 
@@ -105,11 +104,6 @@ def test_a_weight_that_is_not_finite_is_named_in_any_precision(tmp_path):
     give_completions(trainer, ROWS)  # sampling would stop before
     with pytest.raises(PrecisionError, match=r"parameter model\.layers\.0\.mlp\.down_proj\.weight is not finite"):
         trainer.train()
-
-
-def test_without_an_accelerator_it_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="needs an accelerator"):
-        build(tmp_path)
 
 
 def test_weights_in_float16_are_refused(tmp_path, fp16_on_the_cpu):

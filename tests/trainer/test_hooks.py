@@ -1,8 +1,7 @@
 """What users' code may rely on: what users override or pass counts, on the same completions as in stock TRL.
 
 On one process; beside each a run that must differ. Tools, environments, reward functions and a rollout_func are in
-tests/parity, a changed dictionary of `_generate_and_score_completions` in test_overridden_rollouts, losses and
-log-probabilities in test_overrides, refusals with a lag in test_ahead_beside_users.
+tests/parity, losses and log-probabilities in test_overrides, refusals with a lag in test_ahead.
 """
 
 from collections.abc import Callable
@@ -10,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError, RolloutError
-from tests.parity.scripts import EOS, by_turn, call, chat_tokenizer, conversations, scripted_model
-from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, sampling_model, setting
+from grpo_ext.errors import ConfigError, ModelError, RolloutError
+from tests.parity.scripts import EOS, Journal, by_turn, call, chat_tokenizer, conversations, parts_of
+from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, log_probs_of, setting
 from tests.support.tiny import letter_reward, stock_scores, tiny_model
 from tests.support.tool_runs import count, transcript_reward
-from tests.support.trainers import train_and_keep_first
+from tests.support.trainers import change, passing_on, train_and_keep_first
 
 
 def overriding(hook: Callable[..., Any]) -> type:
@@ -33,10 +33,9 @@ def overriding(hook: Callable[..., Any]) -> type:
 
 def talking() -> dict[str, Any]:
     """The parts of a run with a tool, which every second completion of a group calls."""
-    tokenizer = chat_tokenizer()
-    model = scripted_model(tokenizer, by_turn([f"a{EOS}", call("count", number=3) + EOS], [f"bcd{EOS}"]))
-    usual = {"reward_funcs": transcript_reward, "train_dataset": conversations(), "processing_class": tokenizer}
-    return {"model": model, "tools": [count], **usual}
+    said = by_turn([f"a{EOS}", call("count", number=3) + EOS], [f"bcd{EOS}"])
+    usual = {"reward_funcs": transcript_reward, "train_dataset": conversations(), "tools": [count]}
+    return parts_of(Journal(), said, chat_tokenizer(), **usual)
 
 
 def _calculate_rewards(self: Any, inner: Any, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
@@ -45,11 +44,6 @@ def _calculate_rewards(self: Any, inner: Any, inputs: Any, prompts: Any, complet
     lengths = self.accelerator.gather(torch.tensor([float(len(row)) for row in ids]))
     assert rewards.shape == (len(lengths), len(self.reward_funcs))
     return rewards**2 - 0.05 * lengths[:, None]
-
-
-@stock_scores
-def test_calculate_rewards_makes_the_rewards(tmp_path):
-    learns_as_in_trl(tmp_path, overriding(_calculate_rewards))
 
 
 @stock_scores
@@ -68,13 +62,9 @@ def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path):
     assert sizes == [8, 8, 4, 4]  # every second completion calls the tool
 
 
-@stock_scores
-def test_tokenize_prompts_makes_the_tokens_of_prompts(tmp_path):
-    def _tokenize_prompts(self: Any, inner: Any, prompts: Any) -> Any:
-        ids, *others = inner(prompts)
-        return [[5, *row] for row in ids], *others
-
-    learns_as_in_trl(tmp_path, overriding(_tokenize_prompts))
+def _tokenize_prompts(self: Any, inner: Any, prompts: Any) -> Any:
+    ids, *others = inner(prompts)
+    return [[5, *row] for row in ids], *others
 
 
 def _generate(self: Any, inner: Any, prompts: Any) -> Any:
@@ -90,11 +80,6 @@ def _generate(self: Any, inner: Any, prompts: Any) -> Any:
 def with_bonus(prompts: Any, completions: Any, bonus: Any = None, **kwargs: Any) -> list[float]:
     more = [0.0] * len(prompts) if bonus is None else bonus
     return [reward + extra for reward, extra in zip(letter_reward(prompts, completions), more)]
-
-
-@stock_scores
-def test_generate_makes_the_completions(tmp_path):
-    learns_as_in_trl(tmp_path, overriding(_generate), lambda: {"reward_funcs": with_bonus})
 
 
 def test_generate_that_returns_something_else_is_an_error(tmp_path):
@@ -129,8 +114,8 @@ for scoring in (rebuilt_rows, scored_alone):
 
 
 @stock_scores
-@pytest.mark.parametrize("hook", [rebuilt_rows, scored_alone], ids=["rows", "alone"])
-def test_generate_and_score_completions_makes_the_rollout(tmp_path, hook):
+@pytest.mark.parametrize("hook", [_calculate_rewards, _tokenize_prompts, _generate, rebuilt_rows, scored_alone])
+def test_what_an_override_of_a_rollout_does_counts_as_in_trl(tmp_path, hook):
     learns_as_in_trl(tmp_path, overriding(hook), lambda: {"reward_funcs": with_bonus})
 
 
@@ -179,9 +164,7 @@ def test_a_setting_that_a_callback_changes_acts_from_then_on(tmp_path, names, va
         for name in names.split():
             setting(name, value)(trainer)
 
-    settings = {**REUSED, **settings}
-    kind = settings.pop("kind", "qwen2")
-    learns_as_in_trl(tmp_path, changing(change), lambda: {"model": sampling_model(kind)}, **settings)
+    learns_as_in_trl(tmp_path, changing(change), **{**REUSED, **settings})
 
 
 def test_a_kl_term_without_reference_log_probabilities_is_refused(tmp_path):
@@ -190,3 +173,91 @@ def test_a_kl_term_without_reference_log_probabilities_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match=r"beta=0\.1 asks for the KL term"):
         build(tmp_path, GRPOTrainer, overriding(_generate_and_score_completions), beta=0.1).train()
+
+
+def without_the_middle(scored: dict[str, Any]) -> None:
+    scored["completion_mask"][::2, 2:4] = 0
+
+
+def without_part_of_the_prompt(scored: dict[str, Any]) -> None:
+    scored["prompt_mask"][1::2, 2] = 0
+
+
+def with_more_tokens(scored: dict[str, Any]) -> None:
+    """Two more for each completion, which carry loss."""
+    more = torch.full_like(scored["completion_ids"][:, :2], 9)
+    scored["completion_ids"] = torch.cat([scored["completion_ids"], more], dim=1)
+    scored["completion_mask"] = torch.cat([scored["completion_mask"], torch.ones_like(more)], dim=1)
+
+
+def advantages_of_tokens(scored: dict[str, Any]) -> None:
+    places = torch.linspace(0.5, 2.0, scored["completion_ids"].size(1))
+    scored["advantages"] = scored["advantages"][:, None] * places
+
+
+def with_fields(scored: dict[str, Any]) -> None:
+    """Fields of many shapes, all of which the loss depends on."""
+    rows = len(scored["completion_ids"])
+    weights = torch.linspace(0.5, 1.5, rows)
+    scored["one"] = weights
+    scored["few"] = weights[:, None] * torch.tensor([1.0, 0.5, 0.25])
+    scored["cube"] = weights[:, None, None] * torch.ones(1, 2, 3)
+    scored["tokens"] = scored["completion_ids"] / 20
+    scored["texts"] = ["a" * (1 + row % 3) for row in range(rows)]
+    scored["shift"] = torch.tensor(0.75)
+
+
+class OfFields:
+    """A loss that depends on all of them."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        assert inputs["one"].shape == inputs["advantages"].shape
+        texts = torch.tensor([float(len(text)) for text in inputs["texts"]])
+        by_row = inputs["one"] * inputs["few"].sum(1) * inputs["cube"].sum((1, 2)) * texts * inputs["shift"]
+        own = (log_probs_of(self, model, inputs) * inputs["tokens"] * inputs["completion_mask"]).sum(1) * by_row
+        return super()._compute_loss(model, inputs) + own.mean() / 10 / self.current_gradient_accumulation_steps
+
+
+# of one length, because stock TRL lets padding move GPT-2's absolute positions
+PROMPTS = Dataset.from_dict({"prompt": ["abcd>", "hgfe>", "aceg>", "bdfh>", "afbg>", "chde>", "gabc>", "fhea>"]})
+LOGPS = "_get_per_token_logps_and_entropies"
+
+
+@stock_scores
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (without_the_middle, {"kind": "gpt2"}),  # masks move the absolute positions of GPT-2
+        (without_part_of_the_prompt, {"kind": "gpt2"}),
+        (with_more_tokens, {}),
+        (advantages_of_tokens, {}),
+        # tokens are left out by every forward
+        (without_the_middle, {"loss_type": "grpo", "gradient_checkpointing": True}),
+        (without_the_middle, {"loss_type": "dr_grpo", "forward": "prefix"}),
+        (with_fields, {"loss_type": "grpo", "num_iterations": 2}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or "+".join(value),
+)
+def test_a_changed_dictionary_is_trained_on_as_stock_trl_does(tmp_path, change, settings):
+    def _generate_and_score_completions(self: Any, inner: Any, inputs: Any) -> Any:
+        scored = inner(inputs)
+        change(scored)
+        return scored
+
+    mixin = overriding(_generate_and_score_completions)
+    if change is with_fields:
+        mixin = type("WithFields", (OfFields, mixin), {})
+    learns_as_in_trl(tmp_path, mixin, lambda: {"train_dataset": PROMPTS}, **settings)
+
+
+class KeepsTheRouterBack:
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(*args, **{**kwargs, "compute_aux_loss": False})
+
+
+def test_a_hook_that_passes_on_changes_no_bit_of_a_model_with_experts(tmp_path):
+    parts = {"size": 5, "kind": "moe"}
+    plain = change(build(tmp_path / "plain", GRPOTrainer, **parts))
+    assert torch.equal(plain, change(build(tmp_path / "passing", passing_on(LOGPS), **parts)))
+    with pytest.raises(ModelError, match=f"{LOGPS} pass on compute_aux_loss"):
+        build(tmp_path / "back", GRPOTrainer, KeepsTheRouterBack, **parts).train()

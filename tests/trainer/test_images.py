@@ -103,6 +103,8 @@ def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_p
         trainer.train()
 
 
+# the first checkpoint is within a rollout batch
+EXACT = {"bitwise_invariant": True, **SAVE, "global_batch_size": 8, "rollout_batch_size": 16}
 SHOWN = {"max_completion_length": 60, "max_tool_calling_iterations": 2}
 
 
@@ -144,11 +146,9 @@ def test_a_completion_that_is_masked_out_shows_nothing(tmp_path):
 
 
 def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
-    sizes = {"global_batch_size": 8, "rollout_batch_size": 16}  # the first checkpoint is within a rollout batch
-    exact = {"bitwise_invariant": True, **SAVE, **sizes}
-    whole = change(with_tools(tmp_path / "whole", per_device_train_batch_size=8, **exact))
-    assert torch.equal(whole, change(with_tools(tmp_path / "parts", per_device_train_batch_size=3, **exact)))
-    assert torch.equal(whole, resumed(with_tools(tmp_path / "parts", per_device_train_batch_size=5, **exact)))
+    whole = change(with_tools(tmp_path / "whole", per_device_train_batch_size=8, **EXACT))
+    assert torch.equal(whole, change(with_tools(tmp_path / "parts", per_device_train_batch_size=3, **EXACT)))
+    assert torch.equal(whole, resumed(with_tools(tmp_path / "parts", per_device_train_batch_size=5, **EXACT)))
 
 
 def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, monkeypatch):
@@ -193,14 +193,12 @@ def test_a_stream_of_images_trains_like_a_data_set_with_a_length(tmp_path):
 
 
 def test_a_checkpoint_holds_the_images_of_a_prompt_once_and_a_resumed_run_has_the_same_bits(tmp_path):
-    sizes = {"global_batch_size": 8, "rollout_batch_size": 16}  # the first checkpoint is within a rollout batch
-    exact = {"bitwise_invariant": True, **SAVE, **sizes}
-    whole = change(make(tmp_path / "whole", **exact))
+    whole = change(make(tmp_path / "whole", **EXACT))
     state = load_state(tmp_path / "whole" / "checkpoint-1")
     assert state is not None
     images = state["rollouts"]["batch"]["columns"]["row_images"]
-    assert len(images["lengths"]) < len(images["rows"]) == sizes["rollout_batch_size"]
-    assert torch.equal(whole, resumed(make(tmp_path / "whole", per_device_train_batch_size=3, **exact)))
+    assert len(images["lengths"]) < len(images["rows"]) == EXACT["rollout_batch_size"]
+    assert torch.equal(whole, resumed(make(tmp_path / "whole", per_device_train_batch_size=3, **EXACT)))
 
 
 def test_a_processor_that_marks_tokens_in_its_own_way_is_refused(tmp_path):
@@ -228,7 +226,7 @@ def test_packed_images_keep_the_pixels_of_every_mode(mode):
         assert (back.mode, back.size, back.tobytes()) == (expected.mode, expected.size, expected.tobytes())
 
 
-def test_packed_images_are_not_turned_and_arrays_may_have_their_channels_first():
+def test_packed_images_are_not_turned_and_arrays_have_their_channels_last_or_first():
     file, picture = io.BytesIO(), image(3, 16, 8)
     exif = picture.getexif()
     exif[0x0112] = 6  # turned by 90 degrees
@@ -237,9 +235,6 @@ def test_packed_images_are_not_turned_and_arrays_may_have_their_channels_first()
     kinds = [Image.open(file), values, torch.tensor(values.transpose(2, 0, 1))]
     assert all(np.array_equal(values, back) for back in unpacked_images(packed_images(kinds)))
     assert not np.array_equal(values, unpacked_images(packed_images([image(4, 16, 8)]))[0])
-
-
-def test_images_that_cannot_be_packed_are_named():
     with pytest.raises(DataError, match="shows images as Tensor, and one cannot be read"):
         packed_images([torch.zeros(3, 8, 8)])
 

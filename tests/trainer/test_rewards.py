@@ -17,8 +17,6 @@ from tests.support.trainers import log_of, make, on, watched
 
 
 def test_a_subclass_may_log_beside_its_reward_functions(tmp_path):
-    """An override of what logs: tests/trainer/test_ahead_beside_users.py."""
-
     class Own(GRPOTrainer):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
             self._log_metric("own", len(prompts))

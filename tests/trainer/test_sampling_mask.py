@@ -7,6 +7,7 @@ import torch
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
+from tests.support.beside_trl import log_probs_of
 from tests.support.tiny import tiny_model
 from tests.support.tool_runs import always_calling
 from tests.support.trainers import OtherMask, change, error, first_line, make, passing_on
@@ -114,9 +115,7 @@ def test_of_tokens_with_equal_scores_those_are_sampled_that_are_recorded(tmp_pat
 
 class OwnCat(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        ids, mask = (torch.cat([inputs[f"{p}_{n}"] for p in ("prompt", "completion")], dim=1) for n in ("ids", "mask"))
-        logps, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].size(1))
-        return -logps.mean()
+        return -log_probs_of(self, model, inputs).mean()
 
 
 @pytest.mark.parametrize("cls", [OtherMask, OwnCat])

@@ -14,7 +14,7 @@ from trl.rewards import think_format_reward
 from grpo_ext import GRPOTrainer, compat
 from grpo_ext.errors import ConfigError
 from tests.support.drop_in import conversations
-from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer, tokenizer_with
 from tests.support.trainers import SAVE, change, error, make
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -80,11 +80,8 @@ def same_name(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 same_name.__name__ = "letter_reward"
-THINK = {
-    "reward": think_format_reward,
-    "train_dataset": conversations(12),
-    "processing_class": tiny_tokenizer(chat=True),
-}
+CHAT = {"train_dataset": conversations(12), "processing_class": tiny_tokenizer(chat=True)}
+THINK = {"reward": think_format_reward, **CHAT}
 SAID: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": (
         {"generation_kwargs": {"temperature": 0.5}},
@@ -94,27 +91,23 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "bad words": ({"generation_kwargs": {"bad_words_ids": [[5]]}}, "bad_words_ids=[[5]] (it changes scores"),
     "names": ({"reward": [letter_reward, same_name]}, "Several reward functions are named letter_reward"),
     "best": (
-        {**SAVE, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1},
+        {**SAVE, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4)},
         "the lowest eval_loss",
     ),
     "bfloat16": ({"model": tiny_model().bfloat16(), "bf16": None}, "27 of 27 trained tensors are bfloat16"),
-    "think": ({**THINK, "chat_template_kwargs": {}}, "think_format_reward is always 0"),
+    "think": ({**THINK, "processing_class": tokenizer_with(chat_template=TEMPLATE)}, "think_format_reward is always 0"),
 }
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_seldom_meant_is_said_once_at_the_start(tmp_path, caplog, name):
     changes, words = SAID[name]
-    if name == "think":
-        changes["processing_class"].chat_template = TEMPLATE
-    evaluation = {"eval_dataset": make(tmp_path).train_dataset} if name == "best" else {}
-    make(tmp_path, max_steps=1, **changes, **evaluation).train()
+    make(tmp_path, max_steps=1, **changes).train()
     assert caplog.text.count(words) == 1
 
 
 def test_nothing_is_said_of_ordinary_settings(tmp_path, caplog):
-    think = {**THINK, "processing_class": tiny_tokenizer(chat=True)}
-    make(tmp_path, max_steps=1, generation_kwargs={"temperature": 0.7}, temperature=0.7, **think).train()
+    make(tmp_path, max_steps=1, generation_kwargs={"temperature": 0.7}, temperature=0.7, **THINK).train()
     for words in ("are sampled from other", "are named", "eval_loss", "always 0", "does not cover this run"):
         assert words not in caplog.text
 
