@@ -59,6 +59,12 @@ def trained(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
 
 
+def ran(trainer: Any, checkpoint: Any = None) -> Any:
+    """The trainer, once it has trained; from a checkpoint, if one is named."""
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
 def change(trainer: Any) -> torch.Tensor:
     """What training changed, float64."""
     start = trained(trainer.model)

@@ -24,7 +24,7 @@ from grpo_ext.runtime.determinism import computing_with
 from tests.support.architectures import architecture
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import prompts, tiny_model
-from tests.support.trainers import LORA, SAVE, batches_of, log_of, make, on, other, parameters, passing_on, watched
+from tests.support.trainers import LORA, SAVE, batches_of, log_of, make, on, other, parameters, passing_on, ran, watched
 
 
 def log_probs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
@@ -67,8 +67,7 @@ def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
     whole.train()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float32).eval()
     assert_sampled_by(rollouts[4], model)
-    again = balanced(tmp_path)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    again = ran(balanced(tmp_path), tmp_path / "checkpoint-3")
     assert torch.equal(parameters(whole), parameters(again))
 
 
@@ -142,8 +141,7 @@ def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, ev
     settings["dynamic_sampling"] = dynamic
     if evaluates:
         settings |= {"eval_dataset": prompts(4, seed=1), "eval_strategy": "steps", "eval_steps": 1}
-    trainer = other(tmp_path, rollout_lag=lag, **settings)
-    trainer.train()
+    trainer = ran(other(tmp_path, rollout_lag=lag, **settings))
     for name in ("min", "max"):  # of the trainer's log-probabilities to the server's
         ratios = log_of(trainer, f"sampling/importance_sampling_ratio/{name}")
         assert len(ratios) >= 5

@@ -8,7 +8,7 @@ import torch
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import PrecisionError
 from tests.support.tiny import tiny_model
-from tests.support.trainers import log_of, make
+from tests.support.trainers import log_of, make, ran
 
 
 def trained(folder: Any, banned: float) -> tuple[list[torch.Tensor], list[float]]:
@@ -16,8 +16,7 @@ def trained(folder: Any, banned: float) -> tuple[list[torch.Tensor], list[float]
     model = tiny_model()
     bias = torch.zeros(model.config.vocab_size).index_fill(0, torch.tensor([4, 9]), banned)
     model.lm_head.bias = torch.nn.Parameter(bias)
-    trainer = make(folder, model, top_entropy_quantile=0.4)
-    trainer.train()
+    trainer = ran(make(folder, model, top_entropy_quantile=0.4))
     assert trainer._forwards.choice.form(model) == "packed"
     return [p.detach() for name, p in model.named_parameters() if name != "lm_head.bias"], log_of(trainer, "entropy")
 

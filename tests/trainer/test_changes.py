@@ -46,7 +46,7 @@ from tests.support.tiny import (
     tool,
 )
 from tests.support.tool_runs import count, transcript_reward
-from tests.support.trainers import log_of, make, watched
+from tests.support.trainers import log_of, make, ran, watched
 
 Change = Callable[[Any], None]
 OTHER = TEMPLATE.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}?!")
@@ -228,12 +228,10 @@ def test_corrections_of_what_vllm_samples_are_followed(tmp_path, monkeypatch, wh
 
     stand_in(tmp_path / "server", monkeypatch.setattr)
     largest = "sampling/importance_sampling_ratio/max"
-    trainer = build(tmp_path / "bound", GRPOTrainer, when(bound), parts=own_model, **VLLM)
-    trainer.train()
+    trainer = ran(build(tmp_path / "bound", GRPOTrainer, when(bound), parts=own_model, **VLLM))
     assert log_of(trainer, largest)[-1] == 0.5
     off = when(setting("vllm_importance_sampling_correction", False))
-    trainer = build(tmp_path / "off", GRPOTrainer, off, parts=own_model, **VLLM)
-    trainer.train()
+    trainer = ran(build(tmp_path / "off", GRPOTrainer, off, parts=own_model, **VLLM))
     assert len(log_of(trainer, largest)) == (when is once)
 
 

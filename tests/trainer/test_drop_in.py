@@ -25,7 +25,7 @@ from tests.support.tiny import (
     tiny_model,
     tiny_tokenizer,
 )
-from tests.support.trainers import log_of, make, parameters, update
+from tests.support.trainers import log_of, make, parameters, ran, update
 
 
 def test_a_subclass_of_trls_config_is_taken_as_it_is(tmp_path):
@@ -80,8 +80,7 @@ def test_a_stream_trains_and_resumes_like_the_data_set_it_streams(tmp_path):
     rows = prompts(10)
     settings = {"shuffle_dataset": False, "max_steps": 7}
     # ten prompts: two full steps and a smaller one, then the next pass
-    plain = make(tmp_path / "plain", train_dataset=rows, **settings)
-    plain.train()
+    plain = ran(make(tmp_path / "plain", train_dataset=rows, **settings))
 
     def streamed(**more):
         stream = IterableDataset.from_generator(lambda: iter(rows.to_list()))
@@ -112,8 +111,7 @@ def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path
     for asked in (False, True):
         for compact in (True, False) if kind == "moe" else (True,):
             model = tiny_model(kind, num_local_experts=4, output_router_logits=asked)
-            trainer = make(tmp_path, model, max_steps=1, compact_rollouts=compact)
-            trainer.train()
+            trainer = ran(make(tmp_path, model, max_steps=1, compact_rollouts=compact))
             assert model.config.output_router_logits == asked
             assert log_of(trainer, "aux_loss")[0] > 0
             trained[asked, compact] = (parameters(trainer), log_of(trainer, "aux_loss"))
@@ -200,8 +198,7 @@ def logged_keys(cls, folder) -> set[str]:
     tiny_model().save_pretrained(folder / "model")  # stock TRL loads the reference by its name
     settings = {**SMOKE, "beta": 0.1, "reward_weights": [1.0, 0.5], "gradient_accumulation_steps": 2, "max_steps": 2}
     parts = {"train_dataset": prompts(8), "eval_dataset": prompts(4, seed=1)}
-    trainer = make(folder, str(folder / "model"), [letter_reward, sparse_reward], cls, **parts, **settings)
-    trainer.train()
+    trainer = ran(make(folder, str(folder / "model"), [letter_reward, sparse_reward], cls, **parts, **settings))
     return set().union(*trainer.state.log_history)
 
 
@@ -217,6 +214,5 @@ def test_an_optimizer_and_a_schedule_of_the_users_are_used(tmp_path):
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    trainer = make(tmp_path, model, optimizers=(optimizer, schedule), max_steps=2)
-    trainer.train()
+    trainer = ran(make(tmp_path, model, optimizers=(optimizer, schedule), max_steps=2))
     assert [line["learning_rate"] for line in trainer.state.log_history if "loss" in line] == [0.25, 0.125]

@@ -10,7 +10,7 @@ import trl
 import grpo_ext
 from tests.support.kept import of_stock
 from tests.support.tiny import prompts, stock_scores
-from tests.support.trainers import make, on, stopping
+from tests.support.trainers import make, on, ran, stopping
 
 EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
 # 16 completions a step and 24 an evaluation, in micro-batches of 4
@@ -63,8 +63,7 @@ def recorded_by(recorder: Recorder, cls: type, folder: Any, *callbacks: Any, **s
 def test_the_events_are_those_of_stock_trl_in_their_order(tmp_path, settings):
     def events(package: Any) -> list[tuple[Any, ...]]:
         recorder = Recorder()
-        trainer = recorded_by(recorder, package.GRPOTrainer, tmp_path / package.__name__, **settings)
-        trainer.train()
+        trainer = ran(recorded_by(recorder, package.GRPOTrainer, tmp_path / package.__name__, **settings))
         trainer.evaluate()
         return recorder.events
 
@@ -76,8 +75,7 @@ def test_the_events_are_those_of_stock_trl_in_their_order(tmp_path, settings):
 
 def test_a_step_is_whole_where_a_callback_stops_the_run_inside_it(tmp_path):
     recorder = Recorder()
-    trainer = recorded_by(recorder, grpo_ext.GRPOTrainer, tmp_path, stopping("on_substep_end", at=1, save=True))
-    trainer.train()
+    trainer = ran(recorded_by(recorder, grpo_ext.GRPOTrainer, tmp_path, stopping("on_substep_end", at=1, save=True)))
     assert trainer.state.global_step == 2
     assert [event for event, *_ in recorder.events].count("on_substep_end") == 2 * 3
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]

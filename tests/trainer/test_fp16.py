@@ -12,7 +12,7 @@ from grpo_ext.errors import ModelError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
 from tests.support.rollouts import give_completions
 from tests.support.tiny import tiny_model
-from tests.support.trainers import SAVE, Overflow, change, error, make, native_fp16, on, parameters
+from tests.support.trainers import SAVE, Overflow, change, error, make, native_fp16, on, parameters, ran
 
 ROWS = [[10 + (7 * row + 3 * i) % 30 for i in range(6)] for row in range(16)]
 
@@ -76,10 +76,8 @@ def test_gradients_that_overflow_for_good_end_in_a_clear_error(tmp_path, fp16_on
 
 def test_the_scale_is_resumed(tmp_path, fp16_on_the_cpu):
     save = {**SAVE, "max_steps": 4}
-    whole = overflowing(tmp_path / "out", 0, 1, **save)
-    whole.train()
-    again = build(tmp_path / "out", **save)
-    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    whole = ran(overflowing(tmp_path / "out", 0, 1, **save))
+    again = ran(build(tmp_path / "out", **save), tmp_path / "out" / "checkpoint-2")
     assert again.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
     assert whole.accelerator.scaler.skipped == 2
     assert torch.equal(parameters(whole), parameters(again))

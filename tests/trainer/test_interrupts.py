@@ -18,7 +18,7 @@ from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
 from tests.support.launch import two_processes
 from tests.support.tiny import letter_reward, prompts
-from tests.support.trainers import make, noted_events, on, parameters, signals, stopping, watched
+from tests.support.trainers import make, noted_events, on, parameters, ran, signals, stopping, watched
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
@@ -124,8 +124,7 @@ def test_an_evaluation_that_ends_the_run_ends_it_before_another_step(tmp_path):
     stopped = make(tmp_path, callbacks=[stopping("on_evaluate"), signals(1, signal.SIGTERM)], **settings)
     with pytest.raises(TrainingInterrupted):
         stopped.train()
-    again = make(tmp_path, callbacks=[stopping("on_evaluate")], **settings)
-    again.train(resume_from_checkpoint="latest")
+    again = ran(make(tmp_path, callbacks=[stopping("on_evaluate")], **settings), "latest")
     assert again.state.global_step == 2
     assert torch.equal(parameters(stopped), parameters(again))
 
@@ -192,8 +191,7 @@ def test_what_a_reward_function_forks_can_be_terminated(tmp_path, caplog):
         child.join(10)
         codes.append(child.exitcode)
 
-    trainer = make(tmp_path / "out", max_steps=1, reward=watched(fork), rollout_chunk_size=16)
-    trainer.train()
+    trainer = ran(make(tmp_path / "out", max_steps=1, reward=watched(fork), rollout_chunk_size=16))
     assert codes == [-signal.SIGTERM]
     assert trainer.state.global_step == 1
     assert "Stopping" not in caplog.text

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import DataError, RolloutError
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_scorer, tiny_tokenizer, tokenizer_with
-from tests.support.trainers import make, train_and_keep_first, watched
+from tests.support.trainers import make, ran, train_and_keep_first, watched
 
 USER = {"role": "user", "content": "ab"}
 REFUSES_SYSTEM = (
@@ -62,8 +62,7 @@ def test_reward_functions_get_the_columns_of_all_rows(tmp_path, data):
 def test_a_reward_model_reads_each_row_as_it_is(tmp_path):
     chat = tiny_tokenizer(chat=True)
     parts = {"processing_class": chat, "reward_processing_classes": chat, "train_dataset": stream(mixed())}
-    trainer = make(tmp_path, reward=tiny_scorer(), max_steps=1, global_batch_size=20, **parts)
-    trainer.train()
+    trainer = ran(make(tmp_path, reward=tiny_scorer(), max_steps=1, global_batch_size=20, **parts))
     assert {type(completion) for completion in trainer._logs["completion"]} == {str, list}
 
 

@@ -13,7 +13,7 @@ from grpo_ext.forward import choice
 from grpo_ext.rollouts.ahead import RolloutsAhead
 from tests.support.architectures import architecture
 from tests.support.tiny import prompts, sparse_reward, tiny_model
-from tests.support.trainers import error, form_of, log_of, make, update
+from tests.support.trainers import error, form_of, log_of, make, ran, update
 from tests.tolerances import UPDATE
 
 PLAIN: dict[str, Any] = {"forward": "padded", "skip_zero_contribution": False, "compact_rollouts": False}
@@ -82,8 +82,7 @@ def test_the_budget_holds_in_every_forward(tmp_path):
 def test_a_form_is_chosen_and_can_be_set(tmp_path):
     shares = {}
     for form in ("auto", "packed", "prefix", "padded"):
-        trainer = make(tmp_path, forward=form, max_steps=1)
-        trainer.train()
+        trainer = ran(make(tmp_path, forward=form, max_steps=1))
         assert form_of(trainer) == ("packed" if form == "auto" else form)
         shares[form] = [log_of(trainer, f"layout/{kind}_share")[0] for kind in ("padding", "duplicate")]
     assert shares["auto"] == shares["packed"] == [0.0, 0.0]
@@ -150,8 +149,7 @@ def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog,
 
 def test_a_loss_computed_outside_a_step_does_not_run_packs_under_checkpointing(tmp_path):
     """Its backward pass runs the layers again where packs are off."""
-    trainer = make(tmp_path, gradient_checkpointing=True)
-    trainer.train()
+    trainer = ran(make(tmp_path, gradient_checkpointing=True))
     plain = make(tmp_path / "plain", gradient_checkpointing=True, forward="padded")
     plain.model.load_state_dict(trainer.model.state_dict())
     rows = [row for row in prompts(2).to_list() for _ in range(4)]

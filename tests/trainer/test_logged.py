@@ -12,12 +12,11 @@ import pytest
 
 from grpo_ext.tools.report import ReportCallback, load_run
 from tests.support.tiny import prompts
-from tests.support.trainers import SAVE, log_of, make, on
+from tests.support.trainers import SAVE, log_of, make, on, ran
 
 
 def train(folder, resume=None, **settings):
-    trainer = make(folder, train_dataset=prompts(22), eval_dataset=prompts(4, seed=1), **settings)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer = ran(make(folder, train_dataset=prompts(22), eval_dataset=prompts(4, seed=1), **settings), resume)
     return trainer
 
 
@@ -94,8 +93,7 @@ def test_odd_cells_become_text_and_others_stay_as_they_are(tmp_path):
 
 def test_a_table_that_cannot_be_written_is_a_warning_and_an_error_of_a_callback_is_one(tmp_path, caplog):
     callback = on("on_train_begin", lambda state: shutil.rmtree(tmp_path / "completions"))
-    trainer = make(tmp_path, log_completions=True, max_steps=3, callbacks=[callback])
-    trainer.train()
+    trainer = ran(make(tmp_path, log_completions=True, max_steps=3, callbacks=[callback]))
     assert not (tmp_path / "completions").exists()
     assert caplog.text.count("The table of completions was not written") == 1
     assert trainer.state.global_step == 3

@@ -13,7 +13,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError, RewardError
 from grpo_ext.run.state import load_state
 from tests.support.tiny import prompts
-from tests.support.trainers import SAVE, change, error, make, parameters, update, watched
+from tests.support.trainers import SAVE, change, error, make, parameters, ran, update, watched
 from tests.tolerances import METRIC, UPDATE
 
 
@@ -142,8 +142,7 @@ def test_a_resume_keeps_what_fits_where_device_and_configuration_are_the_same_al
     settings = dict(change)
     if settings.pop("device", None):
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**50))
-    again = make(tmp_path, **saves, **settings, max_steps=3, allow_changed_on_resume=["max_steps"])
-    again.train("latest")
+    again = ran(make(tmp_path, **saves, **settings, max_steps=3, allow_changed_on_resume=["max_steps"]), "latest")
     said, rows = caplog.text, again.args.per_device_train_batch_size if change else 2
     assert f"micro-batch             up to {rows} completions" in said
     for work in ("generation", "computing log-probabilities"):

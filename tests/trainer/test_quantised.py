@@ -17,7 +17,7 @@ from grpo_ext import trainer as trainer_module
 from grpo_ext.errors import ConfigError, ModelError, SplitDependentError
 from grpo_ext.tools.export import export
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.support.trainers import LORA, SAVE, change, error, far, log_of, trained
+from tests.support.trainers import LORA, SAVE, change, error, far, log_of, ran, trained
 from tests.tolerances import DIFFERENT, UPDATE, UPDATE_BFLOAT16
 
 pytestmark = pytest.mark.skipif(
@@ -102,8 +102,7 @@ def test_the_reference_is_the_policy_at_its_start(tmp_path, base):
     """An adapter that does not start at zero is copied, in 4 bits alone; sampled ahead too."""
     start: dict[str, Any] = {"beta": 0.1, "max_steps": 3, "adapter": lora(init_lora_weights=False)}
     for more in ({}, {"rollout_lag": 1}):
-        run = make(tmp_path, base, quantise=BITS[4], **start, **more)
-        run.train()
+        run = ran(make(tmp_path, base, quantise=BITS[4], **start, **more))
         first, *later = log_of(run, "kl")
         assert first == pytest.approx(0.0, abs=1e-9)
         assert later[-1] > 1e-4
@@ -129,10 +128,8 @@ def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
 @EITHER
 def test_a_resumed_run_is_the_same_run_and_its_adapter_is_exported(tmp_path, base, bits):
     settings = {"quantise": BITS[bits], **SAVE, "max_steps": 3, "optim": "adamw_torch"}
-    trainer = make(tmp_path, base, learning_rate=0.05, **settings)
-    trainer.train()
-    resumed = make(tmp_path, base, learning_rate=0.05, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    trainer = ran(make(tmp_path, base, learning_rate=0.05, **settings))
+    resumed = ran(make(tmp_path, base, learning_rate=0.05, **settings), tmp_path / "out" / "checkpoint-1")
     assert torch.equal(trained(resumed.model), trained(trainer.model))
     checkpoint = tmp_path / "out" / "checkpoint-3"
     export(checkpoint, tmp_path / "adapter")
@@ -152,8 +149,7 @@ def test_weights_that_sample_ahead(tmp_path, base):
     ahead = {"rollout_lag": 1, "max_steps": 3}
     with pytest.raises(ConfigError, match="rollout_lag=1 cannot be combined with weights in 8 bits"):
         make(tmp_path / "eight", loaded(base, 8), lora(), **ahead)
-    trainer = make(tmp_path / "four", loaded(base, 4), lora(), **ahead)
-    trainer.train()
+    trainer = ran(make(tmp_path / "four", loaded(base, 4), lora(), **ahead))
     ratios = log_of(trainer, "sampling/ratio_max")
     assert ratios[0] == pytest.approx(1.0, abs=2e-2)  # the weights that sampled are those that are trained
     assert max(ratios) > 1.02

@@ -21,7 +21,7 @@ from tests.support import tool_runs
 from tests.support.drop_in import conversations
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import count, sampled, tell
-from tests.support.trainers import SAVE, make, other, parameters, signals, stopping
+from tests.support.trainers import SAVE, make, other, parameters, ran, signals, stopping
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_reward", "max_steps": 6}
 
@@ -53,32 +53,26 @@ class Counting(TrainerCallback, ExportableState):
 def test_patience_is_restored(tmp_path, restored):
     """Also where transformers is asked to restore callbacks, and where a run begins with an evaluation."""
     settings = {"restore_callback_states_from_checkpoint": restored, "eval_on_start": restored}
-    whole = early(tmp_path / "whole", patience=3, **settings)
-    whole.train()
-    again = early(tmp_path / "again", patience=3, **settings)
-    again.train(str(tmp_path / "whole" / "checkpoint-2"))
+    whole = ran(early(tmp_path / "whole", patience=3, **settings))
+    again = ran(early(tmp_path / "again", patience=3, **settings), tmp_path / "whole" / "checkpoint-2")
     assert again.state.global_step == whole.state.global_step < 6
     evaluations = [[line["step"] for line in run.state.log_history if "eval_reward" in line] for run in (whole, again)]
     assert evaluations[0] == evaluations[1]
 
 
 def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on(tmp_path, caplog):
-    whole = early(tmp_path)
-    whole.train()
+    whole = ran(early(tmp_path))
     assert whole.state.global_step == 3
-    again = early(tmp_path)
-    again.train("latest")
+    again = ran(early(tmp_path), "latest")
     assert again.state.global_step == 3
     assert torch.equal(parameters(whole), parameters(again))
     said = caplog.text
     assert "stopped early, after step 3 of 6" in said
     assert "allow_changed_on_resume=['stopped_early']" in said
-    going_on = early(tmp_path, patience=4, allow_changed_on_resume=["stopped_early"])
-    going_on.train("latest")
+    going_on = ran(early(tmp_path, patience=4, allow_changed_on_resume=["stopped_early"]), "latest")
     assert going_on.state.global_step == 5  # two evaluations of four were made before
     longer = {"max_steps": 7, "callbacks": [], "allow_changed_on_resume": ["stopped_early", "max_steps"]}
-    trained = early(tmp_path / "b", **longer)
-    trained.train(str(tmp_path / "checkpoint-3"))
+    trained = ran(early(tmp_path / "b", **longer), tmp_path / "checkpoint-3")
     assert trained.state.global_step == 7
 
 
@@ -88,8 +82,7 @@ def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, caplo
     trainer = other(tmp_path, callbacks=[stop, signals(1, signal.SIGTERM)])
     with pytest.raises(TrainingInterrupted):
         trainer.train()
-    again = other(tmp_path)
-    again.train("latest")
+    again = ran(other(tmp_path), "latest")
     assert again.state.global_step == (2 if stops else 3)
     assert ("stopped early" in caplog.text) is stops
 
@@ -151,8 +144,7 @@ def test_a_state_that_cannot_be_restored_is_a_warning(tmp_path, caplog):
     other(tmp_path, callbacks=[ReadOnly(1), Counting(1)]).train()
     assert "was not restored" not in caplog.text
     again = [ReadOnly(1), Counting(1)]
-    trainer = other(tmp_path, callbacks=again)
-    trainer.train(str(tmp_path / "checkpoint-2"))
+    trainer = ran(other(tmp_path, callbacks=again), tmp_path / "checkpoint-2")
     assert trainer.state.global_step == 3
     assert [callback.total for callback in again] == [1, 3]
     assert "The state of ReadOnly in" in caplog.text
@@ -163,8 +155,7 @@ def test_a_state_that_cannot_be_restored_is_a_warning(tmp_path, caplog):
 def test_arguments_that_a_user_changed_count_unless_the_checkpoints_are_asked_for(tmp_path, caplog, restored, total):
     other(tmp_path, callbacks=[Counting(1)]).train()
     settings = {"callbacks": [Counting(5)], "restore_callback_states_from_checkpoint": restored}
-    trainer = other(tmp_path, **settings)
-    trainer.train(str(tmp_path / "checkpoint-2"))
+    trainer = ran(other(tmp_path, **settings), tmp_path / "checkpoint-2")
     (counting,) = (part for part in trainer.callback_handler.callbacks if isinstance(part, Counting))
     assert counting.total == total
     said = "Counting had {'weight': 1} when" in caplog.text and "has {'weight': 5} now, which counts" in caplog.text
@@ -258,8 +249,7 @@ def test_the_same_rows_are_the_same_data_however_they_are_held(tmp_path):
         Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache")),
         backwards.select(range(11, -1, -1)),  # through an indices mapping
     ):
-        trainer = other(tmp_path, train_dataset=same, max_steps=1)
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+        trainer = ran(other(tmp_path, train_dataset=same, max_steps=1), checkpoint)
         assert trainer.state.global_step == 1
     with pytest.raises(CheckpointError, match=r"data\.rows_sha256: "):
         other(tmp_path, train_dataset=backwards, max_steps=1).train(resume_from_checkpoint=str(checkpoint))
@@ -272,8 +262,7 @@ def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything
         path.unlink()
     (folder / "checkpoint-3" / "trainer_state.json").unlink()
     (folder / "checkpoint-2" / "scheduler.pt").unlink()
-    trainer = make(folder, **SAVE, max_steps=3)
-    trainer.train(resume_from_checkpoint="latest")
+    trainer = ran(make(folder, **SAVE, max_steps=3), "latest")
     assert "checkpoint-3 has neither checkpoint.json nor trainer_state.json" in caplog.text
     assert "checkpoint-2 holds no learning-rate schedule" in caplog.text
     assert [line["step"] for line in trainer.state.log_history if "loss" in line] == [1, 2, 3]

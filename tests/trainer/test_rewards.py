@@ -13,7 +13,7 @@ import pytest
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from tests.support.tiny import prompts
-from tests.support.trainers import log_of, make, on, watched
+from tests.support.trainers import log_of, make, on, ran, watched
 
 
 def test_a_subclass_may_log_beside_its_reward_functions(tmp_path):
@@ -24,8 +24,7 @@ def test_a_subclass_may_log_beside_its_reward_functions(tmp_path):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
     graded = watched(lambda completions, log_extra, **columns: log_extra("text", completions))
-    trainer = make(tmp_path, reward=graded, cls=Own, rollout_chunk_size=8, max_steps=2, log_completions=True)
-    trainer.train()
+    trainer = ran(make(tmp_path, reward=graded, cls=Own, rollout_chunk_size=8, max_steps=2, log_completions=True))
     assert log_of(trainer, "own") == [16.0, 16.0]
     table = pandas.read_parquet(max((tmp_path / "completions").iterdir()))
     assert [*table["text"]] == [*table["completion"]]

@@ -12,7 +12,17 @@ from grpo_ext.rollouts.transcript import Transcript, share_prompt_experts
 from tests.support.float64 import float64_throughout
 from tests.support.tiny import given_rollout, tiny_model
 from tests.support.tool_runs import always_calling
-from tests.support.trainers import OtherMask, change, error, make, other, parameters, passing_on, train_and_keep_first
+from tests.support.trainers import (
+    OtherMask,
+    change,
+    error,
+    make,
+    other,
+    parameters,
+    passing_on,
+    ran,
+    train_and_keep_first,
+)
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 REPLAY = {"routing_replay": True}
@@ -26,8 +36,7 @@ def moe(**settings: Any) -> Any:
 
 
 def logs(folder: Any, **settings: Any) -> list[dict[str, Any]]:
-    trainer = make(folder, moe(), **settings)
-    trainer.train()
+    trainer = ran(make(folder, moe(), **settings))
     return trainer.state.log_history[:-1]
 
 
@@ -131,10 +140,8 @@ def test_the_split_and_the_form_change_nothing(tmp_path):
 
 
 def test_a_run_that_resumes_inside_a_rollout_batch_replays_its_experts(tmp_path):
-    whole = other(tmp_path / "whole", model=moe(), **REUSED, **REPLAY)
-    whole.train()
-    resumed = other(tmp_path / "resumed", model=moe(), **REUSED, **REPLAY)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    whole = ran(other(tmp_path / "whole", model=moe(), **REUSED, **REPLAY))
+    resumed = ran(other(tmp_path / "resumed", model=moe(), **REUSED, **REPLAY), tmp_path / "whole" / "checkpoint-1")
     assert torch.equal(parameters(whole), parameters(resumed))
     shares = [log["routing/changed_share"] for log in resumed.state.log_history[:-1]]
     assert shares == [log["routing/changed_share"] for log in whole.state.log_history[:-1]]
