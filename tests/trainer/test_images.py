@@ -116,33 +116,24 @@ def with_tools(folder: Any, family: str = "llava", tool: Any = look, **settings:
 
 
 @pytest.mark.parametrize(
-    ("family", "tool", "other"),
+    ("family", "tool", "other", "masks"),
     [
-        pytest.param("qwen2_5_vl", look, look_elsewhere, marks=pytest.mark.full),
-        ("llava", Gallery, OtherGallery),
-        pytest.param("internvl", look, look_elsewhere, marks=pytest.mark.full),
+        pytest.param("qwen2_5_vl", look, look_elsewhere, False, marks=pytest.mark.full),
+        ("llava", Gallery, OtherGallery, False),
+        ("llava", look, look_elsewhere, True),  # a completion that is masked out shows nothing
+        pytest.param("internvl", look, look_elsewhere, False, marks=pytest.mark.full),
     ],
 )
-def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_path, family, tool, other):
-    whole = with_tools(tmp_path / "whole", family, tool, per_device_train_batch_size=16)
+def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_path, family, tool, other, masks):
+    settings = {"mask_truncated_completions": masks, "num_iterations": 1 + masks}
+    whole = with_tools(tmp_path / "whole", family, tool, per_device_train_batch_size=16, **settings)
     expected = change(whole)
     assert log_of(whole, "tools/call_frequency")[0] > 0
+    assert not masks or 0 < log_of(whole, "completions/clipped_ratio")[0] < 1
     assert form_of(whole) == "padded"
-    parts = {"per_device_train_batch_size": 5, "gradient_checkpointing": True}
+    parts = {"per_device_train_batch_size": 5, "gradient_checkpointing": True, **settings}
     assert error(expected, change(with_tools(tmp_path / "parts", family, tool, **parts))) <= UPDATE
-    assert error(expected, change(with_tools(tmp_path / "other", family, other))) > DIFFERENT
-
-
-def test_a_completion_that_is_masked_out_shows_nothing(tmp_path):
-    settings = {"mask_truncated_completions": True, "num_iterations": 2}
-
-    def masked(size: int) -> Any:
-        return with_tools(tmp_path / f"{size}", per_device_train_batch_size=size, **settings)
-
-    whole = masked(16)
-    expected = change(whole)
-    assert 0 < log_of(whole, "completions/clipped_ratio")[0] < 1
-    assert error(expected, change(masked(3))) <= UPDATE
+    assert error(expected, change(with_tools(tmp_path / "other", family, other, **settings))) > DIFFERENT
 
 
 def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):

@@ -15,9 +15,8 @@ from tests.support.tiny import prompts
 from tests.support.trainers import SAVE, log_of, make, on, ran
 
 
-def train(folder, resume=None, **settings):
-    trainer = ran(make(folder, train_dataset=prompts(22), eval_dataset=prompts(4, seed=1), **settings), resume)
-    return trainer
+def train(folder, **settings):
+    return ran(make(folder, train_dataset=prompts(22), eval_dataset=prompts(4, seed=1), **settings))
 
 
 def test_tensorboard_gets_the_metrics(tmp_path, monkeypatch):

@@ -277,15 +277,6 @@ class OneThird(Loss):
         return 0.3 * inner(rows_of(inputs, first)) + 0.9 * inner(rows_of(inputs, second))
 
 
-@stock_scores
-@pytest.mark.parametrize("loss", ["bnpo", "dapo", pytest.param("luspo", marks=pytest.mark.full)])
-def test_parts_with_weights_are_scaled_as_in_trl(tmp_path, loss):
-    settings = {"loss_type": loss, "entropy_coef": 0.1, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0}
-    expected = of_stock(lambda: change(build(tmp_path / "stock", trl.GRPOTrainer, OneThird, **settings)))
-    assert error(expected, change(build(tmp_path / "ours", GRPOTrainer, OneThird, **settings))) < UPDATE
-    assert error(expected, change(build(tmp_path / "plain", GRPOTrainer, **settings))) > DIFFERENT
-
-
 def odd_rows(inputs: Any) -> torch.Tensor:
     return (inputs["completion_ids"].sum(1) % 2)[:, None]
 
@@ -300,8 +291,11 @@ class FirstToken(Loss):
         return inner({**inputs, **{name: inputs[name][:, :1] for name in ("completion_ids", "completion_mask")}})
 
 
-BONUS = {"entropy_coef": 0.5}
-MASKS: list[Any] = [
+BONUS, WEIGHTED = {"entropy_coef": 0.5}, {"entropy_coef": 0.1, "max_steps": 2}
+PARTS: list[Any] = [
+    (OneThird, 16, {"loss_type": "bnpo", **WEIGHTED}),
+    (OneThird, 16, {"loss_type": "dapo", **WEIGHTED}),
+    pytest.param(OneThird, 16, {"loss_type": "luspo", **WEIGHTED}, marks=pytest.mark.full),
     (Masked, 16, {"loss_type": "bnpo"}),
     (Masked, 16, {"loss_type": "dapo", **BONUS}),
     (Masked, 16, {"loss_type": "grpo", "kind": "moe", "router_aux_loss_coef": 1.0}),
@@ -310,8 +304,8 @@ MASKS: list[Any] = [
 
 
 @stock_scores
-@pytest.mark.parametrize(("override", "size", "settings"), MASKS, ids=str)
-def test_other_masks_and_columns_are_counted_as_in_trl(tmp_path, override, size, settings):
+@pytest.mark.parametrize(("override", "size", "settings"), PARTS, ids=str)
+def test_parts_with_weights_and_other_masks_and_columns_are_counted_as_in_trl(tmp_path, override, size, settings):
     settings = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "max_steps": 1, **settings}
 
     def run(base: type, mixin: Any, size: int = 16) -> torch.Tensor:

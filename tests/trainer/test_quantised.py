@@ -1,7 +1,5 @@
 """Weights in 4 and 8 bits under an adapter: the update, checkpoints and export, and what is refused of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -69,20 +67,10 @@ full = pytest.mark.full
 EITHER = pytest.mark.parametrize("bits", [4, pytest.param(8, marks=full)])
 
 
-@pytest.fixture
-def bfloat16(monkeypatch) -> Callable[[], Any]:
-    """A context in which trainers keep the adapters as TRL casts them."""
-
-    @contextmanager
-    def kept() -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer_module, "train_in_float32", lambda model, before: None)
-            yield
-
-    return kept
+BFLOAT16 = (trainer_module, "train_in_float32", lambda model, before: None)  # adapters stay as TRL casts them
 
 
-def test_the_update_does_not_depend_on_the_split(tmp_path, base, bfloat16):
+def test_the_update_does_not_depend_on_the_split(tmp_path, base, monkeypatch):
     """Of plain adapters of 4 and 8 bits the matrix shows it."""
 
     def of(size: int, **changes: Any) -> torch.Tensor:
@@ -92,10 +80,10 @@ def test_the_update_does_not_depend_on_the_split(tmp_path, base, bfloat16):
 
     whole = of(16)
     assert error(whole, of(5)) <= UPDATE
-    with bfloat16():
-        assert UPDATE < error(of(16), of(5)) <= UPDATE_BFLOAT16 / 2
     assert error(whole, of(16, seed=4)) > UPDATE_BFLOAT16
     assert error(whole, of(16, quantise=None)) > DIFFERENT  # the weights are quantised
+    monkeypatch.setattr(*BFLOAT16)
+    assert UPDATE < error(of(16), of(5)) <= UPDATE_BFLOAT16 / 2
 
 
 def test_the_reference_is_the_policy_at_its_start(tmp_path, base):
@@ -110,7 +98,7 @@ def test_the_reference_is_the_policy_at_its_start(tmp_path, base):
         make(tmp_path, base, quantise=BITS[8], **start)
 
 
-def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
+def test_small_steps_are_not_rounded_away(tmp_path, base, monkeypatch):
     def moved() -> float:
         """The part of the adapter's first factors that three steps of 1e-5 have changed."""
         small = {"optim": "adamw_torch", "learning_rate": 1e-5, "max_steps": 3}
@@ -121,8 +109,8 @@ def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
         return float(torch.cat([(after[name] != value).flatten() for name, value in factors.items()]).double().mean())
 
     assert moved() > 0.99
-    with bfloat16():
-        assert moved() < 0.1
+    monkeypatch.setattr(*BFLOAT16)
+    assert moved() < 0.1
 
 
 @EITHER

@@ -18,9 +18,8 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import CheckpointError
 from grpo_ext.run.interrupts import TrainingInterrupted
 from tests.support import tool_runs
-from tests.support.drop_in import conversations
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.tool_runs import count, sampled, tell
+from tests.support.tool_runs import always_calling, count, tell
 from tests.support.trainers import SAVE, make, other, parameters, ran, signals, stopping
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_reward", "max_steps": 6}
@@ -211,18 +210,8 @@ class Game(tool_runs.Game):
 
 
 def with_tools(folder: Path, **parts: Any) -> GRPOTrainer:
-    if "environment_factory" in parts:
-        parts["reward_funcs"] = None
-    return other(
-        folder,
-        model=tiny_model(max_position_embeddings=4096),
-        reward=lambda completions, **_: [float(len(str(c)) % 3) for c in completions],
-        train_dataset=conversations(12),
-        processing_class=sampled(lambda ids: []),
-        max_steps=1,
-        max_completion_length=8,
-        **parts,
-    )
+    usual = {**always_calling(), "tools": None, "max_completion_length": 8}
+    return other(folder, model=tiny_model(max_position_embeddings=4096), **{**usual, **parts})
 
 
 @pytest.mark.parametrize(
