@@ -82,6 +82,14 @@ def tiny_model(kind: str = "qwen2", seed: int = 0, **overrides: Any) -> Any:
         return AutoModelForCausalLM.from_config(tiny_config(kind, **overrides))
 
 
+def own_config(**settings: Any) -> Any:
+    """A model whose own generation_config has these settings."""
+    model = tiny_model()
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
 def tiny_scorer() -> Any:
     """A random reward model."""
     with torch.random.fork_rng():

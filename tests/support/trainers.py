@@ -40,7 +40,7 @@ def make(folder: Any, model: Any = "qwen2", reward: Any = letter_reward, cls: An
     settings = {name: value for name, value in changes.items() if name not in TRLS_PARTS}
     settings = config_kwargs(folder, **{**BASE, **settings})
     if issubclass(cls, GRPOTrainer):
-        return cls(args=GRPOConfig(**settings), **parts)
+        return cls(**{"args": GRPOConfig(**settings), **parts})
     settings = {name: value for name, value in settings.items() if name in TRLS_SETTINGS}
     return cls(args=trl.GRPOConfig(**settings), **parts)
 

@@ -292,19 +292,13 @@ REFUSED = [
     refused("beta", setting("beta", 0.1)),
     refused("reward_funcs", lambda t: t.reward_funcs.extend(t.reward_funcs), says="a change has left ..{}': 2, 'rew"),
     refused(
-        "generation_config",
-        setting("generation_config.num_return_sequences", 2),
-        says="num_return_sequences=2 in",
+        "generation_config", setting("generation_config.num_return_sequences", 2), says="num_return_sequences=2 in"
     ),
     refused("beta", setting("beta", 0.1), lambda: {"peft_config": LoraConfig(r=2, init_lora_weights=False)}),
     refused("ref_model", reset_reference, own_model, "the weights of {} was changed to", **AHEAD, beta=0.1),
     refused("tools", lambda trainer: trainer.tools.append(later), talking(), "{} .asynchronous. was", **TURNS),
     refused(FACTORIES, setting(FACTORIES, {None: Counter}), talking(), NAMES, **TURNS),
-    refused(
-        "processing_class",
-        setting("processing_class", image_processor("llava")),
-        says="{} .a processor. was",
-    ),
+    refused("processing_class", setting("processing_class", image_processor("llava")), says="{} .a processor. was"),
     refused("chat_template_kwargs", setting("chat_template_kwargs", {"style": "curt"}), seeing, IN_INIT),
     refused("tools", setting("tools", [count]), seeing, "{} .of a model that takes images. was"),
     refused("_tool_call_loop", setting("_tool_call_loop", print), says="{} would not be called"),

@@ -16,16 +16,8 @@ from transformers import TrainingArguments
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.support.kept import of_stock
-from tests.support.tiny import (
-    config_kwargs,
-    letter_reward,
-    prompts,
-    sparse_reward,
-    stock_scores,
-    tiny_model,
-    tiny_tokenizer,
-)
-from tests.support.trainers import log_of, make, parameters, ran, update
+from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, stock_scores, tiny_model
+from tests.support.trainers import SAVE, log_of, make, parameters, ran, update
 
 
 def test_a_subclass_of_trls_config_is_taken_as_it_is(tmp_path):
@@ -36,7 +28,7 @@ def test_a_subclass_of_trls_config_is_taken_as_it_is(tmp_path):
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
     sizes |= {"num_generations": 4, "max_completion_length": 12, "max_steps": 2}
     args = Mine(str(tmp_path), **sizes, bf16=False, use_cpu=True, report_to="none")
-    trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
+    trainer = make(tmp_path, args=args)
     assert trainer.args.my_flag == 7
     assert trainer.geometry.global_batch_size == 16
     assert trainer.geometry.rollout_batch_size == 32
@@ -123,7 +115,7 @@ def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path
 def test_sizes_changed_after_construction_count(tmp_path):
     args = GRPOConfig(**config_kwargs(tmp_path))
     args.global_batch_size, args.num_generations = 8, 2
-    trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
+    trainer = make(tmp_path, args=args)
     assert (trainer.geometry.global_batch_size, trainer.geometry.prompts_per_rollout) == (8, 4)
 
 
@@ -153,8 +145,7 @@ SMOKE = {
     "ref_model_mixup_alpha": 0.5,
     "ref_model_sync_steps": 1,
     "save_only_model": True,
-    "save_steps": 1,
-    "save_strategy": "steps",
+    **SAVE,
     "save_total_limit": 1,
     "shuffle_dataset": False,
     "sync_ref_model": True,

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import RolloutError
 from tests.support.colocated import stand_in
-from tests.support.tiny import tiny_model, tiny_tokenizer, tokenizer_with
+from tests.support.tiny import own_config, tiny_model, tiny_tokenizer, tokenizer_with
 from tests.support.trainers import batches_of, change, error, make, passing_on
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -33,14 +33,6 @@ class StopsByItself(transformers.Qwen2ForCausalLM):
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
         return StoppingCriteriaList([*super()._get_stopping_criteria(*args, **kwargs), OnLetters()])
-
-
-def own_config(**settings: Any) -> Any:
-    """A model whose own generation_config has these settings."""
-    model = tiny_model()
-    for name, value in settings.items():
-        setattr(model.generation_config, name, value)
-    return model
 
 
 def with_criterion() -> Any:

@@ -20,6 +20,11 @@ from tests.support.launch import two_processes
 from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import make, noted_events, on, parameters, ran, signals, stopping, watched
 
+STEPS, EPOCH = {"eval_strategy": "steps", "eval_steps": 2}, {"eval_strategy": "epoch", "logging_strategy": "epoch"}
+BEST = {"metric_for_best_model": "eval_reward", "greater_is_better": True}
+SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, **BEST}
+TIMES = re.compile(r"time|per_second|epoch_|flos")
+
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
 def test_a_signal_ends_the_run_after_its_step(tmp_path, caplog, numbers):
@@ -46,9 +51,8 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, caplog, numbers):
 
 
 def test_the_checkpoint_to_go_on_from_is_kept_beside_the_best_one(tmp_path):
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
-    every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = make(tmp_path, eval_dataset=prompts(4, seed=1), max_steps=4, save_total_limit=1, **every, **best)
+    every = {**STEPS, **SAVES, "eval_steps": 1, "save_steps": 1}
+    trainer = make(tmp_path, eval_dataset=prompts(4, seed=1), max_steps=4, save_total_limit=1, **every)
     trainer.add_callback(signals(2, signal.SIGTERM))
     evaluated = []
     trainer.add_callback(on("on_evaluate", lambda state: evaluated.append(state.global_step)))
@@ -58,12 +62,6 @@ def test_the_checkpoint_to_go_on_from_is_kept_beside_the_best_one(tmp_path):
     assert why_broken(tmp_path / "checkpoint-3") is None
     assert Path(trainer.state.best_model_checkpoint).is_dir()
     assert evaluated == [1, 2]  # not after the step in which it was told to stop
-
-
-STEPS, EPOCH = {"eval_strategy": "steps", "eval_steps": 2}, {"eval_strategy": "epoch", "logging_strategy": "epoch"}
-BEST = {"metric_for_best_model": "eval_reward", "greater_is_better": True}
-SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, **BEST}
-TIMES = re.compile(r"time|per_second|epoch_|flos")
 
 
 def noisy_reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:

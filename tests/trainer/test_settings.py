@@ -14,7 +14,7 @@ from trl.rewards import think_format_reward
 from grpo_ext import GRPOTrainer, compat
 from grpo_ext.errors import ConfigError
 from tests.support.drop_in import conversations
-from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer, tokenizer_with
+from tests.support.tiny import letter_reward, own_config, prompts, tiny_model, tiny_tokenizer, tokenizer_with
 from tests.support.trainers import SAVE, change, error, make
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -34,20 +34,19 @@ def test_the_prompts_that_share_a_call_change_nothing_where_processors_read_rows
     assert error(whole, with_settings(tmp_path, 16, no_repeat_ngram_size=2)) > DIFFERENT
 
 
-@pytest.mark.parametrize("setting", [{"max_time": 60.0}, {"encoder_no_repeat_ngram_size": 2}])
-def test_settings_that_are_not_covered_are_said_and_refused_in_bitwise_mode(tmp_path, caplog, setting):
-    name, value = next(iter(setting.items()))
-    make(tmp_path, max_steps=1, generation_kwargs=setting).train()
-    assert caplog.text.count(f"{name}={value!r}: completions are not sampled by key") == 1
-    with pytest.raises(ConfigError, match=f"bitwise_invariant=True cannot be combined with {name}="):
-        make(tmp_path, generation_kwargs=setting, bitwise_invariant=True)
-
-
-def test_a_models_own_generation_config_is_asked_too(tmp_path):
-    model = tiny_model()
-    model.generation_config.max_time = 60.0
-    with pytest.raises(ConfigError, match=r"max_time=60\.0"):
-        make(tmp_path, model=model, bitwise_invariant=True)
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"generation_kwargs": {"max_time": 60.0}}, "max_time=60.0"),
+        ({"generation_kwargs": {"encoder_no_repeat_ngram_size": 2}}, "encoder_no_repeat_ngram_size=2"),
+        ({"model": own_config(max_time=60.0)}, "max_time=60.0"),
+    ],
+)
+def test_settings_that_are_not_covered_are_said_and_refused_in_bitwise_mode(tmp_path, caplog, settings, named):
+    make(tmp_path, max_steps=1, **settings).train()
+    assert caplog.text.count(f"{named}: completions are not sampled by key") == 1
+    with pytest.raises(ConfigError, match=f"bitwise_invariant=True cannot be combined with {named}"):
+        make(tmp_path, bitwise_invariant=True, **settings)
 
 
 FAIL = [
