@@ -154,7 +154,7 @@ def test_parts_that_break_a_rule_are_refused(tmp_path, words):
 
 @pytest.mark.parametrize("kind", ["fused", "hooks"])
 def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path, kind):
-    """In the two ways in which such optimizers do it. Others are taken (test_every_parameter)."""
+    """In the two ways in which such optimizers do it. Others are taken (test_drop_in)."""
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if kind == "fused":
