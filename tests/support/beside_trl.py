@@ -1,5 +1,6 @@
 """Trainers of stock TRL and of grpo_ext with a user's overrides, on the same completions, and what they learn."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,11 +41,19 @@ LOSS_CHANGES: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
-def build(folder: Any, base: type, mixin: Mixin = None, size: int = 16, parts: Parts = dict, **settings: Any) -> Any:
+def build(
+    folder: Any,
+    base: type,
+    mixin: Mixin = None,
+    size: int = 16,
+    parts: Parts = dict,
+    kind: str = "qwen2",
+    **settings: Any,
+) -> Any:
     """A trainer; both packages sample the same completions, because the model's own `generate` does it."""
     cls = type("Own", (mixin, base), {}) if mixin else base
     changes = {"train_dataset": prompts(8), **SETTINGS, "per_device_train_batch_size": size, **settings, **parts()}
-    model = changes.pop("model", None) or sampling_model()
+    model = changes.pop("model", None) or sampling_model(kind)
     if changes.get("beta"):  # stock TRL loads the reference by its name
         model.save_pretrained(f"{folder}-reference")
         model.config._name_or_path = f"{folder}-reference"
@@ -58,11 +67,20 @@ def sampling_model(kind: str = "qwen2") -> Any:
     return model
 
 
+def log_probs_of(trainer: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """The log-probabilities of completions, as users' losses ask for them."""
+    names = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
+    ids, mask = (torch.cat([inputs[name] for name in pair], 1) for pair in names)
+    logps, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].size(1))
+    return logps
+
+
 def setting(name: str, value: Any) -> Callable[[Any], None]:
-    """Sets an attribute of a trainer; `name` may begin with "args."."""
+    """Sets an attribute of a trainer, or of one of its parts: "args.delta"."""
+    *path, last = name.split(".")
 
     def changed(trainer: Any) -> None:
-        setattr(trainer.args if name.startswith("args.") else trainer, name.removeprefix("args."), value)
+        setattr(functools.reduce(getattr, path, trainer), last, value)
 
     return changed
 

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 LETTERS = "abcdefgh"
 TINY = ("qwen2", "llama", "gpt2", "moe")
@@ -60,6 +60,14 @@ def tiny_tokenizer(chat: bool = False, tokens: Sequence[str] = _VOCABULARY) -> P
     return fast
 
 
+def tokenizer_with(chat: bool = False, **changes: Any) -> PreTrainedTokenizerFast:
+    """The tokenizer with other attributes, as `pad_token="a"`."""
+    tokenizer = tiny_tokenizer(chat)
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
 def tiny_config(kind: str, **overrides: Any) -> Any:
     """The configuration of `tiny_model`."""
     name = "qwen2_moe" if kind == "moe" else kind
@@ -72,6 +80,21 @@ def tiny_model(kind: str = "qwen2", seed: int = 0, **overrides: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(tiny_config(kind, **overrides))
+
+
+def own_config(**settings: Any) -> Any:
+    """A model whose own generation_config has these settings."""
+    model = tiny_model()
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+def tiny_scorer() -> Any:
+    """A random reward model."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForSequenceClassification.from_config(tiny_config("llama", num_labels=1))
 
 
 def prompts(count: int = 22, seed: int = 0) -> Dataset:

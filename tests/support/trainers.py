@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def make(folder: Any, model: Any = "qwen2", reward: Any = letter_reward, cls: An
     settings = {name: value for name, value in changes.items() if name not in TRLS_PARTS}
     settings = config_kwargs(folder, **{**BASE, **settings})
     if issubclass(cls, GRPOTrainer):
-        return cls(args=GRPOConfig(**settings), **parts)
+        return cls(**{"args": GRPOConfig(**settings), **parts})
     settings = {name: value for name, value in settings.items() if name in TRLS_SETTINGS}
     return cls(args=trl.GRPOConfig(**settings), **parts)
 
@@ -56,6 +57,12 @@ def parameters(trainer: GRPOTrainer) -> torch.Tensor:
 def trained(model: torch.nn.Module) -> torch.Tensor:
     """The parameters that are trained, float64."""
     return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def ran(trainer: Any, checkpoint: Any = None) -> Any:
+    """The trainer, once it has trained; from a checkpoint, if one is named."""
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
 
 
 def change(trainer: Any) -> torch.Tensor:
@@ -78,6 +85,33 @@ def on(event: str, act: Callable[[TrainerState], Any], at: int | None = None) ->
             act(state)
 
     return type("OnEvent", (TrainerCallback,), {event: called})()
+
+
+def signals(at: int, *numbers: int) -> TrainerCallback:
+    """Sends this process signals in the middle of a step."""
+    return on("on_pre_optimizer_step", lambda state: [os.kill(os.getpid(), number) for number in numbers], at)
+
+
+def stopping(event: str, at: int | None = None, save: bool = False) -> TrainerCallback:
+    """A user's callback that ends the run at an event, and may ask for a checkpoint."""
+
+    def called(self: Any, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if at is None or state.global_step == at:
+            control.should_training_stop = True
+            control.should_save |= save
+
+    return type("Stopping", (TrainerCallback,), {event: called})()
+
+
+def watched(note: Callable[..., Any]) -> Callable[..., list[float]]:
+    """The reward of letters, whose arguments are shown to `note` before."""
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        note(prompts=prompts, completions=completions, **columns)
+        return letter_reward(prompts, completions)
+
+    reward.__name__ = letter_reward.__name__
+    return reward
 
 
 def passing_on(*names: str) -> Any:

@@ -22,9 +22,9 @@ from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError, GrpoExtError, ModelError
 from grpo_ext.runtime import determinism
 from tests.support.drop_in import conversations, tool_tokenizer
-from tests.support.tiny import config_kwargs, given_rollout, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, given_rollout, prompts, tiny_model, tiny_scorer, tiny_tokenizer
 from tests.support.tool_runs import Game
-from tests.support.trainers import make
+from tests.support.trainers import make, passing_on
 
 BITWISE = {"bitwise_invariant": True}
 SETTINGS = [
@@ -70,19 +70,23 @@ def test_settings_that_break_a_rule_are_refused(tmp_path, settings, words):
         assert word in str(error.value)
 
 
-def test_bitwise_mode_refuses_fsdp_from_the_launcher(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="FSDP"):
-        GRPOConfig(**config_kwargs(tmp_path, **BITWISE))
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (BITWISE, "bitwise_invariant=True .*{}"),
+        ({"rollout_lag": 1}, "with FSDP or DeepSpeed: .* Use rollout_lag=0, or DDP"),
+        ({"rollout_lag": 1, "use_vllm": True, "vllm_mode": "server"}, "with FSDP or DeepSpeed: .* Use rollout_lag=0"),
+    ],
+)
+def test_engines_of_the_launcher_that_shard_are_refused(tmp_path, monkeypatch, settings, words, engine):
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(ConfigError, match=f"(?i){words.format(engine)}"):
+        GRPOConfig(**config_kwargs(tmp_path, **settings))
 
 
 def rows(*prompts: str) -> Dataset:
     return Dataset.from_dict({"prompt": [*prompts]})
-
-
-def scorer() -> dict[str, Any]:
-    model = transformers.AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)
-    return {"reward": model, "reward_processing_classes": tiny_tokenizer()}
 
 
 def dropping() -> Any:
@@ -114,9 +118,16 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "SplitDependentError: .*CpmAnt puts a prompt before the padding": lambda: {
         "model": tiny_model("cpmant", dim_head=8, dim_ff=48, dropout_p=0.0)
     },
+    r"ConfigError: .*Own\._prepare_inputs .*override _generate_and_score_completions": lambda: {
+        "cls": passing_on("_prepare_inputs")
+    },
+    "ConfigError: .*needs an accelerator": lambda: {"fp16": True},
     "ConfigError: .*accelerator_config sets num_steps": lambda: accumulating(num_steps=2),
     "ConfigError: .*sync_each_batch=True": lambda: accumulating(sync_each_batch=True),
-    "ConfigError: .*reward models": lambda: {**scorer(), **BITWISE},
+    "ConfigError: .*reward models": lambda: {
+        **{"reward": tiny_scorer(), "reward_processing_classes": tiny_tokenizer()},
+        **BITWISE,
+    },
     "ConfigError: .*rollout_func": lambda: {"rollout_func": given_rollout, **BITWISE},
     "ConfigError: .*eval_pass_reward='letters' is no reward.* did you mean 'letter_reward'": lambda: {
         "eval_pass_reward": "letters"
@@ -143,7 +154,7 @@ def test_parts_that_break_a_rule_are_refused(tmp_path, words):
 
 @pytest.mark.parametrize("kind", ["fused", "hooks"])
 def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path, kind):
-    """In the two ways in which such optimizers do it. Others are taken (test_every_parameter)."""
+    """In the two ways in which such optimizers do it. Others are taken (test_drop_in)."""
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if kind == "fused":
@@ -205,6 +216,5 @@ def test_a_launcher_that_starts_one_process_of_several_is_named(tmp_path, monkey
 
 
 def test_split_dependence_can_be_allowed_and_is_said(tmp_path, caplog):
-    trainer = make(tmp_path, model=tiny_model("gpt2", resid_pdrop=0.1), allow_split_dependent=True)
-    trainer.train()
+    make(tmp_path, model=tiny_model("gpt2", resid_pdrop=0.1), allow_split_dependent=True).train()
     assert "does not cover this run: dropout is on" in caplog.text

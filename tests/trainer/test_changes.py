@@ -15,11 +15,21 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
-from transformers import AutoModelForSequenceClassification
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
-from tests.parity.scripts import EOS, TEMPLATE, by_turn, call, chat_tokenizer, conversations, letters, scripted_model
+from tests.parity.scripts import (
+    EOS,
+    TEMPLATE,
+    Journal,
+    by_turn,
+    call,
+    chat_tokenizer,
+    conversations,
+    letters,
+    parts_of,
+    scripted_model,
+)
 from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, setting
 from tests.support.images import image_model, image_processor, image_rows
 from tests.support.launch import ROOT
@@ -31,11 +41,12 @@ from tests.support.tiny import (
     sparse_reward,
     stock_scores,
     tiny_model,
+    tiny_scorer,
     tiny_tokenizer,
     tool,
 )
 from tests.support.tool_runs import count, transcript_reward
-from tests.support.trainers import log_of, make
+from tests.support.trainers import log_of, make, ran, watched
 
 Change = Callable[[Any], None]
 OTHER = TEMPLATE.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}?!")
@@ -75,13 +86,10 @@ def talking(*replies: str) -> Callable[[], dict[str, Any]]:
     """The parts of a run whose completions call tools in their first turn."""
 
     def parts() -> dict[str, Any]:
-        tokenizer = chat_tokenizer()
-        said = replies or (f"a{EOS}", call("count", number=3) + EOS)
-        model = scripted_model(
-            tokenizer, by_turn(list(said), [f"bcd{EOS}", call("count", number=5) + EOS], [f"e{EOS}"])
-        )
-        usual = {"reward_funcs": transcript_reward, "train_dataset": conversations(), "processing_class": tokenizer}
-        return {"model": model, "tools": [count], **usual}
+        first = replies or (f"a{EOS}", call("count", number=3) + EOS)
+        said = by_turn([*first], [f"bcd{EOS}", call("count", number=5) + EOS], [f"e{EOS}"])
+        usual = {"reward_funcs": transcript_reward, "train_dataset": conversations(), "tools": [count]}
+        return parts_of(Journal(), said, chat_tokenizer(), **usual)
 
     return parts
 
@@ -140,10 +148,7 @@ def other_reference(trainer: Any) -> None:
 
 def scored() -> dict[str, Any]:
     """The parts of a run with a reward model."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)
-    return {"reward_funcs": model, "reward_processing_classes": tiny_tokenizer()}
+    return {"reward_funcs": tiny_scorer(), "reward_processing_classes": tiny_tokenizer()}
 
 
 def other_scorer(trainer: Any) -> None:
@@ -152,14 +157,6 @@ def other_scorer(trainer: Any) -> None:
 
 
 TURNS = {"max_completion_length": 200}
-
-
-def on_tokenizer(name: str, value: Any) -> Change:
-    return lambda trainer: setattr(trainer.processing_class, name, value)
-
-
-def on_generation(name: str, value: Any) -> Change:
-    return lambda trainer: setattr(trainer.generation_config, name, value)
 
 
 DOUBLES = talking(call("double", number=4) + EOS, call("count", number=3) + EOS)
@@ -175,11 +172,11 @@ FOLLOWED: dict[str, tuple[Any, ...]] = {
         TURNS,
     ),
     "processing_class": (other_tokenizer, talking(), TURNS),
-    "processing_class in place": (on_tokenizer("chat_template", OTHER), talking(), TURNS),
+    "processing_class in place": (setting("processing_class.chat_template", OTHER), talking(), TURNS),
     "tools": (lambda trainer: trainer.tools.append(double), DOUBLES, TURNS),
     "environment_factories": (other_environments, playing, TURNS),
     "eos_token_ids": (setting("eos_token_ids", [1, 5, 7]),),
-    "generation_config": (on_generation("max_new_tokens", 4), spelling),
+    "generation_config": (setting("generation_config.max_new_tokens", 4), spelling),
     "generation_kwargs": (setting("generation_kwargs", {"top_k": 1}),),
     "max_completion_length": (setting("max_completion_length", 60), talking(), TURNS),
     "max_tool_calling_iterations": (setting("max_tool_calling_iterations", 1), talking(), TURNS),
@@ -206,11 +203,7 @@ def test_a_change_is_followed_as_in_trl(tmp_path, name, when):
 
 def test_the_number_of_completions_of_an_evaluation_is_followed(tmp_path):
     scored: list[int] = []
-
-    def reward(completions: list[str], **columns: Any) -> list[float]:
-        scored.append(len(completions))
-        return [0.0] * len(completions)
-
+    reward = watched(lambda completions, **columns: scored.append(len(completions)))
     trainer = make(tmp_path, reward=reward, eval_dataset=prompts(3))
     trainer.num_generations_eval = 2
     trainer.evaluate()
@@ -235,28 +228,22 @@ def test_corrections_of_what_vllm_samples_are_followed(tmp_path, monkeypatch, wh
 
     stand_in(tmp_path / "server", monkeypatch.setattr)
     largest = "sampling/importance_sampling_ratio/max"
-    trainer = build(tmp_path / "bound", GRPOTrainer, when(bound), parts=own_model, **VLLM)
-    trainer.train()
+    trainer = ran(build(tmp_path / "bound", GRPOTrainer, when(bound), parts=own_model, **VLLM))
     assert log_of(trainer, largest)[-1] == 0.5
     off = when(setting("vllm_importance_sampling_correction", False))
-    trainer = build(tmp_path / "off", GRPOTrainer, off, parts=own_model, **VLLM)
-    trainer.train()
+    trainer = ran(build(tmp_path / "off", GRPOTrainer, off, parts=own_model, **VLLM))
     assert len(log_of(trainer, largest)) == (when is once)
 
 
 @WHEN
-@pytest.mark.parametrize("name", ["vllm_generation", "vllm_generation.temperature"])
-def test_another_engine_is_refused(tmp_path, monkeypatch, when, name):
-    def replaced(trainer: Any) -> None:
-        if name == "vllm_generation":
-            trainer.vllm_generation = copy.copy(trainer.vllm_generation)
-        else:
-            trainer.vllm_generation.temperature = 0.5
-
+@pytest.mark.parametrize(
+    ("name", "value", "lag"), [("vllm_generation", print, 0), ("vllm_generation.temperature", 0.5, 1)]
+)
+def test_another_engine_is_refused(tmp_path, monkeypatch, when, name, value, lag):
     stand_in(tmp_path / "server", monkeypatch.setattr)
-    lag = AHEAD if name != "vllm_generation" else {}
+    settings = {**VLLM, "rollout_lag": lag, "max_steps": 4}
     with pytest.raises(ConfigError, match=rf"{name} was changed to"):
-        build(tmp_path / "o", GRPOTrainer, when(replaced), parts=own_model, **{**VLLM, **lag}).train()
+        build(tmp_path / "o", GRPOTrainer, when(setting(name, value)), parts=own_model, **settings).train()
 
 
 def own_model() -> dict[str, Any]:
@@ -271,14 +258,6 @@ def seeing() -> dict[str, Any]:
 def reset_reference(trainer: Any) -> None:
     for parameter in trainer.ref_model.parameters():
         parameter.data.mul_(0.9)
-
-
-def processor(trainer: Any) -> None:
-    trainer.processing_class = image_processor("llava")
-
-
-def scored_by_a_model(trainer: Any) -> None:
-    trainer.reward_funcs = [AutoModelForSequenceClassification.from_config(tiny_model("llama", num_labels=1).config)]
 
 
 AHEAD, BITWISE = {"rollout_lag": 1, "max_steps": 4}, {"bitwise_invariant": True, "canonical_unit_size": 4}
@@ -304,20 +283,22 @@ REFUSED = [
     refused("use_transformers_continuous_batching", setting("use_transformers_continuous_batching", True)),
     *(refused(name, setting(name, 0.5)) for name in SAMPLING),
     refused(
-        *("suppress_tokens", on_generation("suppress_tokens", [5]), own_model),
+        *("suppress_tokens", setting("generation_config.suppress_tokens", [5]), own_model),
         **{"says": "{} or min_new_tokens .with sampling_mask. was", **MASKED},
     ),
     refused("args.sampling_mask", setting("args.sampling_mask", "replay"), own_model, "or routing_replay was"),
     refused("pad_to_multiple_of", setting("pad_to_multiple_of", 32)),
-    refused("pad_token_id", on_tokenizer("pad_token", "<unk>")),
+    refused("pad_token_id", setting("processing_class.pad_token", "<unk>")),
     refused("beta", setting("beta", 0.1)),
     refused("reward_funcs", lambda t: t.reward_funcs.extend(t.reward_funcs), says="a change has left ..{}': 2, 'rew"),
-    refused("generation_config", on_generation("num_return_sequences", 2), says="num_return_sequences=2 in generation"),
+    refused(
+        "generation_config", setting("generation_config.num_return_sequences", 2), says="num_return_sequences=2 in"
+    ),
     refused("beta", setting("beta", 0.1), lambda: {"peft_config": LoraConfig(r=2, init_lora_weights=False)}),
     refused("ref_model", reset_reference, own_model, "the weights of {} was changed to", **AHEAD, beta=0.1),
     refused("tools", lambda trainer: trainer.tools.append(later), talking(), "{} .asynchronous. was", **TURNS),
     refused(FACTORIES, setting(FACTORIES, {None: Counter}), talking(), NAMES, **TURNS),
-    refused("processing_class", processor, says="{} .a processor. was changed to"),
+    refused("processing_class", setting("processing_class", image_processor("llava")), says="{} .a processor. was"),
     refused("chat_template_kwargs", setting("chat_template_kwargs", {"style": "curt"}), seeing, IN_INIT),
     refused("tools", setting("tools", [count]), seeing, "{} .of a model that takes images. was"),
     refused("_tool_call_loop", setting("_tool_call_loop", print), says="{} would not be called"),
@@ -326,7 +307,13 @@ REFUSED = [
     refused("_get_tool_suffix_ids", setting("_get_tool_suffix_ids", print), own_model, AHEAD_SAYS, **AHEAD),
     refused("rollout_func", setting("rollout_func", given_rollout), own_model, "rollout_lag=1 cannot .*{}", **AHEAD),
     refused("rollout_func", setting("rollout_func", given_rollout), own_model, "bitwise.* cannot .*{}", **BITWISE),
-    refused("reward_funcs", scored_by_a_model, own_model, "bitwise_invariant=True cannot .* reward model", **BITWISE),
+    refused(
+        "reward_funcs",
+        setting("reward_funcs", [tiny_scorer()]),
+        own_model,
+        "bitwise.* cannot .* reward model",
+        **BITWISE,
+    ),
 ]
 
 

@@ -3,7 +3,6 @@
 import ast
 import gc
 import json
-import os
 import re
 import shutil
 import signal
@@ -26,8 +25,8 @@ from grpo_ext.run.fingerprint import FINGERPRINT
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.state import STATE, load_state
-from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import LORA, SAVE, make, on, other, parameters
+from tests.support.tiny import prompts, sparse_reward, tiny_model, tokenizer_with
+from tests.support.trainers import LORA, SAVE, make, on, other, parameters, ran, signals, watched
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +35,6 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "out"
     make(folder, **SAVE).train()
     return folder
-
-
-def interrupt(state: Any) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture
@@ -56,8 +51,7 @@ def damage(folder: Path, name: str = "optimizer.pt") -> None:
 def test_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(copy, caplog):
     damage(copy / "checkpoint-3")
     (copy / "checkpoint-2" / "checkpoint.json").unlink()
-    trainer = make(copy, **SAVE)
-    trainer.train(resume_from_checkpoint=True)
+    trainer = ran(make(copy, **SAVE), True)
     assert (trainer.state.global_step, trainer._step) == (3, 3)  # `_step` is TRL's, for its users
     assert "checkpoint-3/optimizer.pt has changed" in caplog.text
     assert "checkpoint-2 has lost its checkpoint.json" in caplog.text
@@ -85,12 +79,6 @@ def test_nothing_whole_is_an_error(copy, tmp_path):
         make(copy, **SAVE).train(resume_from_checkpoint=str(tmp_path / "gone"))
 
 
-def tokenizer_with(name: str, value: str) -> Any:
-    tokenizer = tiny_tokenizer()
-    setattr(tokenizer, name, value)
-    return tokenizer
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -100,8 +88,8 @@ def tokenizer_with(name: str, value: str) -> Any:
         ({"reward_funcs": sparse_reward}, ["rewards: "]),
         ({"rollout_lag": 2}, ["rollout_lag: 0 in the checkpoint, 2 now"]),
         ({"model": tiny_model(hidden_size=64)}, ["model.parameters: ", "model.sha256: "]),
-        ({"processing_class": tokenizer_with("chat_template", "{{ messages }}")}, ["tokenizer: "]),
-        ({"processing_class": tokenizer_with("eos_token", "a")}, ["end_tokens: [1] in the checkpoint"]),
+        ({"processing_class": tokenizer_with(chat_template="{{ messages }}")}, ["tokenizer: "]),
+        ({"processing_class": tokenizer_with(eos_token="a")}, ["end_tokens: [1] in the checkpoint"]),
         ({"peft_config": LoraConfig(**LORA)}, ["model.adapters.default: "]),
     ],
 )
@@ -139,11 +127,7 @@ def test_another_format_is_refused_with_what_is_missing(copy, file, part, entry)
 def test_a_checkpoint_keeps_its_chunks(tmp_path):
     """Where no size is set."""
     scored: list[int] = []
-
-    def letters(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-        scored.append(len(prompts))
-        return letter_reward(prompts, completions)
-
+    letters = watched(lambda prompts, **columns: scored.append(len(prompts)))
     other(tmp_path / "out", reward=letters, rollout_chunk_size=16).train()
     assert scored == [16] * 3
     saved = str(tmp_path / "out" / "checkpoint-2")
@@ -157,8 +141,7 @@ def test_a_checkpoint_keeps_its_chunks(tmp_path):
     assert scored[4:] == [4] * 12
     with pytest.raises(CheckpointError, match="rollout_chunk_size: 16 in the checkpoint, 8 now"):
         make(tmp_path / "out", reward=letters, rollout_chunk_size=8).train(resume_from_checkpoint=saved)
-    allowed = make(tmp_path / "out", reward=letters, allow_changed_on_resume=["rollout_chunk_size"])
-    allowed.train(resume_from_checkpoint=saved)
+    allowed = ran(make(tmp_path / "out", reward=letters, allow_changed_on_resume=["rollout_chunk_size"]), saved)
     assert allowed.geometry.rollout_chunk_size == 4
 
 
@@ -180,8 +163,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
 
 
 def test_later_checkpoints_are_set_aside_so_that_latest_means_the_run_that_went_on(copy, caplog):
-    trainer = other(copy, max_steps=2, allow_changed_on_resume=["max_steps"])
-    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
+    other(copy, max_steps=2, allow_changed_on_resume=["max_steps"]).train(copy / "checkpoint-1")
     names = sorted(path.name for path in copy.iterdir() if path.name.startswith("checkpoint-"))
     assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-2.replaced-1", "checkpoint-3.replaced-1"]
     assert "later checkpoints beside it are now checkpoint-2.replaced-1, checkpoint-3.replaced-1" in caplog.text
@@ -189,8 +171,7 @@ def test_later_checkpoints_are_set_aside_so_that_latest_means_the_run_that_went_
 
 def test_going_on_from_elsewhere_leaves_another_runs_folder_alone(run, copy, caplog):
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
-    trainer = make(copy, **SAVE)
-    trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    make(copy, **SAVE).train(run / "checkpoint-2")
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
     assert [folder.name for folder in checkpoints(f"{copy}-2")] == ["checkpoint-3"]
     assert "are left alone" in caplog.text
@@ -198,17 +179,15 @@ def test_going_on_from_elsewhere_leaves_another_runs_folder_alone(run, copy, cap
 
 def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy, caplog):
     """By its path, "latest" and "auto": one folder and one log, and the bits of the run that was not interrupted."""
-    whole = make(copy.parent / "whole", **SAVE)
-    whole.train()
+    whole = ran(make(copy.parent / "whole", **SAVE))
     beside = Path(f"{copy}-2")
     for word in (str(beside / "checkpoint-1"), "latest", "auto"):
         shutil.rmtree(beside, ignore_errors=True)
-        stopped = make(copy, **SAVE, callbacks=[on("on_pre_optimizer_step", interrupt, at=0)])
+        stopped = make(copy, **SAVE, callbacks=[signals(0, signal.SIGTERM)])
         with pytest.raises(TrainingInterrupted) as interrupted:
             stopped.train()
         assert interrupted.value.checkpoint == str(beside / "checkpoint-1")
-        again = make(copy, **SAVE)
-        again.train(resume_from_checkpoint=word)
+        again = ran(make(copy, **SAVE), word)
         assert again.args.output_dir == str(beside)
         assert torch.equal(parameters(whole), parameters(again))
         assert [entry["step"] for entry in read_log(beside / LOG).entries if "loss" in entry["values"]] == [1, 2, 3]
@@ -227,13 +206,9 @@ def test_a_run_that_started_later_is_named(copy, caplog):
     make(copy, **SAVE).train(copy / "checkpoint-2")  # a path says which
     make(copy, **SAVE).train("latest")
     assert "started later" not in caplog.text
-
-
-def test_a_resume_that_is_refused_does_not_become_the_run_that_started_last(copy):
-    make(copy, **SAVE).train()
     with pytest.raises(CheckpointError, match="belongs to another run"):
-        make(copy, **SAVE, seed=4).train(str(copy / "checkpoint-2"))
-    assert run_to_resume("latest", str(copy)) == Path(f"{copy}-2")
+        make(copy, **SAVE, seed=4).train(f"{copy}-2/checkpoint-1")  # which does not become the run that started last
+    assert run_to_resume("latest", str(copy)) == copy
 
 
 def test_another_run_of_the_same_trainer_belongs_to_its_output_dir(copy):
@@ -248,11 +223,9 @@ def test_another_run_of_the_same_trainer_belongs_to_its_output_dir(copy):
 
 def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, caplog):
     usual = {"lr_scheduler_type": "constant", "max_steps": -1, "num_train_epochs": 1}
-    whole = other(tmp_path, **usual)
-    whole.train()
+    whole = ran(other(tmp_path, **usual))
     steps = whole.state.global_step
-    again = other(tmp_path, **usual)
-    again.train("latest")
+    again = ran(other(tmp_path, **usual), "latest")
     assert again.state.global_step == steps
     assert torch.equal(parameters(whole), parameters(again))
     assert [int(folder.name.split("-")[1]) for folder in checkpoints(tmp_path)][-1] == steps
@@ -273,14 +246,8 @@ def test_a_changed_rollout_is_sampled_anew(tmp_path, caplog, changes, dropped):
     with pytest.raises(CheckpointError, match=re.escape(f"allow_changed_on_resume={allowed}")):
         other(tmp_path, **changes).train(checkpoint)
     calls: list[int] = []
-
-    def counted(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        calls.append(len(completions))
-        return letter_reward(prompts, completions)
-
-    counted.__name__ = letter_reward.__name__
-    trainer = other(tmp_path, **changes, reward=counted, allow_changed_on_resume=allowed)
-    trainer.train(checkpoint)
+    counted = watched(lambda completions, **columns: calls.append(len(completions)))
+    trainer = ran(other(tmp_path, **changes, reward=counted, allow_changed_on_resume=allowed), checkpoint)
     assert trainer.state.global_step == 2
     assert bool(calls) is dropped
     assert ("changed, so the rollout batches of the checkpoint are not used" in caplog.text) is dropped
@@ -297,8 +264,7 @@ def test_deepspeeds_shards_want_as_many_processes(copy):
 def test_the_best_checkpoint_is_known_by_its_final_name(tmp_path):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
     settings = {**best, "eval_strategy": "steps", "eval_steps": 1, "save_total_limit": 1}
-    trainer = other(tmp_path, eval_dataset=prompts(4, seed=1), **settings)
-    trainer.train()
+    trainer = ran(other(tmp_path, eval_dataset=prompts(4, seed=1), **settings))
     named = Path(trainer.state.best_model_checkpoint)
     assert named.parent == tmp_path
     assert named.is_dir()
@@ -330,9 +296,8 @@ def test_what_a_checkpoint_has_loaded_is_freed(tmp_path):
 
     settings = {**SAVE, "rollout_lag": 1}
     make(tmp_path, **settings).train()
-    trainer = make(tmp_path, **settings)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert states() == 0
+    trainer = ran(make(tmp_path, **settings), tmp_path / "checkpoint-1")
+    assert states() == 0, trainer
     saved = load_state(tmp_path / "checkpoint-1")
     assert saved is not None
     held = saved_waiting(saved["rollouts"]["waiting"])
@@ -361,25 +326,23 @@ def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monk
     make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # free again
 
 
-def test_latest_is_looked_for_once_the_folder_is_free(tmp_path):
-    folder = tmp_path / "out"
-    make(folder, **SAVE).train()
-    (folder / "checkpoint-3").rename(tmp_path / "checkpoint-3")
-    _, lock = take_folder(str(folder), in_place=True)
+def test_latest_is_looked_for_once_the_folder_is_free(copy, tmp_path):
+    (copy / "checkpoint-3").rename(tmp_path / "checkpoint-3")
+    _, lock = take_folder(str(copy), in_place=True)
 
     def other_run() -> None:
         time.sleep(0.5)
-        (tmp_path / "checkpoint-3").rename(folder / "checkpoint-3")  # it saves, and ends
+        (tmp_path / "checkpoint-3").rename(copy / "checkpoint-3")  # it saves, and ends
         lock.release()
 
     thread = threading.Thread(target=other_run)
-    second = make(folder, **SAVE)
+    second = make(copy, **SAVE)
     thread.start()
     second.train(resume_from_checkpoint="latest")
     thread.join()
     assert second.state.global_step == 3
-    assert (folder / "checkpoint-3").is_dir()
-    assert not list(folder.glob("*.replaced-*"))
+    assert (copy / "checkpoint-3").is_dir()
+    assert not list(copy.glob("*.replaced-*"))
 
 
 def test_bitwise_mode_does_not_go_on_with_other_rounding(tmp_path):

@@ -11,9 +11,9 @@ from datasets import Dataset
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError, RolloutError
+from grpo_ext.errors import RolloutError
 from tests.support.colocated import stand_in
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import own_config, tiny_model, tiny_tokenizer, tokenizer_with
 from tests.support.trainers import batches_of, change, error, make, passing_on
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -33,14 +33,6 @@ class StopsByItself(transformers.Qwen2ForCausalLM):
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
         return StoppingCriteriaList([*super()._get_stopping_criteria(*args, **kwargs), OnLetters()])
-
-
-def own_config(**settings: Any) -> Any:
-    """A model whose own generation_config has these settings."""
-    model = tiny_model()
-    for name, value in settings.items():
-        setattr(model.generation_config, name, value)
-    return model
 
 
 def with_criterion() -> Any:
@@ -98,21 +90,14 @@ def test_a_row_ends_where_generation_ended_it(tmp_path, cause, compact):
 @pytest.mark.parametrize("compact", [True, False])
 def test_a_stop_string_is_not_found_in_padding(tmp_path, compact):
     """The padding is a letter, and a stop string begins with it: a short prompt could end with the first token."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = "a"
     stops = ["a" + last + letter for last in "cd" for letter in "abcdefghijklmnopqrstuvwxyz0123456789 "]
-    settings: dict[str, Any] = {"processing_class": tokenizer, "compact_rollouts": compact}
+    settings: dict[str, Any] = {"processing_class": tokenizer_with(pad_token="a"), "compact_rollouts": compact}
     settings |= {"train_dataset": Dataset.from_dict({"prompt": ["bcdefgh>", "c", "bc>", "d"] * 2})}
     settings |= {"num_generations": 4, "generation_kwargs": {"stop_strings": stops}}
     _, rows, _ = run(tmp_path, rollout_chunk_size=16, **settings)
     assert any(len(row) > 1 for row in rows)
     _, others, _ = run(tmp_path, rollout_chunk_size=4, **settings)
     assert others == rows
-
-
-def test_an_empty_stop_string_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="an empty text would end every completion"):
-        make(tmp_path, generation_kwargs={"stop_strings": [""]})
 
 
 def test_a_model_with_a_loop_of_its_own_runs_it(tmp_path, caplog):
@@ -157,8 +142,7 @@ def test_a_time_limit_cuts_rows_off(tmp_path):
 @pytest.mark.parametrize("pad", ["a", "<eos>"])
 @pytest.mark.parametrize("compact", [True, False])
 def test_the_padding_token_is_a_token_like_any_other(tmp_path, pad, compact):
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = pad
+    tokenizer = tokenizer_with(pad_token=pad)
     settings = {"processing_class": tokenizer, "compact_rollouts": compact, "mask_truncated_completions": True}
     settings["generation_kwargs"] = {"stop_strings": LETTERS}
     update, rows, log = run(tmp_path, **settings)
@@ -195,43 +179,33 @@ def test_ids_of_a_users_own_end_at_every_end_token(tmp_path):
     assert run(tmp_path, cls=Own, generation_kwargs={"eos_token_id": [20]})[2]["completions/clipped_ratio"] == 0.5
 
 
-def test_several_rows_of_a_prompt_are_refused(tmp_path, monkeypatch):
-    for settings in ({"generation_kwargs": {"num_return_sequences": 2}}, {"model": own_config(num_return_sequences=2)}):
-        with pytest.raises(ConfigError, match="num_return_sequences=2"):
-            make(tmp_path, **settings)
-    stand_in(monkeypatch.setattr)
-    with pytest.raises(ConfigError, match=r"n=2 in generation_kwargs"):
-        make(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs={"n": 2})
-
-
-def test_a_generate_that_returns_more_rows_is_refused(tmp_path):
-    model = tiny_model()
-    model.generate = functools.partial(model.generate, num_return_sequences=2)
-    with pytest.raises(RolloutError, match=r"generate returned 32 rows for 16 prompts"):
-        make(tmp_path, model, max_steps=1).train()
-
-
 class Doubled(GRPOTrainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         ids, logps = super()._generate_single_turn(*args, **kwargs)
         return [row for row in ids for _ in range(2)], logps
 
 
-def test_an_override_that_returns_other_rows_is_refused(tmp_path):
+def test_other_rows_than_were_asked_for_are_refused(tmp_path):
+    model = tiny_model()
+    model.generate = functools.partial(model.generate, num_return_sequences=2)
+    with pytest.raises(RolloutError, match="generate returned 32 rows for 16 prompts"):
+        make(tmp_path, model, max_steps=1).train()
     with pytest.raises(RolloutError, match="_generate_single_turn returned 32 completions for 16 prompts"):
         make(tmp_path, cls=Doubled, max_steps=1).train()
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match="has no end token"):
-        make(tmp_path, processing_class=tokenizer)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"generation_kwargs": {"num_return_sequences": 2}}, "num_return_sequences=2"),
+    ({"model": own_config(num_return_sequences=2)}, "num_return_sequences=2"),
+    ({"use_vllm": True, "vllm_mode": "colocate", "generation_kwargs": {"n": 2}}, "n=2 in generation_kwargs"),
+    ({"processing_class": tokenizer_with(eos_token=None)}, "has no end token"),
+    ({"generation_kwargs": {"stop_strings": ["a"]}, "use_transformers_continuous_batching": True}, "does not support"),
+    ({"generation_kwargs": {"stop_strings": ["\u00e9"]}}, "unable to identify tokens"),
+]
 
 
-def test_stop_strings_that_cannot_stop_are_refused(tmp_path):
-    stops = {"generation_kwargs": {"stop_strings": ["a"]}}
-    with pytest.raises(ConfigError, match="does not support them"):
-        make(tmp_path, use_transformers_continuous_batching=True, **stops)
-    with pytest.raises(ValueError, match="unable to identify tokens"):
-        make(tmp_path, generation_kwargs={"stop_strings": ["\u00e9"]})
+@pytest.mark.parametrize(("settings", "words"), REFUSED)
+def test_settings_of_ends_and_rows_that_cannot_be_kept_are_refused(tmp_path, monkeypatch, settings, words):
+    stand_in(monkeypatch.setattr)
+    with pytest.raises(ValueError, match=words):  # the last one is of transformers
+        make(tmp_path, **settings)

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_ext.errors import ConfigError
 from tests.support.tiny import prompts
-from tests.support.trainers import make
+from tests.support.trainers import make, ran
 
 FOUR = {"num_generations_eval": 4}
 
@@ -105,8 +105,7 @@ def test_an_evaluation_in_between_changes_no_completion_of_training(tmp_path):
 def test_evaluation_is_of_the_model_as_it_is(tmp_path, settings):
     """Also where training samples with older weights, or replaces groups."""
     settings |= {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e-2, **FOUR}
-    trainer = make(tmp_path, reward=solved, eval_dataset=prompts(9, seed=1), **settings)
-    trainer.train()
+    trainer = ran(make(tmp_path, reward=solved, eval_dataset=prompts(9, seed=1), **settings))
     logged = [passes(line) for line in trainer.state.log_history if "eval_pass@1" in line]
     assert logged[-1] == passes(trainer.evaluate())
     assert len(logged) == 3
@@ -123,8 +122,7 @@ def test_rewards_of_training_do_not_take_pass_at_k_from_an_evaluation(tmp_path):
         held_out = set(prompts) <= set(data["prompt"])
         return [reward * (1.0 if held_out else 0.5) for reward in solved(prompts, completions)]
 
-    trainer = make(tmp_path, reward=partly, eval_dataset=data, max_steps=2, **EACH_STEP)
-    trainer.train()
+    trainer = ran(make(tmp_path, reward=partly, eval_dataset=data, max_steps=2, **EACH_STEP))
     assert sum("eval_pass@4" in line for line in trainer.state.log_history) == 2
     assert list(passes(trainer.evaluate(prompts(5, seed=2)))) == ["eval_mean@4"]  # the control
 

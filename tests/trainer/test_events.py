@@ -10,7 +10,7 @@ import trl
 import grpo_ext
 from tests.support.kept import of_stock
 from tests.support.tiny import prompts, stock_scores
-from tests.support.trainers import make, on
+from tests.support.trainers import make, on, ran, stopping
 
 EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
 # 16 completions a step and 24 an evaluation, in micro-batches of 4
@@ -20,29 +20,17 @@ SIZES = {
 }
 
 
-class Recorder(transformers.TrainerCallback):
-    """Keeps the events in their order, with the progress of the run."""
+def recorded_in(events: list[tuple[Any, ...]], cls: type, folder: Any, *callbacks: Any, **settings: Any) -> Any:
+    """A trainer whose events are kept in their order, with the progress of the run."""
 
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
+    def recorded(name: str) -> Any:
+        def event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            progress = (state.global_step, state.epoch, state.max_steps)
+            events.append((name, *progress, state.is_local_process_zero, sorted(kwargs)))
 
-    def count(self, name: str) -> int:
-        return sum(event[0] == name for event in self.events)
+        return event
 
-
-def recorded(name: str) -> Any:
-    def event(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        progress = (state.global_step, state.epoch, state.max_steps)
-        self.events.append((name, *progress, state.is_local_process_zero, sorted(kwargs)))
-
-    return event
-
-
-for name in EVENTS:
-    setattr(Recorder, name, recorded(name))
-
-
-def recorded_by(recorder: Recorder, cls: type, folder: Any, *callbacks: Any, **settings: Any) -> Any:
+    recorder = type("Recorder", (transformers.TrainerCallback,), {name: recorded(name) for name in EVENTS})()
     # whole steps: stock TRL drops a tail
     parts = {"train_dataset": prompts(20), "eval_dataset": prompts(6), "callbacks": [recorder, *callbacks]}
     return make(folder, cls=cls, **{**SIZES, **parts, **settings})
@@ -64,33 +52,22 @@ def recorded_by(recorder: Recorder, cls: type, folder: Any, *callbacks: Any, **s
     ids=["default precision and checkpoints", "evaluations and other sizes"],
 )
 def test_the_events_are_those_of_stock_trl_in_their_order(tmp_path, settings):
-    def events(package: Any) -> list[tuple[Any, ...]]:
-        recorder = Recorder()
-        trainer = recorded_by(recorder, package.GRPOTrainer, tmp_path / package.__name__, **settings)
-        trainer.train()
-        trainer.evaluate()
-        return recorder.events
+    def events_of(package: Any) -> list[tuple[Any, ...]]:
+        events: list[tuple[Any, ...]] = []
+        ran(recorded_in(events, package.GRPOTrainer, tmp_path / package.__name__, **settings)).evaluate()
+        return events
 
-    stock = of_stock(lambda: events(trl))
-    assert stock == events(grpo_ext)
+    stock = of_stock(lambda: events_of(trl))
+    assert stock == events_of(grpo_ext)
     assert sum(name == "on_substep_end" for name, *_ in stock) > 0
     assert sum(name == "on_prediction_step" for name, *_ in stock) > 3
 
 
-class Stop(transformers.TrainerCallback):
-    """Asks for a stop, and for a checkpoint, in the middle of the second step."""
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            control.should_training_stop = control.should_save = True
-
-
 def test_a_step_is_whole_where_a_callback_stops_the_run_inside_it(tmp_path):
-    recorder = Recorder()
-    trainer = recorded_by(recorder, grpo_ext.GRPOTrainer, tmp_path, Stop())
-    trainer.train()
+    events: list[tuple[Any, ...]] = []
+    trainer = ran(recorded_in(events, grpo_ext.GRPOTrainer, tmp_path, stopping("on_substep_end", at=1, save=True)))
     assert trainer.state.global_step == 2
-    assert recorder.count("on_substep_end") == 2 * 3
+    assert [event for event, *_ in events].count("on_substep_end") == 2 * 3
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 

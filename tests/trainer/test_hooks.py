@@ -1,23 +1,31 @@
 """What users' code may rely on: what users override or pass counts, on the same completions as in stock TRL.
 
-On one process; beside each a run that must differ. Tools, environments, reward functions and a rollout_func are in
-tests/parity, a changed dictionary of `_generate_and_score_completions` in test_overridden_rollouts, losses and
-log-probabilities in test_overrides, refusals with a lag in test_ahead_beside_users.
+On one process; beside each a run that must differ. A model may have a `generate` of its own. Tools, environments,
+reward functions and a rollout_func are in tests/parity, losses and log-probabilities in test_overrides, refusals with a
+lag in test_ahead.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
+import trl
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError, RolloutError
-from tests.parity.scripts import EOS, by_turn, call, chat_tokenizer, conversations, scripted_model
-from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, sampling_model, setting
+from grpo_ext.errors import ConfigError, ModelError, RolloutError
+from tests.parity.scripts import EOS, Journal, by_turn, call, chat_tokenizer, conversations, parts_of
+from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, log_probs_of, setting
+from tests.support.kept import of_stock
+from tests.support.own_generate import Sampler
 from tests.support.tiny import letter_reward, stock_scores, tiny_model
 from tests.support.tool_runs import count, transcript_reward
-from tests.support.trainers import train_and_keep_first
+from tests.support.trainers import LORA, change, error, make, passing_on, train_and_keep_first
+from tests.tolerances import DIFFERENT, UPDATE
 
 
 def overriding(hook: Callable[..., Any]) -> type:
@@ -33,10 +41,9 @@ def overriding(hook: Callable[..., Any]) -> type:
 
 def talking() -> dict[str, Any]:
     """The parts of a run with a tool, which every second completion of a group calls."""
-    tokenizer = chat_tokenizer()
-    model = scripted_model(tokenizer, by_turn([f"a{EOS}", call("count", number=3) + EOS], [f"bcd{EOS}"]))
-    usual = {"reward_funcs": transcript_reward, "train_dataset": conversations(), "processing_class": tokenizer}
-    return {"model": model, "tools": [count], **usual}
+    said = by_turn([f"a{EOS}", call("count", number=3) + EOS], [f"bcd{EOS}"])
+    usual = {"reward_funcs": transcript_reward, "train_dataset": conversations(), "tools": [count]}
+    return parts_of(Journal(), said, chat_tokenizer(), **usual)
 
 
 def _calculate_rewards(self: Any, inner: Any, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
@@ -45,11 +52,6 @@ def _calculate_rewards(self: Any, inner: Any, inputs: Any, prompts: Any, complet
     lengths = self.accelerator.gather(torch.tensor([float(len(row)) for row in ids]))
     assert rewards.shape == (len(lengths), len(self.reward_funcs))
     return rewards**2 - 0.05 * lengths[:, None]
-
-
-@stock_scores
-def test_calculate_rewards_makes_the_rewards(tmp_path):
-    learns_as_in_trl(tmp_path, overriding(_calculate_rewards))
 
 
 @stock_scores
@@ -68,13 +70,9 @@ def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path):
     assert sizes == [8, 8, 4, 4]  # every second completion calls the tool
 
 
-@stock_scores
-def test_tokenize_prompts_makes_the_tokens_of_prompts(tmp_path):
-    def _tokenize_prompts(self: Any, inner: Any, prompts: Any) -> Any:
-        ids, *others = inner(prompts)
-        return [[5, *row] for row in ids], *others
-
-    learns_as_in_trl(tmp_path, overriding(_tokenize_prompts))
+def _tokenize_prompts(self: Any, inner: Any, prompts: Any) -> Any:
+    ids, *others = inner(prompts)
+    return [[5, *row] for row in ids], *others
 
 
 def _generate(self: Any, inner: Any, prompts: Any) -> Any:
@@ -90,11 +88,6 @@ def _generate(self: Any, inner: Any, prompts: Any) -> Any:
 def with_bonus(prompts: Any, completions: Any, bonus: Any = None, **kwargs: Any) -> list[float]:
     more = [0.0] * len(prompts) if bonus is None else bonus
     return [reward + extra for reward, extra in zip(letter_reward(prompts, completions), more)]
-
-
-@stock_scores
-def test_generate_makes_the_completions(tmp_path):
-    learns_as_in_trl(tmp_path, overriding(_generate), lambda: {"reward_funcs": with_bonus})
 
 
 def test_generate_that_returns_something_else_is_an_error(tmp_path):
@@ -129,8 +122,8 @@ for scoring in (rebuilt_rows, scored_alone):
 
 
 @stock_scores
-@pytest.mark.parametrize("hook", [rebuilt_rows, scored_alone], ids=["rows", "alone"])
-def test_generate_and_score_completions_makes_the_rollout(tmp_path, hook):
+@pytest.mark.parametrize("hook", [_calculate_rewards, _tokenize_prompts, _generate, rebuilt_rows, scored_alone])
+def test_what_an_override_of_a_rollout_does_counts_as_in_trl(tmp_path, hook):
     learns_as_in_trl(tmp_path, overriding(hook), lambda: {"reward_funcs": with_bonus})
 
 
@@ -179,9 +172,7 @@ def test_a_setting_that_a_callback_changes_acts_from_then_on(tmp_path, names, va
         for name in names.split():
             setting(name, value)(trainer)
 
-    settings = {**REUSED, **settings}
-    kind = settings.pop("kind", "qwen2")
-    learns_as_in_trl(tmp_path, changing(change), lambda: {"model": sampling_model(kind)}, **settings)
+    learns_as_in_trl(tmp_path, changing(change), **{**REUSED, **settings})
 
 
 def test_a_kl_term_without_reference_log_probabilities_is_refused(tmp_path):
@@ -190,3 +181,166 @@ def test_a_kl_term_without_reference_log_probabilities_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match=r"beta=0\.1 asks for the KL term"):
         build(tmp_path, GRPOTrainer, overriding(_generate_and_score_completions), beta=0.1).train()
+
+
+def without_the_middle(scored: dict[str, Any]) -> None:
+    scored["completion_mask"][::2, 2:4] = 0
+
+
+def without_part_of_the_prompt(scored: dict[str, Any]) -> None:
+    scored["prompt_mask"][1::2, 2] = 0
+
+
+def with_more_tokens(scored: dict[str, Any]) -> None:
+    """Two more for each completion, which carry loss."""
+    more = torch.full_like(scored["completion_ids"][:, :2], 9)
+    scored["completion_ids"] = torch.cat([scored["completion_ids"], more], dim=1)
+    scored["completion_mask"] = torch.cat([scored["completion_mask"], torch.ones_like(more)], dim=1)
+
+
+def advantages_of_tokens(scored: dict[str, Any]) -> None:
+    places = torch.linspace(0.5, 2.0, scored["completion_ids"].size(1))
+    scored["advantages"] = scored["advantages"][:, None] * places
+
+
+def with_fields(scored: dict[str, Any]) -> None:
+    """Fields of many shapes, all of which the loss depends on."""
+    rows = len(scored["completion_ids"])
+    weights = torch.linspace(0.5, 1.5, rows)
+    scored["one"] = weights
+    scored["few"] = weights[:, None] * torch.tensor([1.0, 0.5, 0.25])
+    scored["cube"] = weights[:, None, None] * torch.ones(1, 2, 3)
+    scored["tokens"] = scored["completion_ids"] / 20
+    scored["texts"] = ["a" * (1 + row % 3) for row in range(rows)]
+    scored["shift"] = torch.tensor(0.75)
+
+
+class OfFields:
+    """A loss that depends on all of them."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        assert inputs["one"].shape == inputs["advantages"].shape
+        texts = torch.tensor([float(len(text)) for text in inputs["texts"]])
+        by_row = inputs["one"] * inputs["few"].sum(1) * inputs["cube"].sum((1, 2)) * texts * inputs["shift"]
+        own = (log_probs_of(self, model, inputs) * inputs["tokens"] * inputs["completion_mask"]).sum(1) * by_row
+        return super()._compute_loss(model, inputs) + own.mean() / 10 / self.current_gradient_accumulation_steps
+
+
+# of one length, because stock TRL lets padding move GPT-2's absolute positions
+PROMPTS = Dataset.from_dict({"prompt": ["abcd>", "hgfe>", "aceg>", "bdfh>", "afbg>", "chde>", "gabc>", "fhea>"]})
+LOGPS = "_get_per_token_logps_and_entropies"
+
+
+@stock_scores
+@pytest.mark.parametrize(
+    ("edit", "settings"),
+    [
+        (without_the_middle, {"kind": "gpt2"}),  # masks move the absolute positions of GPT-2
+        (without_part_of_the_prompt, {"kind": "gpt2"}),
+        (with_more_tokens, {}),
+        (advantages_of_tokens, {}),
+        # tokens are left out by every forward
+        (without_the_middle, {"loss_type": "grpo", "gradient_checkpointing": True}),
+        (without_the_middle, {"loss_type": "dr_grpo", "forward": "prefix"}),
+        (with_fields, {"loss_type": "grpo", "num_iterations": 2}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or "+".join(value),
+)
+def test_a_changed_dictionary_is_trained_on_as_stock_trl_does(tmp_path, edit, settings):
+    def _generate_and_score_completions(self: Any, inner: Any, inputs: Any) -> Any:
+        scored = inner(inputs)
+        edit(scored)
+        return scored
+
+    mixin = overriding(_generate_and_score_completions)
+    if edit is with_fields:
+        mixin = type("WithFields", (OfFields, mixin), {})
+    learns_as_in_trl(tmp_path, mixin, lambda: {"train_dataset": PROMPTS}, **settings)
+
+
+class KeepsTheRouterBack:
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(*args, **{**kwargs, "compute_aux_loss": False})
+
+
+def test_a_hook_that_passes_on_changes_no_bit_of_a_model_with_experts(tmp_path):
+    parts = {"size": 5, "kind": "moe"}
+    plain = change(build(tmp_path / "plain", GRPOTrainer, **parts))
+    assert torch.equal(plain, change(build(tmp_path / "passing", passing_on(LOGPS), **parts)))
+    with pytest.raises(ModelError, match=f"{LOGPS} pass on compute_aux_loss"):
+        build(tmp_path / "back", GRPOTrainer, KeepsTheRouterBack, **parts).train()
+
+
+KINDS = ["subclass", "instance"]
+
+
+class OwnQwen2(transformers.Qwen2ForCausalLM):
+    sampler: Sampler
+
+    def generate(self, **kwargs: Any) -> torch.Tensor:
+        return self.sampler(**kwargs)
+
+
+def model_with(sampler: Sampler, kind: str) -> Any:
+    model = tiny_model()
+    if kind == "subclass":
+        model.__class__ = OwnQwen2
+        model.sampler = sampler
+    else:
+        model.generate = sampler
+    return model
+
+
+def trained(folder: Any, cls: type, model: Any, size: int = 5, **settings: Any) -> torch.Tensor:
+    return change(build(folder, cls, size=size, model=model, **settings))
+
+
+@stock_scores
+def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, caplog):
+    theirs, ours = Sampler(), Sampler()
+    stock = trained(tmp_path, trl.GRPOTrainer, model_with(theirs, "subclass"), 16)
+    caplog.clear()
+    same = trained(tmp_path, GRPOTrainer, model_with(ours, "subclass"), 16, rollout_chunk_size=16)
+    assert error(stock, same) < UPDATE
+    assert caplog.text.count("completions are not sampled by key; only the update is covered") == 1
+    assert len(ours.given) == len(theirs.given) == 2
+    for one, other in zip(ours.given, theirs.given):
+        assert one.keys() == other.keys() == {"input_ids", "attention_mask", "generation_config"}
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert torch.equal(one["attention_mask"], other["attention_mask"])
+        assert one["generation_config"].to_diff_dict() == other["generation_config"].to_diff_dict()
+    small = trained(tmp_path, GRPOTrainer, model_with(Sampler(), "instance"))  # chunks of 8, micro-batches of 5
+    assert error(same, small) < UPDATE
+    other = trained(tmp_path, GRPOTrainer, model_with(Sampler("short"), "instance"))
+    assert error(same, other) > DIFFERENT
+
+
+@stock_scores
+@pytest.mark.parametrize("shape", ["long", "left"])
+def test_answers_of_every_shape_are_taken_as_trl_takes_them(tmp_path, shape):
+    stock = of_stock(lambda: trained(tmp_path, trl.GRPOTrainer, model_with(Sampler(shape), "instance"), 16))
+    same = trained(tmp_path, GRPOTrainer, model_with(Sampler(shape), "instance"))
+    assert error(stock, same) < UPDATE
+
+
+def adapted(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(**LORA))
+
+
+def test_bitwise_mode_takes_adapters_and_refuses_whatever_else_samples(tmp_path, monkeypatch):
+    def build(model: Any) -> None:
+        make(tmp_path, model=model, bitwise_invariant=True, max_steps=1)
+
+    refused = {"match": r"\(only this trainer's own sampling"}
+    build(adapted(tiny_model("llama")))
+    for kind, wrap in itertools.product(KINDS, (lambda model: model, adapted)):
+        with pytest.raises(ConfigError, **refused):
+            build(wrap(model_with(Sampler(), kind)))
+    trainer = make(tmp_path, bitwise_invariant=True, max_steps=1)
+    trainer.model.generate = Sampler()
+    with pytest.raises(ConfigError, **refused):
+        trainer.train()
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", lambda self, **kwargs: None)  # by a faster library
+    for model in (tiny_model(), adapted(tiny_model("llama"))):
+        with pytest.raises(ConfigError, **refused):
+            build(model)

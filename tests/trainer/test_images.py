@@ -103,6 +103,8 @@ def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_p
         trainer.train()
 
 
+# the first checkpoint is within a rollout batch
+EXACT = {"bitwise_invariant": True, **SAVE, "global_batch_size": 8, "rollout_batch_size": 16}
 SHOWN = {"max_completion_length": 60, "max_tool_calling_iterations": 2}
 
 
@@ -114,41 +116,32 @@ def with_tools(folder: Any, family: str = "llava", tool: Any = look, **settings:
 
 
 @pytest.mark.parametrize(
-    ("family", "tool", "other"),
+    ("family", "tool", "other", "masks"),
     [
-        pytest.param("qwen2_5_vl", look, look_elsewhere, marks=pytest.mark.full),
-        ("llava", Gallery, OtherGallery),
-        pytest.param("internvl", look, look_elsewhere, marks=pytest.mark.full),
+        pytest.param("qwen2_5_vl", look, look_elsewhere, False, marks=pytest.mark.full),
+        ("llava", Gallery, OtherGallery, False),
+        ("llava", look, look_elsewhere, True),  # a completion that is masked out shows nothing
+        pytest.param("internvl", look, look_elsewhere, False, marks=pytest.mark.full),
     ],
 )
-def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_path, family, tool, other):
-    whole = with_tools(tmp_path / "whole", family, tool, per_device_train_batch_size=16)
+def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_path, family, tool, other, masks):
+    settings = {"mask_truncated_completions": masks, "num_iterations": 1 + masks}
+    whole = with_tools(tmp_path / "whole", family, tool, per_device_train_batch_size=16, **settings)
     expected = change(whole)
     assert log_of(whole, "tools/call_frequency")[0] > 0
-    assert form_of(whole) == "padded"
-    parts = {"per_device_train_batch_size": 5, "gradient_checkpointing": True}
+    if masks:
+        assert 0 < log_of(whole, "completions/clipped_ratio")[0] < 1
+    else:
+        assert form_of(whole) == "padded"
+    parts = {"per_device_train_batch_size": 5, "gradient_checkpointing": True, **settings}
     assert error(expected, change(with_tools(tmp_path / "parts", family, tool, **parts))) <= UPDATE
-    assert error(expected, change(with_tools(tmp_path / "other", family, other))) > DIFFERENT
-
-
-def test_a_completion_that_is_masked_out_shows_nothing(tmp_path):
-    settings = {"mask_truncated_completions": True, "num_iterations": 2}
-
-    def masked(size: int) -> Any:
-        return with_tools(tmp_path / f"{size}", per_device_train_batch_size=size, **settings)
-
-    whole = masked(16)
-    expected = change(whole)
-    assert 0 < log_of(whole, "completions/clipped_ratio")[0] < 1
-    assert error(expected, change(masked(3))) <= UPDATE
+    assert error(expected, change(with_tools(tmp_path / "other", family, other, **settings))) > DIFFERENT
 
 
 def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
-    sizes = {"global_batch_size": 8, "rollout_batch_size": 16}  # the first checkpoint is within a rollout batch
-    exact = {"bitwise_invariant": True, **SAVE, **sizes}
-    whole = change(with_tools(tmp_path / "whole", per_device_train_batch_size=8, **exact))
-    assert torch.equal(whole, change(with_tools(tmp_path / "parts", per_device_train_batch_size=3, **exact)))
-    assert torch.equal(whole, resumed(with_tools(tmp_path / "parts", per_device_train_batch_size=5, **exact)))
+    whole = change(with_tools(tmp_path / "whole", per_device_train_batch_size=8, **EXACT))
+    assert torch.equal(whole, change(with_tools(tmp_path / "parts", per_device_train_batch_size=3, **EXACT)))
+    assert torch.equal(whole, resumed(with_tools(tmp_path / "parts", per_device_train_batch_size=5, **EXACT)))
 
 
 def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, monkeypatch):
@@ -193,14 +186,12 @@ def test_a_stream_of_images_trains_like_a_data_set_with_a_length(tmp_path):
 
 
 def test_a_checkpoint_holds_the_images_of_a_prompt_once_and_a_resumed_run_has_the_same_bits(tmp_path):
-    sizes = {"global_batch_size": 8, "rollout_batch_size": 16}  # the first checkpoint is within a rollout batch
-    exact = {"bitwise_invariant": True, **SAVE, **sizes}
-    whole = change(make(tmp_path / "whole", **exact))
+    whole = change(make(tmp_path / "whole", **EXACT))
     state = load_state(tmp_path / "whole" / "checkpoint-1")
     assert state is not None
     images = state["rollouts"]["batch"]["columns"]["row_images"]
-    assert len(images["lengths"]) < len(images["rows"]) == sizes["rollout_batch_size"]
-    assert torch.equal(whole, resumed(make(tmp_path / "whole", per_device_train_batch_size=3, **exact)))
+    assert len(images["lengths"]) < len(images["rows"]) == EXACT["rollout_batch_size"]
+    assert torch.equal(whole, resumed(make(tmp_path / "whole", per_device_train_batch_size=3, **EXACT)))
 
 
 def test_a_processor_that_marks_tokens_in_its_own_way_is_refused(tmp_path):
@@ -228,7 +219,7 @@ def test_packed_images_keep_the_pixels_of_every_mode(mode):
         assert (back.mode, back.size, back.tobytes()) == (expected.mode, expected.size, expected.tobytes())
 
 
-def test_packed_images_are_not_turned_and_arrays_may_have_their_channels_first():
+def test_packed_images_are_not_turned_and_arrays_have_their_channels_last_or_first():
     file, picture = io.BytesIO(), image(3, 16, 8)
     exif = picture.getexif()
     exif[0x0112] = 6  # turned by 90 degrees
@@ -237,9 +228,6 @@ def test_packed_images_are_not_turned_and_arrays_may_have_their_channels_first()
     kinds = [Image.open(file), values, torch.tensor(values.transpose(2, 0, 1))]
     assert all(np.array_equal(values, back) for back in unpacked_images(packed_images(kinds)))
     assert not np.array_equal(values, unpacked_images(packed_images([image(4, 16, 8)]))[0])
-
-
-def test_images_that_cannot_be_packed_are_named():
     with pytest.raises(DataError, match="shows images as Tensor, and one cannot be read"):
         packed_images([torch.zeros(3, 8, 8)])
 

@@ -1,7 +1,6 @@
 """SIGTERM and Ctrl-C end a run after the current step, with a complete checkpoint and the way to continue."""
 
 import multiprocessing
-import os
 import random
 import re
 import signal
@@ -13,21 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
 from tests.support.launch import two_processes
 from tests.support.tiny import letter_reward, prompts
-from tests.support.trainers import make, noted_events, on, parameters
+from tests.support.trainers import make, noted_events, on, parameters, ran, signals, stopping, watched
 
-# the last process is sent SIGTERM in the middle of the second step
-
-
-def signals(at: int, *numbers: int) -> TrainerCallback:
-    """Sends this process signals in the middle of a step."""
-    return on("on_pre_optimizer_step", lambda state: [os.kill(os.getpid(), number) for number in numbers], at)
+STEPS, EPOCH = {"eval_strategy": "steps", "eval_steps": 2}, {"eval_strategy": "epoch", "logging_strategy": "epoch"}
+BEST = {"metric_for_best_model": "eval_reward", "greater_is_better": True}
+SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, **BEST}
+TIMES = re.compile(r"time|per_second|epoch_|flos")
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
@@ -55,9 +51,8 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, caplog, numbers):
 
 
 def test_the_checkpoint_to_go_on_from_is_kept_beside_the_best_one(tmp_path):
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
-    every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = make(tmp_path, eval_dataset=prompts(4, seed=1), max_steps=4, save_total_limit=1, **every, **best)
+    every = {**STEPS, **SAVES, "eval_steps": 1, "save_steps": 1}
+    trainer = make(tmp_path, eval_dataset=prompts(4, seed=1), max_steps=4, save_total_limit=1, **every)
     trainer.add_callback(signals(2, signal.SIGTERM))
     evaluated = []
     trainer.add_callback(on("on_evaluate", lambda state: evaluated.append(state.global_step)))
@@ -67,12 +62,6 @@ def test_the_checkpoint_to_go_on_from_is_kept_beside_the_best_one(tmp_path):
     assert why_broken(tmp_path / "checkpoint-3") is None
     assert Path(trainer.state.best_model_checkpoint).is_dir()
     assert evaluated == [1, 2]  # not after the step in which it was told to stop
-
-
-STEPS, EPOCH = {"eval_strategy": "steps", "eval_steps": 2}, {"eval_strategy": "epoch", "logging_strategy": "epoch"}
-BEST = {"metric_for_best_model": "eval_reward", "greater_is_better": True}
-SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, **BEST}
-TIMES = re.compile(r"time|per_second|epoch_|flos")
 
 
 def noisy_reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
@@ -95,11 +84,8 @@ def logged(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
         (4, True, {**STEPS, "eval_steps": 3}),  # in the last step of all, after which a run evaluates too
         (3, True, {**STEPS, "eval_steps": 3, "max_steps": 3}),  # with the last step of an epoch too
         (3, True, EPOCH),
-        (
-            2,
-            True,
-            {**STEPS, "rollout_lag": 1, "reward": letter_reward},
-        ),  # random numbers in a thread depend on its pace
+        # random numbers in a thread depend on its pace
+        (2, True, {**STEPS, "rollout_lag": 1, "reward": letter_reward}),
         (2, True, STEPS | SAVES),
         (2, True, STEPS | {"save_strategy": "best", **BEST}),
     ],
@@ -131,20 +117,12 @@ def test_an_evaluation_that_was_due_is_made_by_the_run_that_resumes(tmp_path, st
         assert Path(str(again.state.best_model_checkpoint)) == tmp_path / "stopped" / Path(best).name
 
 
-class StopEarly(TrainerCallback):
-    """A user's, which ends the run after its first evaluation."""
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = True
-
-
 def test_an_evaluation_that_ends_the_run_ends_it_before_another_step(tmp_path):
     settings = {"max_steps": 4, "eval_dataset": prompts(4, seed=1), **STEPS}
-    stopped = make(tmp_path, callbacks=[StopEarly(), signals(1, signal.SIGTERM)], **settings)
+    stopped = make(tmp_path, callbacks=[stopping("on_evaluate"), signals(1, signal.SIGTERM)], **settings)
     with pytest.raises(TrainingInterrupted):
         stopped.train()
-    again = make(tmp_path, callbacks=[StopEarly()], **settings)
-    again.train(resume_from_checkpoint="latest")
+    again = ran(make(tmp_path, callbacks=[stopping("on_evaluate")], **settings), "latest")
     assert again.state.global_step == 2
     assert torch.equal(parameters(stopped), parameters(again))
 
@@ -203,17 +181,15 @@ def test_both_processes_stop_where_one_is_asked_and_resume_beside_an_earlier_run
 def test_what_a_reward_function_forks_can_be_terminated(tmp_path, caplog):
     codes = []
 
-    def forks_one(completions: list[str], **kwargs: Any) -> list[float]:
+    def fork(**columns: Any) -> None:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
         child.start()
         time.sleep(0.2)
         child.terminate()
         child.join(10)
         codes.append(child.exitcode)
-        return [float(len(text)) for text in completions]
 
-    trainer = make(tmp_path / "out", max_steps=1, reward=forks_one, rollout_chunk_size=16)
-    trainer.train()
+    trainer = ran(make(tmp_path / "out", max_steps=1, reward=watched(fork), rollout_chunk_size=16))
     assert codes == [-signal.SIGTERM]
     assert trainer.state.global_step == 1
     assert "Stopping" not in caplog.text

@@ -1,17 +1,15 @@
 """Rows of different kinds in one data set: each is judged by itself, and what cannot be trained is found at once."""
 
-import re
 from typing import Any
 
 import pytest
 import transformers
 from datasets import Dataset, IterableDataset
-from transformers import AutoModelForSequenceClassification
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError, DataError, RolloutError
-from tests.support.tiny import letter_reward, prompts, tiny_config, tiny_model, tiny_tokenizer
-from tests.support.trainers import make, train_and_keep_first
+from grpo_ext.errors import DataError, RolloutError
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_scorer, tiny_tokenizer, tokenizer_with
+from tests.support.trainers import make, ran, train_and_keep_first, watched
 
 USER = {"role": "user", "content": "ab"}
 REFUSES_SYSTEM = (
@@ -62,21 +60,16 @@ def test_reward_functions_get_the_columns_of_all_rows(tmp_path, data):
 
 
 def test_a_reward_model_reads_each_row_as_it_is(tmp_path):
-    model = AutoModelForSequenceClassification.from_config(tiny_config("llama", num_labels=1))
     chat = tiny_tokenizer(chat=True)
     parts = {"processing_class": chat, "reward_processing_classes": chat, "train_dataset": stream(mixed())}
-    trainer = make(tmp_path, reward=model, max_steps=1, global_batch_size=20, **parts)
-    trainer.train()
+    trainer = ran(make(tmp_path, reward=tiny_scorer(), max_steps=1, global_batch_size=20, **parts))
     assert {type(completion) for completion in trainer._logs["completion"]} == {str, list}
 
 
 def test_columns_that_a_callback_gives_the_data_set_reach_the_reward(tmp_path):
     """TRL's users set a transform on the loader's data set; ours is of steps over theirs."""
     seen = []
-
-    def reward(completions, length=(), **kwargs):
-        seen.extend(length)
-        return [float(len(text)) for text in completions]
+    reward = watched(lambda length=(), **columns: seen.extend(length))
 
     def begin(train_dataloader: Any, **kwargs: Any) -> None:
         data = train_dataloader.dataset
@@ -90,25 +83,6 @@ def test_columns_that_a_callback_gives_the_data_set_reach_the_reward(tmp_path):
     assert min(seen) > 0
 
 
-def test_an_override_of_prepare_inputs_is_refused(tmp_path):
-    class Own(GRPOTrainer):
-        def _prepare_inputs(self, inputs: Any) -> Any:
-            return super()._prepare_inputs(inputs)
-
-    with pytest.raises(ConfigError, match=r"Own\._prepare_inputs .*override _generate_and_score_completions"):
-        make(tmp_path, cls=Own)
-
-
-KINDS = {True: stream, False: transformed}
-
-
-def begin(folder: Any, train: bool, **parts: Any) -> None:
-    """Build a trainer, and train it where the data can be read there alone."""
-    trainer = make(folder, **parts)
-    if train:
-        trainer.train()
-
-
 # the odd row, by what the error says of it
 ODD: dict[str, Any] = {
     r"\[3, 4, 5\] is neither .*decode token ids": [3, 4, 5],
@@ -118,19 +92,32 @@ ODD: dict[str, Any] = {
     r"is neither .* \(\{'content': None, .* fill contents": [USER, {"role": "assistant", "content": None}],
     "does not accept .*System role not supported": [{"role": "system", "content": "be kind"}, USER],
     "None is neither": None,
+    f"prompt 'e<image>f>' has the token id {len(tiny_tokenizer())}": "e<image>f>",
 }
+
+
+def larger(token: str, **changes: Any) -> Any:
+    """A tokenizer with a token that the tiny model has no row for."""
+    tokenizer = tokenizer_with(**changes)
+    tokenizer.add_tokens([token])
+    return tokenizer
 
 
 @pytest.mark.parametrize("words", ODD)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_prompt_of_a_kind_that_cannot_be_trained_is_found(tmp_path, words, streamed):
     """At construction; in a stream by the first rollout, with the same words."""
-    chat = tiny_tokenizer()
-    chat.chat_template = REFUSES_SYSTEM
+    chat = larger("<image>", chat_template=REFUSES_SYSTEM)
     rows = [{"prompt": [USER]}, {"prompt": "ab>"}, {"prompt": [USER, USER]}, {"prompt": ODD[words]}]
     place = "the " if streamed else "row 3 of the training data set: the "
+
+    def begin() -> None:
+        trainer = make(tmp_path, train_dataset=stream(rows) if streamed else transformed(rows), processing_class=chat)
+        if streamed:
+            trainer.train()
+
     with pytest.raises(DataError, match=f"^{place}.*{words}"):
-        begin(tmp_path, streamed, train_dataset=KINDS[streamed](rows), processing_class=chat)
+        begin()
 
 
 def test_messages_without_a_template_are_found_in_every_set(tmp_path):
@@ -150,23 +137,6 @@ def test_a_completion_without_tokens_is_named_with_its_prompt(tmp_path):
     trainer = make(tmp_path, cls=Own, shuffle_dataset=False, train_dataset=prompts(4))
     with pytest.raises(RolloutError, match=f"prompt '{prompts(4)[0]['prompt']}' has no tokens.*the end token"):
         trainer.train()
-
-
-def larger(*tokens: str) -> Any:
-    """A tokenizer whose last tokens the tiny model has no row for."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(list(tokens))
-    return tokenizer
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_prompt_with_a_token_that_the_embedding_lacks_is_found(tmp_path, streamed):
-    data = Dataset.from_dict({"prompt": ["ab>", "cd>", "e<image>f>", "gh>"]})
-    rows = len(tiny_tokenizer())
-    given = {"train_dataset": data.to_iterable_dataset() if streamed else data, "processing_class": larger("<image>")}
-    place = "" if streamed else "row 2 of the training data set: "
-    with pytest.raises(DataError, match=re.escape(f"{place}the prompt 'e<image>f>' has the token id {rows}")):
-        begin(tmp_path, streamed, **given)
 
 
 def test_an_end_token_that_the_embedding_lacks_is_found(tmp_path):

@@ -13,11 +13,12 @@ from grpo_ext.forward import choice
 from grpo_ext.rollouts.ahead import RolloutsAhead
 from tests.support.architectures import architecture
 from tests.support.tiny import prompts, sparse_reward, tiny_model
-from tests.support.trainers import error, form_of, log_of, make, update
+from tests.support.trainers import error, form_of, log_of, make, ran, update
 from tests.tolerances import UPDATE
 
 PLAIN: dict[str, Any] = {"forward": "padded", "skip_zero_contribution": False, "compact_rollouts": False}
 FULL: dict[str, Any] = {"forward": "auto", "skip_zero_contribution": True, "compact_rollouts": True}
+OTHER_TERMS = [{"beta": 0.1}, {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.5}]
 SWITCHES: list[dict[str, Any]] = [{"micro_batch_tokens": 50}, {"gradient_checkpointing": True}, FULL]
 
 
@@ -55,16 +56,12 @@ def sizes_of_forwards(trainer: GRPOTrainer, dim: int | None = None) -> list[int]
     return sizes
 
 
-def test_completions_without_a_contribution_are_not_run(tmp_path):
-    ran = {}
-    for skip in (True, False):
-        settings = {"skip_zero_contribution": skip, "forward": "padded"}
-        trainer = make(tmp_path / str(skip), reward=sparse_reward, **settings)
-        rows = sizes_of_forwards(trainer, 0)
-        trainer.train()
-        ran[skip] = sum(rows)
-    assert ran[False] == 3 * 16
-    assert 0 < ran[True] < ran[False]
+@pytest.mark.parametrize("settings", [{}, {"skip_zero_contribution": False}, *OTHER_TERMS], ids=str)
+def test_completions_without_a_contribution_are_not_run(tmp_path, settings):
+    trainer = make(tmp_path, reward=sparse_reward, forward="padded", **settings)
+    rows = sizes_of_forwards(trainer, 0)
+    trainer.train()
+    assert sum(rows) == 3 * 16 if settings else 0 < sum(rows) < 3 * 16
 
 
 def test_the_budget_holds_in_every_forward(tmp_path):
@@ -78,8 +75,7 @@ def test_the_budget_holds_in_every_forward(tmp_path):
 def test_a_form_is_chosen_and_can_be_set(tmp_path):
     shares = {}
     for form in ("auto", "packed", "prefix", "padded"):
-        trainer = make(tmp_path, forward=form, max_steps=1)
-        trainer.train()
+        trainer = ran(make(tmp_path, forward=form, max_steps=1))
         assert form_of(trainer) == ("packed" if form == "auto" else form)
         shares[form] = [log_of(trainer, f"layout/{kind}_share")[0] for kind in ("padding", "duplicate")]
     assert shares["auto"] == shares["packed"] == [0.0, 0.0]
@@ -89,15 +85,15 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
         make(tmp_path, forward="fast")
 
 
-def test_the_plan_says_which_form_runs_and_why(tmp_path, caplog):
-    make(tmp_path, architecture("lfm2"), max_steps=1).train()
+def test_the_plan_says_which_form_runs_and_why_and_a_refused_one_is_warned_of(tmp_path, caplog):
+    refused = "The best form of the forward was refused; completions run as shared prefixes: "
+    make(tmp_path / "hybrid", architecture("lfm2"), max_steps=1).train()
     why = r"\(no packs: Lfm2ForCausalLM has layers that packs do not support \(conv\)\)\n"
     assert re.search(f"  forward +shared prefixes: .* {why}", caplog.text)
-
-
-def test_a_refused_form_is_warned_of(tmp_path, caplog):
-    make(tmp_path, tiny_model("nemotron", bos_token_id=1), max_steps=1).train()
-    assert caplog.text.count("The best form of the forward was refused; completions run as shared prefixes: ") == 1
+    assert refused not in caplog.text
+    caplog.clear()
+    make(tmp_path / "refused", tiny_model("nemotron", bos_token_id=1), max_steps=1).train()
+    assert caplog.text.count(refused) == 1
     assert "(no packs: " in caplog.text
 
 
@@ -146,8 +142,7 @@ def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog,
 
 def test_a_loss_computed_outside_a_step_does_not_run_packs_under_checkpointing(tmp_path):
     """Its backward pass runs the layers again where packs are off."""
-    trainer = make(tmp_path, gradient_checkpointing=True)
-    trainer.train()
+    trainer = ran(make(tmp_path, gradient_checkpointing=True))
     plain = make(tmp_path / "plain", gradient_checkpointing=True, forward="padded")
     plain.model.load_state_dict(trainer.model.state_dict())
     rows = [row for row in prompts(2).to_list() for _ in range(4)]
@@ -160,14 +155,6 @@ def test_a_loss_computed_outside_a_step_does_not_run_packs_under_checkpointing(t
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None]))
     assert error(gradients[1], gradients[0]) <= UPDATE
-
-
-@pytest.mark.parametrize("term", [{"beta": 0.1}, {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.5}], ids=str)
-def test_with_another_term_everything_is_run(tmp_path, term):
-    trainer = make(tmp_path, reward=sparse_reward, max_steps=1, forward="padded", **term)
-    rows = sizes_of_forwards(trainer, 0)
-    trainer.train()
-    assert sum(rows) == 16
 
 
 def test_a_step_without_any_contribution_changes_nothing(tmp_path):

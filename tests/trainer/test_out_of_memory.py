@@ -12,15 +12,15 @@ import torch
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError, RewardError
 from grpo_ext.run.state import load_state
-from tests.support.tiny import letter_reward, prompts
-from tests.support.trainers import SAVE, change, error, make, parameters, update
+from tests.support.tiny import prompts
+from tests.support.trainers import SAVE, change, error, make, parameters, ran, update, watched
 from tests.tolerances import METRIC, UPDATE
 
 
 class Limited(GRPOTrainer):
-    """Pretends that forwards with gradients over more than `most` completions do not fit."""
+    """Pretends that forwards of training, or of an evaluation, over more than `most` completions do not fit."""
 
-    most = 3
+    most, failures, in_training = 3, 0, True
     fails_at = range(10**6)  # attempts that fail
 
     def check(self, loss: torch.Tensor) -> None:
@@ -31,8 +31,12 @@ class Limited(GRPOTrainer):
         self.attempts = getattr(self, "attempts", 0) + 1
         self.check(loss)
         if inputs["completion_ids"].size(0) > self.most and self.attempts in self.fails_at:
-            loss.backward()
-            self.left_behind = sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
+            if model.training is not self.in_training:
+                return loss
+            self.failures += 1
+            if model.training:
+                loss.backward()
+                self.left_behind = sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss
 
@@ -51,7 +55,7 @@ def enough(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 150}, {"auto_find_batch_size": True}], ids=str)
-def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, caplog, settings):
+def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, caplog, monkeypatch, settings):
     expected, reference = enough(tmp_path / "a", **settings)
     trainer = limited(tmp_path / "b", **settings)
     assert error(expected, change(trainer)) <= UPDATE
@@ -62,13 +66,8 @@ def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, caplog, settin
         if "entropy" in line:
             assert line["entropy"] == pytest.approx(other["entropy"], rel=1e-6)
             assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
-
-
-def test_without_throwing_the_gradients_away_the_update_would_differ(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_ext.step.gradients.NativeGradients.discard", lambda self: None)
-    expected, _ = update(tmp_path / "a")
-    trainer = limited(tmp_path / "b")
-    assert error(expected, change(trainer)) > 1e-3
+    assert error(expected, change(limited(tmp_path / "c", **settings))) > 1e-3  # they have to be
 
 
 class Watched(Limited):
@@ -143,33 +142,19 @@ def test_a_resume_keeps_what_fits_where_device_and_configuration_are_the_same_al
     settings = dict(change)
     if settings.pop("device", None):
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**50))
-    again = make(tmp_path, **saves, **settings, max_steps=3, allow_changed_on_resume=["max_steps"])
-    again.train("latest")
+    again = ran(make(tmp_path, **saves, **settings, max_steps=3, allow_changed_on_resume=["max_steps"]), "latest")
     said, rows = caplog.text, again.args.per_device_train_batch_size if change else 2
     assert f"micro-batch             up to {rows} completions" in said
     for work in ("generation", "computing log-probabilities"):
         assert bool(re.search(rf"{work}: up to \d at a time", said)) is not bool(change)
 
 
-EACH_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-
-
-class LimitedEvaluation(GRPOTrainer):
-    """Pretends that forwards of an evaluation over more than `most` completions do not fit."""
-
-    most, failures = 10**6, 0
-
-    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
-        loss = super()._compute_loss(model, inputs)
-        if not self.model.training and inputs["completion_ids"].size(0) > self.most:
-            self.failures += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return loss
+EACH_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, **SAVE}
 
 
 def evaluating(folder: Any, most: int = 10**6, **settings: Any) -> GRPOTrainer:
-    trainer = make(folder, cls=LimitedEvaluation, eval_dataset=prompts(5, seed=1), **{**EACH_STEP, **settings})
-    trainer.most = most
+    trainer = make(folder, cls=Limited, eval_dataset=prompts(5, seed=1), **{**EACH_STEP, **settings})
+    trainer.most, trainer.in_training = most, False
     return trainer
 
 
@@ -206,13 +191,12 @@ def test_an_evaluation_that_can_not_fit_does_not_lose_the_checkpoint_of_its_step
 def test_an_evaluation_whose_reward_function_fails_does_not_either(tmp_path):
     held_out = prompts(5, seed=1)["prompt"]
 
-    def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+    def fail(prompts: list[str], **columns: Any) -> None:
         if set(prompts) <= set(held_out):
             raise OSError("the judge cannot be reached")
-        return letter_reward(prompts, completions)
 
     with pytest.raises(RewardError, match="judge"):
-        evaluating(tmp_path, reward=reward).train()
+        evaluating(tmp_path, reward=watched(fail)).train()
     state = load_state(tmp_path / "checkpoint-1")
     assert state is not None
     assert state["interrupts"]["evaluation_due"]

@@ -1,5 +1,7 @@
 """What users override is called as TRL calls it, and what it does counts: beside stock TRL, on one process.
 
+A `compute_loss` may read sizes from `args`, call `super()` for some rows, and pass on other masks or fewer columns, for
+every micro-batch size where the user's arithmetic allows it. Beside each is a run that must differ, or a refusal.
 What is refused where processes have other shares is in tests/distributed/test_collectives.
 """
 
@@ -9,13 +11,16 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from torch.nn.functional import pad
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
-from tests.support.beside_trl import build, learns_as_in_trl
-from tests.support.tiny import given_rollout, letter_reward, stock_scores, tiny_tokenizer
-from tests.support.trainers import WithoutSuper, make, passing_on
+from tests.support.beside_trl import build, learns_as_in_trl, log_probs_of
+from tests.support.kept import of_stock
+from tests.support.tiny import given_rollout, prompts, stock_scores, tiny_model, tokenizer_with
+from tests.support.trainers import WithoutSuper, change, error, make, passing_on, watched
+from tests.tolerances import DIFFERENT, UPDATE
 
 # Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `compute_loss` and
 # `_compute_loss` are given more inputs; scoring comes without keywords about images, which are None; `log` is given
@@ -58,9 +63,7 @@ def recording(base: type, seen: list[tuple[str, Any, Any, Any]]) -> type:
 
 @stock_scores
 def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
-    def graded(prompts, completions, log_metric, **kwargs):
-        log_metric("share", 0.5)
-        return letter_reward(prompts, completions)
+    graded = watched(lambda log_metric, **columns: log_metric("share", 0.5))
 
     def calls(base: type) -> dict[str, list[Any]]:
         seen: list[Any] = []
@@ -91,11 +94,8 @@ class HalfLogps:
 
 def length_penalty(trainer: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """A term of the user's own, divided as TRL divides: a mean over completions, over the accumulation steps."""
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    width = inputs["completion_ids"].size(1)
-    logps, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, width)
-    mean = ((logps * inputs["completion_mask"]).sum(1) / inputs["completion_mask"].sum(1)).mean()
+    logps, mask = log_probs_of(trainer, model, inputs), inputs["completion_mask"]
+    mean = ((logps * mask).sum(1) / mask.sum(1)).mean()
     return 0.3 * mean / trainer.current_gradient_accumulation_steps
 
 
@@ -104,12 +104,21 @@ class OwnTerm:
         return super()._compute_loss(model, inputs) + length_penalty(self, model, inputs)
 
 
-class OwnTermOutside:
+class Loss:
+    """A user's loss, of which subclasses override `own`."""
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return loss + length_penalty(self, model, inputs)
+        def inner(part: Any) -> Any:
+            return super(Loss, self).compute_loss(model, part, return_outputs, num_items_in_batch)
+
+        return self.own(model, inputs, inner)
+
+
+class OwnTermOutside(Loss):
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        return inner(inputs) + length_penalty(self, model, inputs)
 
 
 REUSED = {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}
@@ -162,8 +171,7 @@ def test_an_override_without_super_is_said_once_and_refused_in_bitwise_mode(tmp_
 
 def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "ab"}]} for _ in range(12)]
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer = tokenizer_with(chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
     seen: list[int] = []
 
     def rollout(messages: list[Any], trainer: Any) -> dict[str, Any]:
@@ -178,3 +186,158 @@ def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
     parts = {"reward_funcs": reward, "train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
     make(tmp_path, max_steps=1, rollout_func=rollout, **parts).train()
     assert seen == [1] * 16
+
+
+SIZES = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "per_device_train_batch_size")
+
+
+class BySizes(Loss):
+    """Adds a mean over completions, divided by the accumulation as `args` has it."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        self.read = {name: getattr(self.args, name) for name in SIZES}
+        self.args.noted = self.args.learning_rate
+        mean = (log_probs_of(self, model, inputs) * inputs["completion_mask"]).sum(1).mean()
+        return inner(inputs) + 0.01 * mean / self.args.gradient_accumulation_steps
+
+
+TWO_STEPS = {"loss_type": "grpo", "max_steps": 2}
+
+
+@stock_scores
+def test_sizes_of_args_are_those_of_the_micro_batch(tmp_path):
+    stock = build(tmp_path / "stock", trl.GRPOTrainer, BySizes, 4, gradient_accumulation_steps=4, **TWO_STEPS)
+    expected = change(stock)
+    for size in (4, 8):
+        ours = build(tmp_path / str(size), GRPOTrainer, BySizes, size, **TWO_STEPS)
+        assert error(expected, change(ours)) < UPDATE
+        assert ours.read == (stock.read if size == 4 else dict(zip(SIZES, (2, 2, 16, 8))))
+        assert (ours.args.gradient_accumulation_steps, ours.args.noted) == (1, 1e-2)  # a write reaches the arguments
+    ours.evaluate(prompts(5))  # micro-batches of 6 and 7: nothing is trained, and a fraction is no error
+    assert ours.read["gradient_accumulation_steps"] == pytest.approx(20 / ours.read["per_device_train_batch_size"])
+    assert error(expected, change(build(tmp_path / "plain", GRPOTrainer, size=4, **TWO_STEPS))) > DIFFERENT
+
+
+def test_a_size_that_is_no_whole_number_is_refused_by_name_and_none_can_be_set(tmp_path):
+    with pytest.raises(ConfigError, match=r"args.gradient_accumulation_steps is 2.66667 .* self.current_gradient_acc"):
+        build(tmp_path, GRPOTrainer, BySizes, 6).train()
+
+    class Sets(Loss):
+        def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+            self.args.per_device_train_batch_size = 2
+
+    with pytest.raises(AttributeError, match="per_device_train_batch_size"):
+        build(tmp_path, GRPOTrainer, Sets, 4).train()
+
+
+def rows_of(inputs: Any, rows: list[int]) -> dict[str, Any]:
+    """These rows of the inputs."""
+    size = len(inputs["completion_ids"])
+    return {k: v[rows] if torch.is_tensor(v) and v.dim() and len(v) == size else v for k, v in inputs.items()}
+
+
+class Halves(Loss):
+    """Two parts of other sizes, each as much as it has rows."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        size = len(inputs["completion_ids"])
+        parts = [part for part in (list(range(0, size, 3)), [row for row in range(size) if row % 3]) if part]
+        return sum(inner(rows_of(inputs, part)) * (len(part) / size) for part in parts)
+
+
+class Summed(Loss):
+    """Parts that are added up, as TRL's token mean allows."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        size = len(inputs["completion_ids"])
+        return sum(inner(rows_of(inputs, [row])) for row in range(size))
+
+
+MEANS: list[Any] = [
+    (Halves, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}),
+    (Halves, {"loss_type": "sapo"}),
+    (Halves, {"loss_type": "grpo", "top_entropy_quantile": 0.4}),
+    (Halves, {"loss_type": "grpo", "kind": "moe", "router_aux_loss_coef": 1.0}),
+    (Summed, {"loss_type": "dapo"}),
+]
+
+
+@pytest.mark.parametrize(("override", "settings"), MEANS, ids=str)
+def test_parts_add_up_to_the_whole(tmp_path, override, settings):
+    whole = change(build(tmp_path / "whole", GRPOTrainer, **settings))
+    assert error(whole, change(build(tmp_path / "parts", GRPOTrainer, override, 6, **settings))) < UPDATE
+
+
+class OneThird(Loss):
+    """Weights of tasks: parts of other sizes with factors of their own."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        task = inputs["completion_ids"].sum(1) % 3 == 0  # TRL shuffles the rows
+        first, second = task.nonzero()[:, 0].tolist(), (~task).nonzero()[:, 0].tolist()
+        return 0.3 * inner(rows_of(inputs, first)) + 0.9 * inner(rows_of(inputs, second))
+
+
+def odd_rows(inputs: Any) -> torch.Tensor:
+    return (inputs["completion_ids"].sum(1) % 2)[:, None]
+
+
+class Masked(Loss):
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        return inner({**inputs, "completion_mask": inputs["completion_mask"] * odd_rows(inputs)})
+
+
+class FirstToken(Loss):
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        return inner({**inputs, **{name: inputs[name][:, :1] for name in ("completion_ids", "completion_mask")}})
+
+
+BONUS, WEIGHTED = {"entropy_coef": 0.5}, {"entropy_coef": 0.1, "max_steps": 2}
+PARTS: list[Any] = [
+    (OneThird, 16, {"loss_type": "bnpo", **WEIGHTED}),
+    (OneThird, 16, {"loss_type": "dapo", **WEIGHTED}),
+    pytest.param(OneThird, 16, {"loss_type": "luspo", **WEIGHTED}, marks=pytest.mark.full),
+    (Masked, 16, {"loss_type": "bnpo"}),
+    (Masked, 16, {"loss_type": "dapo", **BONUS}),
+    (Masked, 16, {"loss_type": "grpo", "kind": "moe", "router_aux_loss_coef": 1.0}),
+    (FirstToken, 5, {"loss_type": "bnpo", **BONUS}),  # one token for each row: the mean of micro-batches of any size
+]
+
+
+@stock_scores
+@pytest.mark.parametrize(("override", "size", "settings"), PARTS, ids=str)
+def test_parts_with_weights_and_other_masks_and_columns_are_counted_as_in_trl(tmp_path, override, size, settings):
+    settings = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "max_steps": 1, **settings}
+
+    def run(base: type, mixin: Any, size: int = 16) -> torch.Tensor:
+        return change(build(tmp_path / "run", base, mixin, size, **settings))
+
+    expected = of_stock(lambda: run(trl.GRPOTrainer, override))
+    assert error(expected, run(GRPOTrainer, override, size)) < UPDATE
+    assert error(expected, run(GRPOTrainer, None)) > DIFFERENT
+
+
+def test_the_same_tokens_in_other_tensors_keep_the_counts_of_the_step(tmp_path):
+    class Wider(Loss):
+        columns = 2
+
+        def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+            names = ("completion_ids", "completion_mask")
+            return inner({**inputs, **{name: pad(inputs[name], (0, self.columns)) for name in names}})
+
+    class Copied(Wider):
+        columns = 0
+
+    settings = {"loss_type": "bnpo", "max_grad_norm": 0.0, "max_steps": 1}
+    plain, copied, wider, masked = (
+        change(build(tmp_path, GRPOTrainer, mixin, 5, lambda: {"model": tiny_model()}, **settings))
+        for mixin in (None, Copied, Wider, Masked)
+    )
+    assert torch.equal(plain, copied)
+    assert torch.equal(plain, wider)
+    assert error(plain, masked) > DIFFERENT
+
+
+@pytest.mark.parametrize("override", [OneThird, Masked])
+def test_parts_and_masks_in_a_mean_over_prompts_are_refused(tmp_path, override):
+    with pytest.raises(ConfigError, match="prompt_mean' needs whole groups; pass on all rows, and their masks"):
+        build(tmp_path, GRPOTrainer, override, loss_aggregation="prompt_mean").train()

@@ -1,7 +1,5 @@
 """Weights in 4 and 8 bits under an adapter: the update, checkpoints and export, and what is refused of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from grpo_ext import trainer as trainer_module
 from grpo_ext.errors import ConfigError, ModelError, SplitDependentError
 from grpo_ext.tools.export import export
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.support.trainers import LORA, SAVE, change, error, far, log_of, trained
+from tests.support.trainers import LORA, SAVE, change, error, far, log_of, ran, trained
 from tests.tolerances import DIFFERENT, UPDATE, UPDATE_BFLOAT16
 
 pytestmark = pytest.mark.skipif(
@@ -69,20 +67,10 @@ full = pytest.mark.full
 EITHER = pytest.mark.parametrize("bits", [4, pytest.param(8, marks=full)])
 
 
-@pytest.fixture
-def bfloat16(monkeypatch) -> Callable[[], Any]:
-    """A context in which trainers keep the adapters as TRL casts them."""
-
-    @contextmanager
-    def kept() -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer_module, "train_in_float32", lambda model, before: None)
-            yield
-
-    return kept
+BFLOAT16 = (trainer_module, "train_in_float32", lambda model, before: None)  # adapters stay as TRL casts them
 
 
-def test_the_update_does_not_depend_on_the_split(tmp_path, base, bfloat16):
+def test_the_update_does_not_depend_on_the_split(tmp_path, base, monkeypatch):
     """Of plain adapters of 4 and 8 bits the matrix shows it."""
 
     def of(size: int, **changes: Any) -> torch.Tensor:
@@ -92,18 +80,17 @@ def test_the_update_does_not_depend_on_the_split(tmp_path, base, bfloat16):
 
     whole = of(16)
     assert error(whole, of(5)) <= UPDATE
-    with bfloat16():
-        assert UPDATE < error(of(16), of(5)) <= UPDATE_BFLOAT16 / 2
     assert error(whole, of(16, seed=4)) > UPDATE_BFLOAT16
     assert error(whole, of(16, quantise=None)) > DIFFERENT  # the weights are quantised
+    monkeypatch.setattr(*BFLOAT16)
+    assert UPDATE < error(of(16), of(5)) <= UPDATE_BFLOAT16 / 2
 
 
 def test_the_reference_is_the_policy_at_its_start(tmp_path, base):
     """An adapter that does not start at zero is copied, in 4 bits alone; sampled ahead too."""
     start: dict[str, Any] = {"beta": 0.1, "max_steps": 3, "adapter": lora(init_lora_weights=False)}
     for more in ({}, {"rollout_lag": 1}):
-        run = make(tmp_path, base, quantise=BITS[4], **start, **more)
-        run.train()
+        run = ran(make(tmp_path, base, quantise=BITS[4], **start, **more))
         first, *later = log_of(run, "kl")
         assert first == pytest.approx(0.0, abs=1e-9)
         assert later[-1] > 1e-4
@@ -111,7 +98,7 @@ def test_the_reference_is_the_policy_at_its_start(tmp_path, base):
         make(tmp_path, base, quantise=BITS[8], **start)
 
 
-def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
+def test_small_steps_are_not_rounded_away(tmp_path, base, monkeypatch):
     def moved() -> float:
         """The part of the adapter's first factors that three steps of 1e-5 have changed."""
         small = {"optim": "adamw_torch", "learning_rate": 1e-5, "max_steps": 3}
@@ -122,17 +109,15 @@ def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
         return float(torch.cat([(after[name] != value).flatten() for name, value in factors.items()]).double().mean())
 
     assert moved() > 0.99
-    with bfloat16():
-        assert moved() < 0.1
+    monkeypatch.setattr(*BFLOAT16)
+    assert moved() < 0.1
 
 
 @EITHER
 def test_a_resumed_run_is_the_same_run_and_its_adapter_is_exported(tmp_path, base, bits):
     settings = {"quantise": BITS[bits], **SAVE, "max_steps": 3, "optim": "adamw_torch"}
-    trainer = make(tmp_path, base, learning_rate=0.05, **settings)
-    trainer.train()
-    resumed = make(tmp_path, base, learning_rate=0.05, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    trainer = ran(make(tmp_path, base, learning_rate=0.05, **settings))
+    resumed = ran(make(tmp_path, base, learning_rate=0.05, **settings), tmp_path / "out" / "checkpoint-1")
     assert torch.equal(trained(resumed.model), trained(trainer.model))
     checkpoint = tmp_path / "out" / "checkpoint-3"
     export(checkpoint, tmp_path / "adapter")
@@ -152,8 +137,7 @@ def test_weights_that_sample_ahead(tmp_path, base):
     ahead = {"rollout_lag": 1, "max_steps": 3}
     with pytest.raises(ConfigError, match="rollout_lag=1 cannot be combined with weights in 8 bits"):
         make(tmp_path / "eight", loaded(base, 8), lora(), **ahead)
-    trainer = make(tmp_path / "four", loaded(base, 4), lora(), **ahead)
-    trainer.train()
+    trainer = ran(make(tmp_path / "four", loaded(base, 4), lora(), **ahead))
     ratios = log_of(trainer, "sampling/ratio_max")
     assert ratios[0] == pytest.approx(1.0, abs=2e-2)  # the weights that sampled are those that are trained
     assert max(ratios) > 1.02

@@ -223,12 +223,11 @@ def test_a_resumed_run_has_the_reference_that_a_callback_has_moved(tmp_path, sav
 
 def test_a_run_is_not_resumed_with_another_start(tmp_path, saved):
     trainer_of(tmp_path / "out", saved, "loaded", "other_name", **SAVE).train()
-    other = {"model": adapted(saved, lora(), "mine"), "beta": 0.1, "max_steps": 2, "learning_rate": 0.3, "optim": "sgd"}
-    settings = {**other, "max_grad_norm": 0.0}
-    checkpoint = str(tmp_path / "out" / "checkpoint-1")
+    moved = {"model": adapted(saved, lora(), "mine")}  # by random numbers that no seed has set
+    run, checkpoint = (tmp_path / "out", saved, "loaded", "other_name"), tmp_path / "out" / "checkpoint-1"
     with pytest.raises(CheckpointError, match=r"model\.frozen.*\n.*allow_changed_on_resume=\['model\.frozen'\]"):
-        make(tmp_path / "out", **settings).train(checkpoint)
-    make(tmp_path / "out", **settings, allow_changed_on_resume=["model.frozen"]).train(checkpoint)
+        trainer_of(*run, **moved).train(checkpoint)
+    trainer_of(*run, **moved, allow_changed_on_resume=["model.frozen"]).train(checkpoint)
 
 
 def test_a_moving_reference_is_refused_with_an_adapter(tmp_path, saved):

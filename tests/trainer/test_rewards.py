@@ -12,25 +12,19 @@ import pytest
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
-from tests.support.tiny import letter_reward, prompts
-from tests.support.trainers import log_of, make, on
+from tests.support.tiny import prompts
+from tests.support.trainers import log_of, make, on, ran, watched
 
 
 def test_a_subclass_may_log_beside_its_reward_functions(tmp_path):
-    """An override of what logs: tests/trainer/test_ahead_beside_users.py."""
-
     class Own(GRPOTrainer):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
             self._log_metric("own", len(prompts))
             self._log_completion_extra("length", [len(ids) for ids in completion_ids_list])
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
-    def graded(prompts, completions, log_extra, **kwargs):
-        log_extra("text", completions)
-        return letter_reward(prompts, completions)
-
-    trainer = make(tmp_path, reward=graded, cls=Own, rollout_chunk_size=8, max_steps=2, log_completions=True)
-    trainer.train()
+    graded = watched(lambda completions, log_extra, **columns: log_extra("text", completions))
+    trainer = ran(make(tmp_path, reward=graded, cls=Own, rollout_chunk_size=8, max_steps=2, log_completions=True))
     assert log_of(trainer, "own") == [16.0, 16.0]
     table = pandas.read_parquet(max((tmp_path / "completions").iterdir()))
     assert [*table["text"]] == [*table["completion"]]
@@ -58,15 +52,12 @@ def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_to
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_workers_end_with_the_training(tmp_path, fails):
-    def graded(completions, **kwargs):
-        (tmp_path / "pid").write_text(str(os.getpid()))
-        return [float(len(c)) for c in completions]
-
     def look(state: Any) -> None:
         assert psutil.pid_exists(int((tmp_path / "pid").read_text()))
         if fails:
             raise KeyboardInterrupt
 
+    graded = watched(lambda **columns: (tmp_path / "pid").write_text(str(os.getpid())))
     trainer = make(tmp_path, reward=graded, reward_workers=1, max_steps=1)
     trainer.add_callback(on("on_step_end", look))
     with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():

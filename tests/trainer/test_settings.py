@@ -14,7 +14,7 @@ from trl.rewards import think_format_reward
 from grpo_ext import GRPOTrainer, compat
 from grpo_ext.errors import ConfigError
 from tests.support.drop_in import conversations
-from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, own_config, prompts, tiny_model, tiny_tokenizer, tokenizer_with
 from tests.support.trainers import SAVE, change, error, make
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -34,20 +34,19 @@ def test_the_prompts_that_share_a_call_change_nothing_where_processors_read_rows
     assert error(whole, with_settings(tmp_path, 16, no_repeat_ngram_size=2)) > DIFFERENT
 
 
-@pytest.mark.parametrize("setting", [{"max_time": 60.0}, {"encoder_no_repeat_ngram_size": 2}])
-def test_settings_that_are_not_covered_are_said_and_refused_in_bitwise_mode(tmp_path, caplog, setting):
-    name, value = next(iter(setting.items()))
-    make(tmp_path, max_steps=1, generation_kwargs=setting).train()
-    assert caplog.text.count(f"{name}={value!r}: completions are not sampled by key") == 1
-    with pytest.raises(ConfigError, match=f"bitwise_invariant=True cannot be combined with {name}="):
-        make(tmp_path, generation_kwargs=setting, bitwise_invariant=True)
-
-
-def test_a_models_own_generation_config_is_asked_too(tmp_path):
-    model = tiny_model()
-    model.generation_config.max_time = 60.0
-    with pytest.raises(ConfigError, match=r"max_time=60\.0"):
-        make(tmp_path, model=model, bitwise_invariant=True)
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"generation_kwargs": {"max_time": 60.0}}, "max_time=60.0"),
+        ({"generation_kwargs": {"encoder_no_repeat_ngram_size": 2}}, "encoder_no_repeat_ngram_size=2"),
+        ({"model": own_config(max_time=60.0)}, "max_time=60.0"),
+    ],
+)
+def test_settings_that_are_not_covered_are_said_and_refused_in_bitwise_mode(tmp_path, caplog, settings, named):
+    make(tmp_path, max_steps=1, **settings).train()
+    assert caplog.text.count(f"{named}: completions are not sampled by key") == 1
+    with pytest.raises(ConfigError, match=f"bitwise_invariant=True cannot be combined with {named}"):
+        make(tmp_path, bitwise_invariant=True, **settings)
 
 
 FAIL = [
@@ -80,11 +79,8 @@ def same_name(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 same_name.__name__ = "letter_reward"
-THINK = {
-    "reward": think_format_reward,
-    "train_dataset": conversations(12),
-    "processing_class": tiny_tokenizer(chat=True),
-}
+CHAT = {"train_dataset": conversations(12), "processing_class": tiny_tokenizer(chat=True)}
+THINK = {"reward": think_format_reward, **CHAT}
 SAID: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": (
         {"generation_kwargs": {"temperature": 0.5}},
@@ -94,27 +90,23 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "bad words": ({"generation_kwargs": {"bad_words_ids": [[5]]}}, "bad_words_ids=[[5]] (it changes scores"),
     "names": ({"reward": [letter_reward, same_name]}, "Several reward functions are named letter_reward"),
     "best": (
-        {**SAVE, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1},
+        {**SAVE, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": prompts(4)},
         "the lowest eval_loss",
     ),
     "bfloat16": ({"model": tiny_model().bfloat16(), "bf16": None}, "27 of 27 trained tensors are bfloat16"),
-    "think": ({**THINK, "chat_template_kwargs": {}}, "think_format_reward is always 0"),
+    "think": ({**THINK, "processing_class": tokenizer_with(chat_template=TEMPLATE)}, "think_format_reward is always 0"),
 }
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_seldom_meant_is_said_once_at_the_start(tmp_path, caplog, name):
     changes, words = SAID[name]
-    if name == "think":
-        changes["processing_class"].chat_template = TEMPLATE
-    evaluation = {"eval_dataset": make(tmp_path).train_dataset} if name == "best" else {}
-    make(tmp_path, max_steps=1, **changes, **evaluation).train()
+    make(tmp_path, max_steps=1, **changes).train()
     assert caplog.text.count(words) == 1
 
 
 def test_nothing_is_said_of_ordinary_settings(tmp_path, caplog):
-    think = {**THINK, "processing_class": tiny_tokenizer(chat=True)}
-    make(tmp_path, max_steps=1, generation_kwargs={"temperature": 0.7}, temperature=0.7, **think).train()
+    make(tmp_path, max_steps=1, generation_kwargs={"temperature": 0.7}, temperature=0.7, **THINK).train()
     for words in ("are sampled from other", "are named", "eval_loss", "always 0", "does not cover this run"):
         assert words not in caplog.text
 

@@ -10,22 +10,17 @@ from accelerate import Accelerator
 
 from grpo_ext.errors import ConfigError, DataError
 from tests.support.colocated import stand_in
-from tests.support.drop_in import conversations
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
-from tests.support.tool_runs import Game, count, sampled, transcript_reward
+from tests.support.tool_runs import Game, always_calling, count, sampled
 from tests.support.trainers import log_of, make
 
 SECONDS = 0.1
-SHORT = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 150, "max_tool_calling_iterations": 2}
 
 
 def trainer_with(folder, called=("count",), **changes):
-    parts = {
-        "train_dataset": conversations(),
-        "processing_class": sampled(lambda ids: list(called)),
-        "reward": transcript_reward,
-    }
-    return make(folder, tiny_model(max_position_embeddings=4096), **{**parts, **SHORT, **changes})
+    parts = {**always_calling(), "tools": None, "processing_class": sampled(lambda ids: list(called))}
+    parts |= {"max_completion_length": 150, "rollout_chunk_size": None}
+    return make(folder, tiny_model(max_position_embeddings=4096), **{**parts, **changes})
 
 
 def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):

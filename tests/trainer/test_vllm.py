@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel
 from grpo_ext.errors import ConfigError, RolloutError
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import tiny_model
-from tests.support.trainers import LORA, SAVE, change, error, log_of, make
+from tests.support.trainers import LORA, SAVE, change, error, log_of, make, ran
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "learning_rate": 1e-2, "top_k": 0}
 
@@ -64,8 +64,7 @@ def ratios(trainer: Any) -> list[float]:
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_server_samples_with_the_adapter_of_the_step(tmp_path, serving, lag):
-    trainer = adapted(tmp_path, rollout_lag=lag)
-    trainer.train()
+    trainer = ran(adapted(tmp_path, rollout_lag=lag))
     assert serving.sent == 0  # no weights
     assert len(serving.names) >= 2
     assert list(serving.adapters) == serving.names[-1:]
@@ -86,8 +85,7 @@ def test_weights_are_sent_where_the_adapter_is_not_and_teach_the_same(tmp_path, 
 def test_a_resumed_run_samples_with_its_own_adapter_on_a_server_that_has_an_older_one(tmp_path, serving):
     adapted(tmp_path / "straight", **SAVE).train()
     left = list(serving.adapters)  # what the server still has when the run resumes
-    resumed = adapted(tmp_path / "straight", **SAVE)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-1"))
+    resumed = ran(adapted(tmp_path / "straight", **SAVE), tmp_path / "straight" / "checkpoint-1")
     assert not set(left) & set(serving.names[3:])
     assert len(ratios(resumed)) >= 4
     assert ratios(resumed) == pytest.approx([1.0] * len(ratios(resumed)), abs=1e-4)

@@ -1,20 +1,26 @@
-"""A resumed run goes on as the run would have: callbacks with a state, runs that were stopped early, data in order."""
+"""A resumed run goes on as the run would have; what makes a run another run beside its settings.
+
+Callbacks with a state, runs that were stopped early, data in order; the model's configuration, the tools, every row.
+"""
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from grpo_ext import GRPOTrainer
 from grpo_ext.errors import CheckpointError
 from grpo_ext.run.interrupts import TrainingInterrupted
-from tests.support.tiny import letter_reward, prompts
-from tests.support.trainers import on, other, parameters
+from tests.support import tool_runs
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tool_runs import always_calling, count, tell
+from tests.support.trainers import SAVE, make, other, parameters, ran, signals, stopping
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_reward", "max_steps": 6}
 
@@ -46,52 +52,36 @@ class Counting(TrainerCallback, ExportableState):
 def test_patience_is_restored(tmp_path, restored):
     """Also where transformers is asked to restore callbacks, and where a run begins with an evaluation."""
     settings = {"restore_callback_states_from_checkpoint": restored, "eval_on_start": restored}
-    whole = early(tmp_path / "whole", patience=3, **settings)
-    whole.train()
-    again = early(tmp_path / "again", patience=3, **settings)
-    again.train(str(tmp_path / "whole" / "checkpoint-2"))
+    whole = ran(early(tmp_path / "whole", patience=3, **settings))
+    again = ran(early(tmp_path / "again", patience=3, **settings), tmp_path / "whole" / "checkpoint-2")
     assert again.state.global_step == whole.state.global_step < 6
     evaluations = [[line["step"] for line in run.state.log_history if "eval_reward" in line] for run in (whole, again)]
     assert evaluations[0] == evaluations[1]
 
 
 def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on(tmp_path, caplog):
-    whole = early(tmp_path)
-    whole.train()
+    whole = ran(early(tmp_path))
     assert whole.state.global_step == 3
-    again = early(tmp_path)
-    again.train("latest")
+    again = ran(early(tmp_path), "latest")
     assert again.state.global_step == 3
     assert torch.equal(parameters(whole), parameters(again))
     said = caplog.text
     assert "stopped early, after step 3 of 6" in said
     assert "allow_changed_on_resume=['stopped_early']" in said
-    going_on = early(tmp_path, patience=4, allow_changed_on_resume=["stopped_early"])
-    going_on.train("latest")
+    going_on = ran(early(tmp_path, patience=4, allow_changed_on_resume=["stopped_early"]), "latest")
     assert going_on.state.global_step == 5  # two evaluations of four were made before
     longer = {"max_steps": 7, "callbacks": [], "allow_changed_on_resume": ["stopped_early", "max_steps"]}
-    trained = early(tmp_path / "b", **longer)
-    trained.train(str(tmp_path / "checkpoint-3"))
+    trained = ran(early(tmp_path / "b", **longer), tmp_path / "checkpoint-3")
     assert trained.state.global_step == 7
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step
 
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, caplog, stops):
-    trainer = other(tmp_path)
-    trainer.add_callback(StopAt(2 if stops else 9))
-    trainer.add_callback(on("on_pre_optimizer_step", lambda state: os.kill(os.getpid(), signal.SIGTERM), at=1))
+    stop = stopping("on_step_end", at=2 if stops else 9)
+    trainer = other(tmp_path, callbacks=[stop, signals(1, signal.SIGTERM)])
     with pytest.raises(TrainingInterrupted):
         trainer.train()
-    again = other(tmp_path)
-    again.train("latest")
+    again = ran(other(tmp_path), "latest")
     assert again.state.global_step == (2 if stops else 3)
     assert ("stopped early" in caplog.text) is stops
 
@@ -153,8 +143,7 @@ def test_a_state_that_cannot_be_restored_is_a_warning(tmp_path, caplog):
     other(tmp_path, callbacks=[ReadOnly(1), Counting(1)]).train()
     assert "was not restored" not in caplog.text
     again = [ReadOnly(1), Counting(1)]
-    trainer = other(tmp_path, callbacks=again)
-    trainer.train(str(tmp_path / "checkpoint-2"))
+    trainer = ran(other(tmp_path, callbacks=again), tmp_path / "checkpoint-2")
     assert trainer.state.global_step == 3
     assert [callback.total for callback in again] == [1, 3]
     assert "The state of ReadOnly in" in caplog.text
@@ -165,8 +154,7 @@ def test_a_state_that_cannot_be_restored_is_a_warning(tmp_path, caplog):
 def test_arguments_that_a_user_changed_count_unless_the_checkpoints_are_asked_for(tmp_path, caplog, restored, total):
     other(tmp_path, callbacks=[Counting(1)]).train()
     settings = {"callbacks": [Counting(5)], "restore_callback_states_from_checkpoint": restored}
-    trainer = other(tmp_path, **settings)
-    trainer.train(str(tmp_path / "checkpoint-2"))
+    trainer = ran(other(tmp_path, **settings), tmp_path / "checkpoint-2")
     (counting,) = (part for part in trainer.callback_handler.callbacks if isinstance(part, Counting))
     assert counting.total == total
     said = "Counting had {'weight': 1} when" in caplog.text and "has {'weight': 5} now, which counts" in caplog.text
@@ -193,3 +181,89 @@ def test_pass_at_k_is_logged_after_a_resume_where_it_would_have_been(tmp_path):
     names = [[line["step"], *sorted(line)] for line in whole.state.log_history if "eval_reward" in line]
     assert names == [[line["step"], *sorted(line)] for line in again.state.log_history if "eval_reward" in line]
     assert len(names) == 3
+
+
+def saved_run(folder: Path, **changes: Any) -> Path:
+    other(folder, **{"max_steps": 1, **changes}).train()
+    return folder / "checkpoint-1"
+
+
+def test_a_model_by_its_path_is_compared_with_what_was_loaded(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+
+    def train(resume: str | None = None, **loading: Any) -> None:
+        parts = {"model": str(tmp_path / "model"), "processing_class": None}
+        other(tmp_path / "out", **parts, max_steps=1, bf16=True, model_init_kwargs=loading).train(resume)
+
+    train()
+    checkpoint = str(tmp_path / "out" / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=r"model\.config\.rms_norm_eps: 1e-06 in the checkpoint, 0\.01 now"):
+        train(checkpoint, rms_norm_eps=1e-2)
+    train(checkpoint, attn_implementation="eager")  # how it is computed, not what
+
+
+class Game(tool_runs.Game):
+    def give_up(self) -> str:
+        """Give up."""
+        return "over"
+
+
+def with_tools(folder: Path, **parts: Any) -> GRPOTrainer:
+    usual = {**always_calling(), "tools": None, "max_completion_length": 8}
+    return other(folder, model=tiny_model(max_position_embeddings=4096), **{**usual, **parts})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ({"tools": [count]}, {"tools": [count, tell]}, r"tools\.tell: null in the checkpoint"),
+        ({"environment_factory": tool_runs.Game}, {"environment_factory": Game}, r"tools\.Game\.give_up: null"),
+    ],
+)
+def test_other_tools_are_refused_and_named(tmp_path, before, after, named):
+    with_tools(tmp_path / "out", **before).train()
+    checkpoint = str(tmp_path / "out" / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=named):
+        with_tools(tmp_path / "other", **after).train(resume_from_checkpoint=checkpoint)
+    with_tools(tmp_path / "other", **before).train(resume_from_checkpoint=checkpoint)
+
+
+def test_the_same_rows_are_the_same_data_however_they_are_held(tmp_path):
+    rows = prompts(12)
+    checkpoint = saved_run(tmp_path / "out", train_dataset=rows)
+    rows.to_json(tmp_path / "rows.jsonl")
+    backwards = Dataset.from_list(rows.to_list()[::-1])
+    for same in (
+        Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache")),
+        backwards.select(range(11, -1, -1)),  # through an indices mapping
+    ):
+        trainer = ran(other(tmp_path, train_dataset=same, max_steps=1), checkpoint)
+        assert trainer.state.global_step == 1
+    with pytest.raises(CheckpointError, match=r"data\.rows_sha256: "):
+        other(tmp_path, train_dataset=backwards, max_steps=1).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything(tmp_path, caplog):
+    folder = tmp_path / "out"
+    make(folder, **SAVE, max_steps=3).train()
+    for path in [*folder.glob("checkpoint-*/grpo_ext_*"), *folder.glob("checkpoint-*/checkpoint.json")]:
+        path.unlink()
+    (folder / "checkpoint-3" / "trainer_state.json").unlink()
+    (folder / "checkpoint-2" / "scheduler.pt").unlink()
+    trainer = ran(make(folder, **SAVE, max_steps=3), "latest")
+    assert "checkpoint-3 has neither checkpoint.json nor trainer_state.json" in caplog.text
+    assert "checkpoint-2 holds no learning-rate schedule" in caplog.text
+    assert [line["step"] for line in trainer.state.log_history if "loss" in line] == [1, 2, 3]
+    assert (folder / "checkpoint-2.replaced-1").is_dir()
+
+
+def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
+    checkpoint = saved_run(tmp_path / "out", save_only_model=True)
+    for wanted in (str(checkpoint), "latest", "auto"):
+        with pytest.raises(CheckpointError, match="no optimizer state and no learning-rate schedule") as refused:
+            other(tmp_path / "out", save_only_model=True).train(resume_from_checkpoint=wanted)
+        assert f"model='{checkpoint}'" in str(refused.value)
+    with pytest.raises(CheckpointError, match=r"out is a run, not a checkpoint; the newest in it is .*checkpoint-1"):
+        other(tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out"))
+    make(tmp_path / "new", model=type(tiny_model()).from_pretrained(checkpoint)).train()

@@ -1,0 +1,104 @@
+"""What is logged: trackers, offline and for real; the run log of real runs; TRL's table of completions.
+
+The table is written whatever is in it, and never ends the training.
+"""
+
+import datetime
+import shutil
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+
+from grpo_ext.tools.report import ReportCallback, load_run
+from tests.support.tiny import prompts
+from tests.support.trainers import SAVE, log_of, make, on, ran
+
+
+def train(folder, **settings):
+    return ran(make(folder, train_dataset=prompts(22), eval_dataset=prompts(4, seed=1), **settings))
+
+
+def test_tensorboard_gets_the_metrics(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    more = {"eval_strategy": "steps", "eval_steps": 1, "eval_pass_threshold": 0.0, "beta": 0.1}
+    trainer = train(tmp_path / "out", report_to="tensorboard", log_completions=True, **more)
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    for name in ("reward", "layout/useful_tokens_per_second", *(f"time/{n}" for n in ("rollout", "logps", "train"))):
+        assert all(value > 0 for value in log_of(trainer, name)) or name == "reward"
+        found = [event.value for event in events.Scalars(f"train/{name}")]
+        assert found == pytest.approx(log_of(trainer, name), rel=1e-6), name
+    for name in ("pass@1", "pass@4", "mean@4"):
+        found = [event.value for event in events.Scalars(f"eval/{name}")]
+        assert found == pytest.approx(log_of(trainer, f"eval_{name}"), rel=1e-6), name
+    assert len(list((tmp_path / "out" / "completions").glob("*.parquet"))) >= 2
+
+
+def test_the_run_log_holds_every_log_line_and_those_of_evaluations(tmp_path):
+    trainer = train(tmp_path / "out", callbacks=[ReportCallback()], max_steps=3, eval_strategy="steps", eval_steps=2)
+    log, series = load_run(tmp_path / "out")
+    for name in ("reward", "entropy", "grad_norm", "time/train", "eval_reward"):
+        assert series[name][1] == log_of(trainer, name), name
+    training = [entry for entry in log.entries if "reward" in entry["values"]]
+    assert [entry["step"] for entry in training] == [1, 2, 3]
+    assert "<td>finished</td>" in (tmp_path / "out" / "report" / "index.html").read_text()
+
+
+SHARED: list[Any] = []
+SHARED.append(SHARED)
+# of four completions, by what is odd about them
+ODD: dict[str, list[Any]] = {
+    "types": [1, "a", None, [2]],
+    "digits": [10**30, 1, 2, 3],
+    "empty": [{}, {}, {}, {}],
+    "nested": [{"a": [1, "x"]}, {"a": {"b": 2}}, {"a": None}, {}],
+    "keys": [{(1, 2): 3}, {1: 2}, {"1": 2}, None],
+    "surrogate": ["\ud83d", "b", "ü", None],
+    "circle": [SHARED, [], [1], None],
+    "objects": [datetime.timedelta(1), object(), print, {1, 2}],
+}
+PLAIN = {"number": [1, 2.5, None, 3], "text": ["a", "b", None, "ü"], "lists": [[1], [], [2, 3], None]}
+
+
+def table(folder: Any, step: int) -> Any:
+    return parquet.read_table(folder / "completions" / f"completions_{step:05d}.parquet").to_pydict()
+
+
+def test_odd_cells_become_text_and_others_stay_as_they_are(tmp_path):
+    def reward(completions, log_extra, log_metric, **kwargs):
+        for name, column in (ODD | PLAIN).items():
+            log_extra(name, column)
+        log_extra(7, ["named by a number"] * 4)
+        log_metric(7, 1.0)
+        return [float(len(text)) for text in completions]
+
+    parts = {"reward": reward, "log_completions": True, "rollout_chunk_size": 4, **SAVE}
+    make(tmp_path, **parts, max_steps=2).train()
+    written = table(tmp_path, 2)
+    assert written["7"] == ["named by a number"] * 16
+    for name in ODD:
+        assert all(cell is None or isinstance(cell, str) for cell in written[name]), name
+    assert written["types"][:4] == ["1", "a", None, "[2]"]
+    assert written["surrogate"][:4] == ["\\ud83d", "b", "ü", None]
+    assert {name: written[name][:4] for name in PLAIN} == PLAIN
+    shutil.rmtree(tmp_path / "completions")
+    make(tmp_path, **parts, max_steps=2).train(str(tmp_path / "checkpoint-1"))
+    assert repr(table(tmp_path, 2)) == repr(written)  # cells that are not a number equal themselves there
+
+
+def test_a_table_that_cannot_be_written_is_a_warning_and_an_error_of_a_callback_is_one(tmp_path, caplog):
+    callback = on("on_train_begin", lambda state: shutil.rmtree(tmp_path / "completions"))
+    trainer = ran(make(tmp_path, log_completions=True, max_steps=3, callbacks=[callback]))
+    assert not (tmp_path / "completions").exists()
+    assert caplog.text.count("The table of completions was not written") == 1
+    assert trainer.state.global_step == 3
+
+    def fail(state: Any) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        make(tmp_path, log_completions=True, max_steps=1, callbacks=[on("on_log", fail)]).train()
