@@ -23,6 +23,9 @@ class Stream:
     def __init__(self, count: int) -> None:
         self.count, self.read = count, 0
 
+    def set_epoch(self, epoch: int) -> None:  # as a stream of `datasets` has one
+        self.epoch = epoch
+
     def __iter__(self):
         for i in range(self.count):
             self.read += 1
@@ -87,5 +90,5 @@ def test_a_stream_is_read_one_rollout_at_a_time():
     steps = iter(loader(stream, geometry(), shuffle=False))  # rollout batches of two steps of two prompts
     for _ in range(2):
         next(steps)
-    assert stream.read == 4
+    assert (stream.read, stream.epoch) == (4, 0)
     assert list(loader(Stream(0), geometry(), shuffle=False)) == []
