@@ -136,11 +136,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-        self._view = TrainerView(self, GRPOTrainer)
         train_in_float32(self.model, adapters)
         self._build(config, args, reference)
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None, reference: Any) -> None:
+        self._view = TrainerView(self, GRPOTrainer)
         use_reference(reference, self._view, config)
         parts = Components(self._view, config, user_args)
         self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
