@@ -220,7 +220,7 @@ def test_the_load_balancing_loss_of_any_partition_is_transformers(parts):
         means.append(load_balancing_loss_func(layers, EXPERTS, TOP_K, mask[rows]))
     rows = sum(piece[2] for piece in pieces)
     share = sum(piece[0] for piece in pieces) / rows
-    ours = sum(load_balancing_loss(probs, share.to(probs), EXPERTS, rows) for _, probs, _ in pieces)
+    ours = sum(load_balancing_loss(probs, share.to(probs), rows) for _, probs, _ in pieces)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     for mine, reference in zip(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits)):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-7)
