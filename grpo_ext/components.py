@@ -1,7 +1,5 @@
 """The components of a trainer, built once its models are there. Called by the trainer's constructor."""
 
-from __future__ import annotations
-
 import trl
 
 from .config import GRPOConfig

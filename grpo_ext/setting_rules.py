@@ -3,8 +3,6 @@
 Checked before anything is loaded. Rules for sizes are in batching.sizes, and rules that need a model are in checks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

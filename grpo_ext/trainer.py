@@ -4,8 +4,6 @@ Each override hands over to a component (components.py); docs/architecture.md fo
 lists the overrides, and compares them with the installed TRL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

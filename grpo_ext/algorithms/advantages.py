@@ -4,8 +4,6 @@ The default numbers are TRL's (`GRPOTrainer._generate_and_score_completions`); o
 Shapes: B completions, F reward functions, P prompts (groups), G generations; groups contiguous.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

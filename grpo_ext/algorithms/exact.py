@@ -1,7 +1,5 @@
 """Sums and means rounded once, so that the order of the terms does not matter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

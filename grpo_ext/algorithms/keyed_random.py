@@ -5,8 +5,6 @@ Lea, Flood, OOPSLA 2014), written with 64-bit integers that wrap around. Used by
 Shapes: B rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 
 TRAIN_STREAM, EVAL_STREAM, ORDER_STREAM, FURTHER_STREAM = 1, 2, 3, 4

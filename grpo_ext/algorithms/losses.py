@@ -5,8 +5,6 @@ Differs from TRL's `GRPOTrainer._compute_loss` in one point: no denominator is c
 Called by step.loss for every micro-batch. Shapes: B completions, T completion tokens (padded), (B, 1) per sequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

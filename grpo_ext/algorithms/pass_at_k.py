@@ -4,8 +4,6 @@ pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1), 
 ratios, so nothing cancels for any n. Shapes: P prompts, G completions of each.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ Differs from a padded batch: a prompt that G completions share is one segment, n
 the CPU; the packed forward (forward.forms) runs it. Shapes: B completions, N tokens of the pack, S of completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The plan of a run as text: logged when a run starts, printed by `grpo-ext plan`, and shown in a report."""
 
-from __future__ import annotations
-
 from .sizes import BatchGeometry, EpochLayout, ceil_div
 
 

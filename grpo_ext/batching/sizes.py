@@ -5,8 +5,6 @@ processes, and the layout (micro-batch, accumulation) is derived from them, roun
 First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

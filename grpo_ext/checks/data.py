@@ -1,7 +1,5 @@
 """Checks of the data before training: prompts that are missing, empty, too long or unknown, and images that change."""
 
-from __future__ import annotations
-
 import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Checks of a model, its adapter and its optimizer before training, above all for what depends on the split."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

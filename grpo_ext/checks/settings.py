@@ -1,7 +1,5 @@
 """Checks of the settings of sampling, replay, rewards and processes: errors, and warnings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

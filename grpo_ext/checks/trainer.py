@@ -3,8 +3,6 @@
 Differs from TRL: the errors come at construction, with the values, the rule and the remedy.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -4,8 +4,6 @@ Configurations differ in names, and some differ from layer to layer; a missing s
 (cost of a token), the memory plan and the bench.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ transformers under a name that a model has only while a pack runs (`packed_atten
 Torch's flash kernels are called in forward.shared_prefix. Shapes: H heads, N tokens of the pack, D head dimension.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -3,8 +3,6 @@
 Differs from TRL, which always pads. `form_check` compares a form with padding on rows made for that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

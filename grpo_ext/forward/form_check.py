@@ -5,8 +5,6 @@ half precision a deep model amplifies rounding until it hides ignored positions.
 batch runs again with every module's output off by a unit in the last place.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

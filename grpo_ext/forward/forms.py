@@ -7,8 +7,6 @@ padded form is TRL's batch, as wide as its own longest row, with `position_ids`,
 under left padding. In every form only positions that predict a completion token go through the head.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -5,8 +5,6 @@ models. Runs inside the forward of the policy and the reference, below their wra
 hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from contextlib import nullcontext

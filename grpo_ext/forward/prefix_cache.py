@@ -5,8 +5,6 @@ gradients flow through them and gradient checkpointing may recompute the layers.
 forward of the head (forward.lm_head). Shapes: P prompts of a micro-batch, B completions.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Differs from TRL, which trains the adapters of such models in bfloat16. Used whe
 comparison of forms. Layers are recognised by their attributes, so bitsandbytes is not imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Differs from TRL, which loads it by name, or takes the base of an adapter for it
 have been changed, and an adapter may start anywhere. Used once, while the trainer is built.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

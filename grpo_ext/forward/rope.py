@@ -4,8 +4,6 @@ Differs from TRL, where the log-probabilities of a completion then depend on its
 set once, to those of the longest sequence of the run, in policy and reference alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

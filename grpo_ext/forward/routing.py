@@ -6,8 +6,6 @@ recorded experts with their live scores, and gradients reach the router. Shapes:
 them chosen by a router, C choices of all routers.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ kernel for sequences of several lengths. Shapes: B batch, H heads, N tokens of t
 head dimension.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Differs from a deep copy: weights that are not trained (the base under an adapte
 `put_in_place` points the copies at saved tensors instead of copying them. Used by rollouts.ahead.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Set

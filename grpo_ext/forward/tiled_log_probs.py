@@ -5,8 +5,6 @@ language-model head (forward.lm_head) runs it inside a model's forward. Shapes: 
 vocabulary, R x C one tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Floating-point addition is not associative; integer addition is. Each term is ro
 sum. Overflow is detected, never wrapped around. Used by step.gradients in bitwise mode.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

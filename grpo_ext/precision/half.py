@@ -4,8 +4,6 @@ Differs from TRL, where a model with an adapter samples in float32, because PEFT
 the outer forward autocasts, and where any other model casts all its weights for every token. Used by rollouts.build.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ doubles one step earlier, looks for overflows on one process only, and lets fuse
 Accelerate moves the scheduler. Under DeepSpeed the engine scales by itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ A loss scale can fix gradients that overflow, but not a forward pass. Runs only 
 before the optimizer acts on it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

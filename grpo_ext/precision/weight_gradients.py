@@ -5,8 +5,6 @@ step was cut. Here the same half-precision operands are multiplied, but the prod
 as Megatron and TransformerEngine do for accuracy. Outputs and input gradients keep their bits.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

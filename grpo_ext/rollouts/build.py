@@ -3,8 +3,6 @@
 Called by the trainer, once.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Differs from TRL, whose trainer does this: a `Chat` can be copied for a thread, 
 (`tokenize`), after the first turn (`decode`) and between turns.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

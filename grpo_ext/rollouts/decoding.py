@@ -5,8 +5,6 @@ longest is done, and copies the whole cache for every token. Runs inside `genera
 transformers interprets the configuration. Shapes: B rows, P prompts, T new tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -5,8 +5,6 @@ depends only on the transcript's key and the token's position. Chunks are cut in
 its own has the same shapes for every number of processes. Called by the worker, once for every turn.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

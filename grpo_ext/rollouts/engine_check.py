@@ -4,8 +4,6 @@ An engine that samples with other weights raises no error: importance-sampling r
 does. vLLM returns the log-probabilities with the completions, so the check adds no request.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

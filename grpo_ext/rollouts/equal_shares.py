@@ -3,8 +3,6 @@
 Used by checks before training, and where completions are sampled.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..batching.sizes import BatchGeometry, EpochLayout, ceil_div

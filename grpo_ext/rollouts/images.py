@@ -4,8 +4,6 @@ A completion holds all images that it shows, whether the data set, a tool, an en
 as the bytes of a file. Completions of one prompt share these bytes. Used by the engine and by every forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

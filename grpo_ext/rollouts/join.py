@@ -5,8 +5,6 @@ had the same number of rows. Here each process sends its share once, of any size
 computed from the shares of all.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ that the filters kept nor experts. Used by rollouts.engine. Shapes: B rows, P pr
 vocabulary, K kept ids, C choices of all routers (forward.routing).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

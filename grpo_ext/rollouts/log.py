@@ -4,8 +4,6 @@ Differs from TRL, which logs means of processes' means where vLLM samples; here 
 Called by `Rollouts`, once for each rollout batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Dynamic sampling: groups of further prompts replace groups without variance; whi
 on rewards and the data, never on the split. Called by `Rollouts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

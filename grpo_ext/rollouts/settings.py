@@ -3,8 +3,6 @@
 Called by `Rollouts`, where a rollout batch begins or is submitted to be sampled ahead; its functions by checks too.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any

@@ -7,8 +7,6 @@ arguments, here and in `rollouts.worker`; without one a rollout is not put into 
 Called by the trainer, and by users through TRL's methods.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

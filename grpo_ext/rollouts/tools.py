@@ -6,8 +6,6 @@ used again. An answer is added only where it fits, so nothing is rolled back. Ca
 between `Toolbox.answer` and `continue_with`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import inspect

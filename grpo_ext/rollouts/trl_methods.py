@@ -4,8 +4,6 @@ A call by an override that runs (`UserCalls`) belongs to its rollout batch. Any 
 random numbers of its own. Called by the trainer.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Used only where a user's hook takes or returns them; without hooks nothing is pa
 `rollout_func` that returns too few rows ends in an index error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

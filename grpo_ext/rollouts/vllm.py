@@ -12,8 +12,6 @@ prompt and completion but the last. Where there are none (`compat.why_no_experts
 log-probabilities records them.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -7,8 +7,6 @@ because with `rollout_lag` a second one runs on a thread, with copies of the mod
 processes exchange meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import reprlib

@@ -5,8 +5,6 @@ size and SHA-256; it is written last and verified before anything is loaded. A r
 never mixes its files with those of another run. Used by run.keeper, `grpo-ext` and the recipe.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """TRL's table of completions, which never ends the training. Called by the trainer, around TRL's `log`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

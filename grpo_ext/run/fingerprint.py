@@ -4,8 +4,6 @@ A run may resume with another number of processes, with another micro-batch size
 seed, batch, loss, data set or model it would be another run, which is refused before training.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import decimal

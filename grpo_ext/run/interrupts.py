@@ -4,8 +4,6 @@ Differs from transformers, where they end the process at once, in the middle of 
 same step. A second Ctrl-C stops at once. Installed by the trainer for the duration of a run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

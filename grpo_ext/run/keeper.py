@@ -4,8 +4,6 @@ Differs from transformers: a checkpoint is complete or absent, is verified befor
 batch in progress; signals end a run after its step. Called by the Trainer's events and the trainer's override points.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ transformers loads weights by name and only warns of missing ones. Used on resum
 checkpoint is loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -5,8 +5,6 @@ versions and data), "values" and "end". Completions are in the files of TRL's `l
 process; read by `grpo-ext report`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

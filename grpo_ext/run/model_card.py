@@ -3,8 +3,6 @@
 TRL's card says "None" for a base model that is an object or a folder, and for the place that its code loads from.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Differs from transformers, which writes into the final folder, and from TRL, whi
 saved as JSON and safetensors, so that reading them executes nothing. Called by run.keeper around the Trainer's method.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

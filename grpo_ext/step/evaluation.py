@@ -1,7 +1,5 @@
 """pass@k and mean@k of evaluations, from the rewards and the threshold that the settings name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ multiple of `gradient_accumulation_steps`, and `accelerator.backward` divides th
 sees one batch per optimizer step, so both are set here, before the first micro-batch, and put back after the last.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

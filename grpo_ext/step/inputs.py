@@ -3,8 +3,6 @@
 Differs from TRL, where one padded dictionary serves both. It is made here too, but only for overrides (step.overrides).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

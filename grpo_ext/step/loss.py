@@ -3,8 +3,6 @@
 Differs from TRL's `_compute_loss`: no collective and no denominator of its own. Called for every micro-batch.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..algorithms.losses import (

@@ -5,8 +5,6 @@ forward, and the number of micro-batches may differ between processes. `StepPlan
 and plans attempts with them; `training_step` runs them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ because TRL's signature has no place for it. Tensors that an override passes on 
 tokens and masks are used as they are and counted as TRL counts them. Outside a loss a dictionary is a whole step.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

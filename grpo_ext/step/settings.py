@@ -3,8 +3,6 @@
 A callback, or a subclass after `super().__init__()`, may change a setting once the trainer is built.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..algorithms.losses import LossConfig

@@ -4,8 +4,6 @@ The entropy quantile and the MoE load-balancing loss are not sums over tokens. T
 the expert shares of the step are known, so these are measured first, in one pass without gradients per attempt.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
