@@ -70,8 +70,7 @@ def why_form_fails(
         try:
             batch = lay_out(form, policy, rows, device)
             outputs, logps = run(batch)
-            checkpointed = form == "prefix" and checkpointing_kwargs is not None
-            if checkpointed and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
+            if form == "prefix" and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
                 return f"{name} loses the cache under gradient checkpointing"
         except PackRefused as error:
             return str(error)
@@ -102,6 +101,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _keeps_cache(model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: Any) -> bool:
+    if checkpointing_kwargs is None:
+        return True
     policy.gradient_checkpointing_enable(checkpointing_kwargs)
     try:
         with torch.enable_grad():
