@@ -6,7 +6,7 @@ Called by the trainer, once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from .images import ImageSource
 from .join import RolloutLog
 from .rounds import RoundMaker
 from .settings import LOGPS, own_sampling, suppressed_in, template_of
-from .source import Rollouts
+from .source import MadeRollout, Rollouts
 from .vllm import VllmEngine, VllmServer, mask_bound, vllm_filters
 from .vllm_weights import Generation, versions_of
 from .worker import RolloutWorker
@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 
 
 def build_rollouts(
-    view: TrainerView, clock: PhaseClock, limits: MicroBatchLimits
+    view: TrainerView, clock: PhaseClock, limits: MicroBatchLimits, note: Callable[[MadeRollout], None]
 ) -> tuple[OverridableRunner, Rollouts]:
     images, refused = ImageSource(), dict[Form, str]()
     if view.takes_images:
@@ -60,7 +60,7 @@ def build_rollouts(
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
     worker = _worker(view, images, forwards, memory, clock)
     rounds = RoundMaker(view, worker, _check(view, worker.engine))
-    return forwards, Rollouts(view, rounds, RolloutLog(view), memory, limits)
+    return forwards, Rollouts(view, rounds, RolloutLog(view), memory, limits, note)
 
 
 def _worker(

@@ -19,6 +19,7 @@ from accelerate.logging import get_logger
 from ..algorithms.advantages import nan_std, weighted_sum
 from ..algorithms.exact import exact_mean
 from ..algorithms.losses import RatioRule
+from ..batching.prompt_order import RolloutRequest
 from ..errors import RolloutError
 from ..rewards.guard import columns_of, metrics_of
 from ..rewards.worker import RewardCall
@@ -62,6 +63,7 @@ class Share:
 class Round:
     """One round of a rollout batch, in global order, the same on every process."""
 
+    request: RolloutRequest
     batch: RolloutBatch
     rewards_BF: torch.Tensor
     advantages_B: torch.Tensor
@@ -83,6 +85,7 @@ def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> li
 
 
 def join(
+    request: RolloutRequest,
     shares: Sequence[Share],
     settings: RolloutSettings,
     rank: int,
@@ -110,6 +113,7 @@ def join(
     columns = concatenated([share.columns for share in shares if share.columns])
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
     return Round(
+        request,
         batch=batch,
         rewards_BF=rewards_BF,
         advantages_B=advantages,

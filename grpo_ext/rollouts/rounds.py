@@ -42,6 +42,7 @@ class FilledBatch:
     rounds: list[Round]  # all that was sampled for it
     batch: RolloutBatch
     rewards_BF: torch.Tensor  # of its completions
+    chosen: list[int]  # which completions of the rounds, one after the other, are the batch
     metrics: dict[str, int]  # log values, under `dynamic_sampling/`
 
 
@@ -89,7 +90,7 @@ class RoundMaker:
             with running, together("_calculate_rewards"), self.for_users(local.request), phase:
                 rewards_BF = hooks.rewards(*reward_columns(local.transcripts))
                 rewards = rewards_BF.cpu(), [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
-        joined = join(shares, local.settings, self.view.accelerator.process_index, rewards)
+        joined = join(local.request, shares, local.settings, self.view.accelerator.process_index, rewards)
         if self.check is not None and not hooks.sampling:
             self.check.compare(joined.batch)
         if not local.settings.logprobs.trained_on:
@@ -112,7 +113,8 @@ class RoundMaker:
         if not call.rounds:  # it did not call TRL's method
             _check_scoring_without_super(rows, args.bitwise_invariant)
             unknown_BF = torch.full((len(batch), len(settings.rewards.functions.names)), torch.nan)
-            return Round(batch, unknown_BF, torch.zeros(len(batch)), entries=[], reward_calls=[], local_rows=range(0))
+            zeros_B = torch.zeros(len(batch))
+            return Round(request, batch, unknown_BF, zeros_B, entries=[], reward_calls=[], local_rows=range(0))
         last = call.rounds[-1]
         if worker.images.prepare is not None:
             _check_same_rows(last, batch)
@@ -146,7 +148,7 @@ class RoundMaker:
         batch.groups = rounds[0].batch.groups
         if len(rounds) > 1 and rule.depends_on_the_batch:
             batch.columns["advantages"] = rule.advantages(rewards_BF, weights_F, group)
-        return FilledBatch(rounds, batch, rewards_BF, metrics)
+        return FilledBatch(rounds, batch, rewards_BF, chosen, metrics)
 
 
 def _check_same_rows(last: Round, batch: RolloutBatch) -> None:

@@ -45,6 +45,18 @@ class ScoredRollout:
     settings: RewardSettings
 
 
+@dataclass(frozen=True)
+class MadeRollout:
+    """A rollout batch, with all that was sampled for it."""
+
+    step: int  # the first optimizer step that trains on it, from 1
+    sampled_by: int  # how many steps its weights have had
+    rounds: Sequence[Round]
+    functions: Sequence[str]  # the names of the reward functions
+    batch: RolloutBatch
+    chosen: Sequence[int] | None  # which completions of the rounds, one after the other, are the batch; None: all
+
+
 @dataclass
 class Rollouts:
     """Makes rollout batches and holds the one that is trained on."""
@@ -54,6 +66,7 @@ class Rollouts:
     log: RolloutLog
     memory: Halving  # the number of completions that fit into one `generate`, of the thread that samples ahead too
     limits: MicroBatchLimits  # of training, which also bound the forwards of a rollout
+    note: Callable[[MadeRollout], None]  # is told of every rollout batch that is trained on
     # raises for what was changed since the trainer was built, and cannot be followed
     recheck: Callable[[], None] = field(default=lambda: None, init=False)
     batch: RolloutBatch | None = field(default=None, init=False)  # the one that is trained on
@@ -175,18 +188,20 @@ class Rollouts:
         # what was sampled ahead is joined by the settings with which it began
         settings = self.settings_now() if ahead is None else ahead.jobs[0].settings
         rewards_BF: torch.Tensor | None
+        chosen: list[int] | None
         make_round = functools.partial(self._round, settings=settings, ahead=ahead)
         if self.view.args.dynamic_sampling and self.view.model.training:
             filled = self.rounds.fill(rows, settings.rewards, make_round)
             self.log.add(filled.rounds, settings)
             for name, value in filled.metrics.items():
                 self.view.metrics["train"][f"dynamic_sampling/{name}"].append(value)
-            batch, rewards_BF = filled.batch, filled.rewards_BF
+            batch, rewards_BF, parts, chosen = filled.batch, filled.rewards_BF, filled.rounds, filled.chosen
         else:
             part = make_round(rows)
             if settings.sampling.hooks.score is None:  # else TRL's method has logged what it made
                 self.log.add([part], settings)
             batch, rewards_BF = part.batch, part.rewards_BF if part.entries else None
+            parts, chosen = [part], None
         self.scored = ScoredRollout(rewards_BF, settings.rewards)
         if rewards_BF is not None and torch.isnan(rewards_BF).all():
             names = ", ".join(settings.rewards.functions.names)
@@ -194,6 +209,10 @@ class Rollouts:
                 f"No completion of this rollout was scored: {names} returned None for all of them, "
                 "so there is nothing to learn from; check that the reward functions fit the data."
             )
+        if self.view.model.training:
+            step = self.view.state.global_step
+            functions, sampled_by = settings.rewards.functions.names, step if ahead is None else self.sampled_at
+            self.note(MadeRollout(step + 1, sampled_by, parts, functions, batch, chosen))
         if ahead is not None:
             ahead.jobs.popleft()
         return batch
