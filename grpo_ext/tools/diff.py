@@ -29,7 +29,7 @@ _SENTENCES: dict[Verdict, str] = {
 }
 # the largest relative differences that count as rounding: of a logged value, of a sum of all updates so far
 _FLOAT32, _HALF = (1e-4, 1e-2), (5e-2, 0.5)
-_TIMINGS = ("time/", "layout/", "step_time", "num_tokens_per_second")
+_UNCOMPARED = ("time/", "layout/", "step_time", "sampling/")  # timings, the layout, diagnostics of the sampler
 _FIRST = ("loss", "grad_norm")  # the values that are compared before all others
 _OF_ROLLOUTS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_completion_length"),
@@ -291,7 +291,7 @@ def _place(part: dict[str, Any], entry: int) -> str:
 
 def _of_values(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
     names = [name for name in (*_FIRST, *a, *b) if name in a or name in b]
-    for name in dict.fromkeys(name for name in names if not name.startswith(_TIMINGS)):
+    for name in dict.fromkeys(name for name in names if not name.startswith(_UNCOMPARED)):
         first, second = a.get(name), b.get(name)
         if first != second:
             stage = "optimizer" if name == "learning_rate" else "values"
