@@ -20,4 +20,8 @@ def test_one_and_two_processes_have_one_trail(tmp_path, case):
     assert (found.verdict, found.first) == ("rounding", None), found.text
     assert any("num_processes 1 -> 2" in note for note in found.notes)
     steps = read_trail(Path(folders[1]) / TRAIL).steps
-    assert [step for step, line in steps.items() if "weights" in line] == [0, *(s for s in steps if s and s % 2 == 0), *([max(steps)] if max(steps) % 2 else [])]
+    assert [step for step, line in steps.items() if "weights" in line] == [
+        0,
+        *(s for s in steps if s and s % 2 == 0),
+        *([max(steps)] if max(steps) % 2 else []),
+    ]

@@ -158,6 +158,19 @@ def test_versions_and_settings_are_reported_and_are_no_difference(tmp_path, base
     assert any("versions.trl" in note for note in found.notes)
 
 
+def test_a_few_tokens_that_rounding_changed_are_told_from_another_run(tmp_path, base):
+    folder = run(tmp_path / "run", per_device_train_batch_size=3)
+    lines = [json.loads(line) for line in (folder / TRAIL).read_text().splitlines()]
+    for line in lines:
+        if line.get("rollout") == 4:
+            line["rounds"][0]["completions"][5] = "0" * 16
+    (folder / TRAIL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = diff(base, folder)
+    assert found.verdict == "one token"
+    assert "until step 4, where 1 of 16 completions changed" in found.text
+    assert "the same up to rounding" in found.meaning
+
+
 def test_runs_that_cannot_be_compared_say_why(tmp_path, base):
     with pytest.raises(ConfigError, match="global_batch_size"):
         diff(base, run(tmp_path / "size", global_batch_size=8))
