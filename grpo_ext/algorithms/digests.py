@@ -19,7 +19,8 @@ import torch
 
 PROJECTIONS = 8
 _BLOCK = 1 << 16  # elements that share the table of factors and signs
-_CHUNK = 64  # blocks at a time, so that temporary tensors stay small
+_CHUNKS = {"cpu": 4}  # blocks at a time: on a CPU they stay in its cache
+_CHUNK = 64
 _MODULUS = 1 << 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_GROUPS = 16
@@ -43,43 +44,53 @@ class WeightDigest:
     """The digest and the projections of some weights; digests of parts of one whole are added."""
 
     total: int = 0  # modulo 2^64
-    projections: list[float] = field(default_factory=lambda: [0.0] * PROJECTIONS)
+    # (P,) float64 on the device of the weights; None: not computed
+    projections: torch.Tensor | None = field(default_factory=lambda: torch.zeros(PROJECTIONS, dtype=torch.float64))
 
     def add(self, name: str, values: torch.Tensor) -> None:
         """Add a parameter (of any shape and device) by its name."""
         flat = values.detach().reshape(-1)
         if flat.device.type == "mps":  # which has no float64
             flat = flat.cpu()
-        key = int(digest(name), 16)
-        for start in range(0, flat.numel(), _CHUNK * _BLOCK):
-            part = flat[start : start + _CHUNK * _BLOCK]
-            part = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
-            first = start // _BLOCK
-            total, projections = _of_blocks(part, [_mix(key + number) for number in range(first, first + len(part))])
-            self.total = (self.total + total) % _MODULUS
-            self.projections = [old + new for old, new in zip(self.projections, projections, strict=True)]
+        key, size = int(digest(name), 16), _CHUNKS.get(flat.device.type, _CHUNK) * _BLOCK
+        factors_B, signs_BP = _table(flat.device)
+        sums, projected = [], []
+        for start in range(0, flat.numel(), size):
+            part = flat[start : start + size]
+            part_NB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
+            bits_NB = part_NB.view(_INTEGERS[part.element_size()]).long()
+            # the product of integer matrices is for CPUs only, and faster there
+            sums.append(torch.mv(bits_NB, factors_B) if flat.device.type == "cpu" else (bits_NB * factors_B).sum(1))
+            if self.projections is not None:
+                projected.append(part_NB.double() @ signs_BP)
+        if not sums:
+            return
+        factors, flips = _of_blocks(key, -(-flat.numel() // _BLOCK))
+        self.total = (self.total + int((torch.cat(sums) * factors.to(flat.device)).sum())) % _MODULUS
+        if self.projections is not None:
+            values_NP = torch.cat(projected)
+            self.projections = self.projections.to(flat.device) + (values_NP * flips.to(values_NP)).sum(0)
 
     def as_list(self) -> list[Any]:
-        return [f"{self.total:016x}", self.projections]
+        """The digest in hex and the projections; NaN where weights are not finite."""
+        return [f"{self.total:016x}", None if self.projections is None else self.projections.tolist()]
 
 
-def _of_blocks(part_NB: torch.Tensor, keys: Sequence[int]) -> tuple[int, list[float]]:
-    factors_B, signs_BP = _table(part_NB.device)
-    bits = part_NB.view(_INTEGERS[part_NB.element_size()]).long()
-    factors_N = torch.tensor([_signed(key | 1) for key in keys], device=part_NB.device)
-    total = int(((bits * factors_B).sum(1) * factors_N).sum())
-    flips_NP = torch.tensor([[1 - 2 * (key >> (8 + p) & 1) for p in range(PROJECTIONS)] for key in keys])
-    values = torch.where(torch.isfinite(part_NB), part_NB, 0).double() @ signs_BP
-    return total, (values * flips_NP.to(values)).sum(0).tolist()
+def _of_blocks(key: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd factors (N,) and signs (N, P) of the blocks of a parameter."""
+    keys = [_mix(key + number) for number in range(count)]
+    return torch.tensor([_signed(key | 1) for key in keys]), torch.tensor([_signs(key) for key in keys])
 
 
 @functools.lru_cache(maxsize=4)
 def _table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Odd factors (B,) and signs (B, P) of the elements of a block."""
-    keys = [_mix(number) for number in range(_BLOCK)]
-    factors = torch.tensor([_signed(key | 1) for key in keys])
-    signs = torch.tensor([[1.0 - 2.0 * (key >> (8 + p) & 1) for p in range(PROJECTIONS)] for key in keys])
+    factors, signs = _of_blocks(0, _BLOCK)
     return factors.to(device), signs.double().to(device)
+
+
+def _signs(key: int) -> list[int]:
+    return [1 - 2 * (key >> (8 + number) & 1) for number in range(PROJECTIONS)]
 
 
 def _mix(value: int) -> int:
@@ -117,6 +128,8 @@ def layer_groups(names: Iterable[str]) -> dict[str, str]:
     return {name: group(*place) for name, place in places.items()}
 
 
-def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """An estimate of the distance of two sets of weights from their projections."""
-    return math.sqrt(sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) / len(one))
+def distance(one: Sequence[float | None], other: Sequence[float | None]) -> float:
+    """An estimate of the distance of two sets of weights from their projections; infinite where one is not finite."""
+    pairs = list(zip(one, other, strict=True))
+    squares = [(a - b) ** 2 for a, b in pairs if a is not None and b is not None]
+    return math.sqrt(sum(squares) / len(squares)) if len(squares) == len(pairs) else math.inf

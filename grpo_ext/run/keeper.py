@@ -136,13 +136,13 @@ class RunKeeper(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.args.trail:
-            due = self.args.bitwise_invariant or state.global_step % state.logging_steps == 0
-            last = state.global_step >= state.max_steps
+            due = state.global_step % state.logging_steps == 0 or state.global_step >= state.max_steps
             values, self._noted = self._noted, {}
-            self._trail.step(state.global_step, values, self._weights() if due or last else None)
+            weights = self._weights(due) if due or self.args.bitwise_invariant else None
+            self._trail.step(state.global_step, values, weights)
 
-    def _weights(self) -> dict[str, Any]:
-        return digests_of(self.view.policy, self._trail.writes)
+    def _weights(self, projects: bool = True) -> dict[str, Any]:
+        return digests_of(self.view.policy, self._trail.writes, projects)
 
     def note_step(self, loss: float, values: Mapping[str, float], counts: StepCounts) -> None:
         """Note the loss of an optimizer step, its logged values, and what they are divided by."""

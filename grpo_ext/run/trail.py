@@ -60,8 +60,8 @@ class Trail:
         self._file.append({"step": step, "values": values} | ({} if weights is None else {"weights": weights}))
 
 
-def digests_of(model: torch.nn.Module, here: bool) -> dict[str, Any]:
-    """The digest in hex and the projections of the trained weights, by group of layers, where `here` is true.
+def digests_of(model: torch.nn.Module, here: bool, projects: bool) -> dict[str, Any]:
+    """The digest in hex of the trained weights and their projections, by group of layers, where `here` is true.
 
     A collective under FSDP and ZeRO-3, which gather one parameter after the other.
     """
@@ -72,7 +72,8 @@ def digests_of(model: torch.nn.Module, here: bool) -> dict[str, Any]:
             values: Any = trained[name].detach()
             values = values.full_tensor() if isinstance(values, DTensor) else values
             if here:
-                found.setdefault(group, WeightDigest()).add(name, values)
+                one = found.setdefault(group, WeightDigest() if projects else WeightDigest(projections=None))
+                one.add(name, values)
     return {group: one.as_list() for group, one in found.items()}
 
 
@@ -116,6 +117,12 @@ class ReadTrail:
 
     rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)  # by the first step that trains on it
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def projected(self) -> list[int]:
+        """Steps, and 0 for the start, after which the projections of the weights are known."""
+        known = ((step, line.get("weights") or {}) for step, line in self.steps.items())
+        return sorted(step for step, weights in known if weights and all(part for _, part in weights.values()))
 
 
 def read_trail(path: str | Path) -> ReadTrail:

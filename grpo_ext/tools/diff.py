@@ -233,9 +233,8 @@ def _of_step(step: int, a: ReadTrail, b: ReadTrail) -> Iterator[Difference]:
     if lines[0] is None or lines[1] is None:
         return
     yield from _of_values(step, lines[0]["values"], lines[1]["values"])
-    weights = lines[0].get("weights"), lines[1].get("weights")
-    if weights[0] is not None and weights[1] is not None:
-        yield from _of_weights(step, weights[0], weights[1], a.steps.get(0, {}).get("weights"))
+    if "weights" in lines[0] and "weights" in lines[1]:
+        yield from _of_weights(step, a, b)
 
 
 def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
@@ -298,21 +297,23 @@ def _of_values(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Diff
             yield Difference(step, stage, f"{name} is {first} and {second}", error=_relative(first, second))
 
 
-def _of_weights(step: int, a: dict[str, Any], b: dict[str, Any], begin: dict[str, Any] | None) -> Iterator[Difference]:
-    if a.keys() != b.keys():
+def _of_weights(step: int, a: ReadTrail, b: ReadTrail) -> Iterator[Difference]:
+    one, other = a.steps[step]["weights"], b.steps[step]["weights"]
+    if one.keys() != other.keys():
         yield Difference(step, "weights", "other parameters are trained")
         return
-    changed = [group for group in a if a[group][0] != b[group][0]]
+    changed = [group for group in one if one[group][0] != other[group][0]]
     if not changed:
         return
-    apart, moved = (_norm(x, y, a) for x, y in ((a, b), (a, begin or {})))
-    error = apart / moved if moved else math.inf
-    what = f"first in {changed[0]}, by {apart:.1e} over all weights, {error:.1e} of what training changed"
-    yield Difference(step, "weights", what, len(changed), len(a), error)
-
-
-def _norm(a: dict[str, Any], b: dict[str, Any], groups: Mapping[str, Any]) -> float:
-    return math.sqrt(sum(distance(a[group][1], b[group][1]) ** 2 for group in groups if group in a and group in b))
+    what, error = f"first in {changed[0]}", math.inf
+    # in bitwise mode the steps that are not logged have digests alone: the size is that of the next one which is
+    sized = [s for s in a.projected if s >= step and s in b.projected]
+    if sized and 0 in a.projected:
+        begin, one, other = (trail.steps[s]["weights"] for trail, s in ((a, 0), (a, sized[0]), (b, sized[0])))
+        apart, moved = (math.hypot(*(distance(one[g][1], x[g][1]) for g in one)) for x in (other, begin))
+        error = apart / moved if moved else math.inf
+        what += f", by {apart:.1e} over all weights after step {sized[0]}, {error:.1e} of what training has changed"
+    yield Difference(step, "weights", what, len(changed), len(one), error)
 
 
 def _unequal(a: Sequence[Any], b: Sequence[Any]) -> list[int]:
