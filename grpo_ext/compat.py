@@ -44,6 +44,7 @@ except (ImportError, RuntimeError) as error:  # TRL's lazy modules raise Runtime
 OVERRIDES = (
     *("__init__", "create_accelerator_and_postprocess", "get_total_train_batch_size", "get_train_dataloader"),
     *("_wrap_model", "get_eval_dataloader", "get_test_dataloader", "training_step", "prediction_step"),
+    "_get_grad_norm",
     *("evaluation_loop", "predict", "_prepare_inputs", "_compute_loss"),
     *("_get_per_token_logps_and_entropies", "_generate_and_score_completions"),
     *("_generate", "_generate_single_turn", "_calculate_rewards", "train", "log", "_init_training_state"),

@@ -10,6 +10,7 @@ from .forward.routing import install_routers
 from .rollouts.build import build_rollouts
 from .rollouts.trl_methods import TrlMethods
 from .run.keeper import RunKeeper
+from .run.trail import Trail
 from .runtime.clock import PhaseClock
 from .runtime.out_of_memory import MicroBatchLimits
 from .step.evaluation import PassAtK
@@ -29,13 +30,14 @@ class Components:
         install(base, view.temperature, args.cast_lm_head_to_fp32)
         if args.replay.experts:
             install_routers(base)
+        trail = Trail()
         limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
-        self.forwards, self.rollouts = forwards, rollouts = build_rollouts(view, self.clock, limits)
+        self.forwards, self.rollouts = forwards, rollouts = build_rollouts(view, self.clock, limits, trail.rollout)
         collation = Collation(rollouts.images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
         self.step_planner = StepPlanner(forwards, self.clock, collation, token_cost(base), limits)
         self.trl_methods = TrlMethods(rollouts)
         self.loss_overrides = LossOverrides(view, forwards, rollouts.images)
         self.pass_at_k = PassAtK(args)
-        self.keeper = RunKeeper(view, user_args, rollouts, forwards, limits, self.pass_at_k)
+        self.keeper = RunKeeper(view, user_args, rollouts, forwards, limits, self.pass_at_k, trail)
         view.add_callback(self.keeper)
         view.add_callback(self.keeper.watch)

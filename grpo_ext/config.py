@@ -103,6 +103,9 @@ class GRPOConfig(trl.GRPOConfig):
         "cheapest for up to P). Default: an eighth of the rollout batch, at most 64, in whole groups; a process then "
         "samples its chunks in one call, and rounding may change completions: few in float32, most in half precision."
     )
+    trail: bool = setting(
+        "Write trail.jsonl beside the log: digests of every rollout batch and step, for grpo-ext diff.", default=True
+    )
     rollout_lag: int = setting(
         "Rollout batches that sampling runs ahead of training, on a thread: rollout batch r is sampled with the "
         "weights that training on rollout batch r - rollout_lag starts from. 0: sample, then train, then sample.",

@@ -213,14 +213,20 @@ class GRPOTrainer(trl.GRPOTrainer):
                     for micro_batch in self._with_events(attempt.micro_batches(step)):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(self._loss_of(model, micro_batch))
-        loss = self._log_step(log_values(attempt.plan, step.metrics, self._clock.take()))
+        values = log_values(attempt.plan, step.metrics, self._clock.take())
+        loss = self._log_step(values)
         attempt.refuse_not_finite(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
-        self._keeper.note_loss(loss)
+        self._keeper.note_step(loss, values, step.counts)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
+        norm: float | None = super()._get_grad_norm(model, grad_norm)
+        self._keeper.note_norm(norm, self._get_learning_rate())
+        return norm
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -31,6 +31,7 @@ class RolloutRequest:
     num_generations: int  # completions per prompt; rows repeat each prompt this often
     first_prompt: int = 0  # number of the first prompt of a further round (dynamic sampling), for keys
     columns: Sequence[str] = ()  # the keys of all rows of all processes
+    row_numbers: Sequence[int] = ()  # the data set's rows of the prompts of all processes; none for a stream
 
     @property
     def name(self) -> tuple[int, int]:
@@ -101,7 +102,7 @@ class ProcessSlices:
         read = {place: prompts[place] for place in (dict.fromkeys(chosen) if alike else places)}
         columns = tuple(dict.fromkeys(name for row in read.values() for name in row))
         rows = [copy.deepcopy(read[place]) for place in chosen]
-        return StepRows(rows, replace(request, columns=columns), chosen)
+        return StepRows(rows, replace(request, columns=columns, row_numbers=tuple(numbers or ())), chosen)
 
 
 class EpochSteps(Sampler[list[int]]):

@@ -4,7 +4,7 @@ Called by the trainer, once.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngi
 from .engine_check import EngineCheck, rounding_bound, surplus_of
 from .images import ImageSource
 from .log import RolloutLog
+from .rounds import ScoredBatch
 from .settings import LOGPS, own_sampling, suppressed_in, template_of
 from .source import Rollouts
 from .vllm import VllmEngine, VllmServer, mask_bound, vllm_filters
@@ -39,7 +40,7 @@ logger = get_logger(__name__)
 
 
 def build_rollouts(
-    view: TrainerView, clock: PhaseClock, limits: MicroBatchLimits
+    view: TrainerView, clock: PhaseClock, limits: MicroBatchLimits, note: Callable[[int, int, ScoredBatch], None]
 ) -> tuple[OverridableRunner, Rollouts]:
     images, refused = ImageSource(), dict[Form, str]()
     if view.takes_images:
@@ -56,7 +57,7 @@ def build_rollouts(
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
     worker = _worker(view, images, forwards, memory, clock)
-    return forwards, Rollouts(view, worker, _check(view, worker.engine), RolloutLog(view), memory, limits)
+    return forwards, Rollouts(view, worker, _check(view, worker.engine), RolloutLog(view), memory, limits, note)
 
 
 def _worker(

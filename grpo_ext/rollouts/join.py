@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..batching.prompt_order import RolloutRequest
 from ..errors import RolloutError
 from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_lists, together
@@ -52,6 +53,7 @@ class Share:
 class Round:
     """One round of a rollout batch, in global order, the same on every process."""
 
+    request: RolloutRequest  # of one process; its row numbers are those of all
     batch: RolloutBatch
     rewards_BF: torch.Tensor
     advantages_B: torch.Tensor
@@ -73,6 +75,7 @@ def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> li
 
 
 def join(
+    request: RolloutRequest,
     shares: Sequence[Share],
     settings: RolloutSettings,
     rank: int,
@@ -100,6 +103,7 @@ def join(
     columns = concatenated([share.columns for share in shares if share.columns])
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
     return Round(
+        request=request,
         batch=batch,
         rewards_BF=rewards_BF,
         advantages_B=advantages,

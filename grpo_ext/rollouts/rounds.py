@@ -30,6 +30,7 @@ class ScoredBatch:
     rewards_BF: torch.Tensor | None  # of its completions; None where a user's override made them
     settings: RewardSettings
     rounds: list[Round]  # all that was sampled for it
+    chosen: list[int] | None = None  # which completions of the rounds, one after the other, it has; None: all
     metrics: Mapping[str, float] = field(default_factory=dict)  # log values of dynamic sampling
 
 
@@ -66,7 +67,7 @@ def fill(
     batch.groups = rounds[0].batch.groups
     if len(rounds) > 1 and rule.depends_on_the_batch:
         batch.columns["advantages"] = rule.advantages(rewards_BF, weights_F, group)
-    return ScoredBatch(batch, rewards_BF, rewards, rounds, metrics)
+    return ScoredBatch(batch, rewards_BF, rewards, rounds, chosen, metrics)
 
 
 def round_by_user(
@@ -93,7 +94,8 @@ def round_by_user(
     if not made:  # it did not call TRL's method
         _check_scoring_without_super(rows, args.bitwise_invariant)
         unknown_BF = torch.full((len(batch), len(settings.rewards.functions.names)), torch.nan)
-        return Round(batch, unknown_BF, torch.zeros(len(batch)), entries=[], reward_calls=[], local_rows=range(0))
+        zeros_B = torch.zeros(len(batch))
+        return Round(request, batch, unknown_BF, zeros_B, entries=[], reward_calls=[], local_rows=range(0))
     last = made[-1]
     if images.prepare is not None:
         _check_same_rows(last, batch)

@@ -69,6 +69,8 @@ class Rollouts:
     log: RolloutLog
     memory: Halving  # the number of completions that fit into one `generate`, of the thread that samples ahead too
     limits: MicroBatchLimits  # of training, which also bound the forwards of a rollout
+    # is told of each rollout batch: the first step that trains on it, and the step whose weights sampled it
+    note: Callable[[int, int, ScoredBatch], None]
     current: CurrentBatch | None = field(default=None, init=False)
     ahead: RolloutsAhead | None = field(default=None, init=False)  # None without `rollout_lag`, and outside of training
     # rollout batches that a checkpoint names: their first steps, and the weights that sample them
@@ -161,8 +163,9 @@ class Rollouts:
             if not rows and ahead is None:  # a run that was resumed without its rollout batch
                 rows = self.steps.rows(request)
             job = None if ahead is None else ahead.take_due()
-            batch = self.make(rows, job).batch
-            self.current = CurrentBatch(batch, request.name, step if job is None else job.weights.step)
+            scored, sampled_at = self.make(rows, job), step if job is None else job.weights.step
+            self.note(step + 1, sampled_at, scored)
+            self.current = CurrentBatch(scored.batch, request.name, sampled_at)
         if ahead is not None:
             if args.dynamic_sampling:  # whose further prompts enter the queue before the rollout batches after this one
                 ahead.submit_due(request.name, args.rollout_lag)
@@ -229,7 +232,7 @@ class Rollouts:
         hooks, view = local.settings.sampling.hooks, self.view
         shares = exchange(local, self.images, view.takes_images and view.log_multimodal)
         rewards = None if hooks.rewards is None else self._rewards_by_user(local, hooks.rewards)
-        joined = join(shares, local.settings, view.accelerator.process_index, rewards)
+        joined = join(local.request, shares, local.settings, view.accelerator.process_index, rewards)
         if self.check is not None and not hooks.sampling:
             self.check.compare(joined.batch)
         if not local.settings.logprobs.trained_on:

@@ -72,7 +72,7 @@ KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_a
 # values that the optimizer's checkpoint holds: another value would have no effect, or could not be loaded
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
-_LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together")
+LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together")
 
 
 def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
     of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
     names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
     values = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
-    sizes = {name: size for name, size in dataclasses.asdict(geometry).items() if name not in _LAYOUT_SIZES}
+    sizes = {name: size for name, size in dataclasses.asdict(geometry).items() if name not in LAYOUT_SIZES}
     return dict(sorted({**values, **sizes}.items()))
 
 

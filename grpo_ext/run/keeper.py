@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..algorithms.losses import StepCounts
 from ..batching.plan_text import describe_plan
 from ..batching.sizes import BatchGeometry
 from ..errors import CheckpointError, MemoryShortageError
@@ -46,6 +47,7 @@ from .loading import refuse_other_engine
 from .log import RunLog
 from .model_card import base_name
 from .state import load_state, restore_callbacks, writing_checkpoint
+from .trail import Trail, digests_of
 
 logger = get_logger(__name__)
 
@@ -61,6 +63,7 @@ class RunKeeper(TrainerCallback):
         forwards: ForwardRunner,
         limits: MicroBatchLimits,
         pass_at_k: PassAtK,
+        trail: Trail,
     ) -> None:
         self.view, self.user_args, self.rollouts, self.forwards = view, user_args, rollouts, forwards
         self.accelerator, self.args, self.limits = view.accelerator, view.args, limits
@@ -86,7 +89,8 @@ class RunKeeper(TrainerCallback):
         self._states: dict[str, Any] = {}  # of components, read from a checkpoint, until the loop has begun
         self._owner = ""  # unique to a run: processes of a killed run may still be writing
         self.writing_to: str | None = None  # the folder in which a checkpoint is being written
-        self._log = RunLog()
+        self._log, self._trail = RunLog(), trail
+        self._noted: dict[str, float] = {}  # values of the step in progress
         self._lock: FileLock | None = None  # on the run's folder, on the main process
         self._last_folder, self._user_output_dir = "", ""  # of this trainer's last run
 
@@ -116,6 +120,29 @@ class RunKeeper(TrainerCallback):
             for name in list(states):
                 self._components[name].load_state_dict(states.pop(name))  # its memory is freed
         self.watch.evaluation_due &= self.view.eval_dataset is not None
+        if self.args.trail and not state.global_step:
+            self._trail.step(0, {}, self._weights())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.args.trail:
+            due = state.global_step % state.logging_steps == 0 or state.global_step >= state.max_steps
+            values, self._noted = self._noted, {}
+            weights = self._weights(due) if due or self.args.bitwise_invariant else None
+            self._trail.step(state.global_step, values, weights)
+
+    def _weights(self, projects: bool = True) -> dict[str, Any]:
+        return digests_of(self.view.policy, self._trail.writes, projects)
+
+    def note_step(self, loss: float, values: Mapping[str, float], counts: StepCounts) -> None:
+        """Note the loss of an optimizer step, its logged values, and what they are divided by."""
+        self._losses.append(loss)
+        totals = {name: getattr(counts, name) for name in ("completions", "tokens", "entropy_tokens", "items")}
+        counted = {f"counts/{name}": total for name, total in totals.items() if total is not None}
+        self._noted = {"loss": loss, **counted, **values}
+
+    def note_norm(self, norm: float | None, learning_rate: float) -> None:
+        """Note the norm of a step's gradient before clipping."""
+        self._noted |= {"learning_rate": learning_rate} | ({} if norm is None else {"grad_norm": norm})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None:
@@ -163,9 +190,6 @@ class RunKeeper(TrainerCallback):
             names = ", ".join(path.name for path in later)
             logger.warning(f"Continuing from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
-
-    def note_loss(self, loss: float) -> None:
-        self._losses.append(loss)
 
     def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Values to log too: the loss scale, and at the end of a run the mean of all its losses, summed exactly."""
@@ -306,6 +330,8 @@ class RunKeeper(TrainerCallback):
                     **self.fingerprint,
                 }
                 self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)
+                if self.args.trail:
+                    self._trail.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step)
             try:
                 yield
                 end["ended"] = "interrupted" if self.watch.stopping else "finished"

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -35,52 +35,66 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
+class LineFile:
+    """A file of JSON lines in a run's folder. Before `begin`, and after a failure, nothing is written."""
+
+    def __init__(self, name: str, what: str) -> None:
+        self.name, self.what = name, what
+        self.path: Path | None = None
+
+    def begin(self, folder: str | Path, checkpoint: str | None) -> None:
+        """Remove a last line that a kill left unfinished; a resume in another folder takes the earlier lines along."""
+        self.path = Path(folder) / self.name
+        earlier = None if checkpoint is None else Path(checkpoint).resolve().parent / self.name
+        with self._failing():
+            if self.path.is_file():
+                os.truncate(self.path, len(_whole_lines(self.path)))
+            if earlier is not None and earlier.is_file() and earlier != self.path.resolve():
+                with open(self.path, "ab") as file:
+                    file.write(_whole_lines(earlier))
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        if self.path is None:
+            return
+        with self._failing():
+            text = json.dumps(line, default=_plain)
+            strict = json.dumps(json.loads(text, parse_constant=lambda name: None))  # no NaN, no Infinity
+            with open(self.path, "ab") as file:
+                file.write(strict.encode() + b"\n")
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, TypeError, ValueError) as error:
+            logger.warning(f"{self.path} cannot be written ({error}); the training continues without a {self.what}.")
+            self.path = None
+
+
 class RunLog:
-    """Appends to a run's log. Before `begin`, and on the other processes, nothing is written."""
+    """Appends to a run's log, on the main process."""
 
     def __init__(self) -> None:
-        self.path: Path | None = None
+        self._file = LineFile(LOG, "run log")
         self._start = 0.0
 
     def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Mapping[str, Any]) -> None:
-        """Start the log of a training call: append, after a last line that a kill left unfinished is removed.
+        """Start the log of a training call.
 
-        A start at step 0 supersedes all lines before it. A resume in another folder first copies the earlier log.
+        A start at step 0 supersedes all lines before it.
         """
-        self.path, self._start = Path(folder) / LOG, time.perf_counter()
-        before = b""
-        with contextlib.suppress(OSError):  # there is no log yet, or one that `_append` will report
-            os.truncate(self.path, len(_whole_lines(self.path)))
-        if checkpoint is not None:
-            earlier = Path(checkpoint).resolve().parent / LOG
-            if earlier.is_file() and earlier != self.path.resolve():
-                before = _whole_lines(earlier)
+        self._start = time.perf_counter()
+        self._file.begin(folder, checkpoint)
         start = {"started": _now(), "resumed_from": checkpoint, "versions": versions(), **about}
-        self._append(step, before, start=start)
+        self._file.append({"step": step, "start": start})
 
     def write(self, step: int, epoch: float | None, values: Mapping[str, Any], device: torch.device) -> None:
-        self._append(
-            step,
-            epoch=epoch,
-            time=round(time.perf_counter() - self._start, 3),
-            peak_memory_mib=peak_memory_mib(device),
-            values={name: _plain(value) for name, value in values.items() if name != "epoch"},
-        )
+        seconds = round(time.perf_counter() - self._start, 3)
+        line = {"step": step, "epoch": epoch, "time": seconds, "peak_memory_mib": peak_memory_mib(device)}
+        self._file.append(line | {"values": {name: value for name, value in values.items() if name != "epoch"}})
 
     def end(self, step: int, about: Mapping[str, Any]) -> None:
-        self._append(step, end={"finished": _now(), **about})
-
-    def _append(self, step: int, before: bytes = b"", **line: Any) -> None:
-        if self.path is None:
-            return
-        try:
-            with open(self.path, "ab") as file:
-                text = json.dumps({"step": step, **line}, default=_plain)
-                strict = json.dumps(json.loads(text, parse_constant=lambda name: None))  # no NaN, no Infinity
-                file.write(before + strict.encode() + b"\n")
-        except (OSError, TypeError, ValueError) as error:
-            logger.warning(f"{self.path} cannot be written ({error}); the training continues without a run log.")
-            self.path = None
+        self._file.append({"step": step, "end": {"finished": _now(), **about}})
 
 
 @dataclass

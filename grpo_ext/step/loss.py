@@ -22,6 +22,14 @@ from ..rollouts.batch import SAMPLER_LOGPS
 from .inputs import LossInputs
 from .statistics import loss_mask
 
+# the sampler's and the trainer's rounding may drift apart along a completion: names, and positions from and below
+_DEPTHS = (
+    ("sampling/logp_difference/below_64", 0, 64),
+    ("sampling/logp_difference/below_512", 64, 512),
+    ("sampling/logp_difference/below_4096", 512, 4096),
+    ("sampling/logp_difference/beyond", 4096, None),
+)
+
 
 def active_tokens(mask_BT: torch.Tensor, entropies_BT: torch.Tensor, threshold: float | None) -> torch.Tensor:
     """The tokens that carry loss and whose entropy is at or above the threshold, in nats; None: all that carry loss."""
@@ -73,7 +81,11 @@ def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, m
     policy_BT = batch.logps_BT.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     known_BT = batch.mask_BT * ~sampler_logps_BT.isnan()
     difference_BT = (policy_BT - sampler_logps_BT.nan_to_num()).abs()
-    micro_batch.step.metrics.add_tokens("sampling/logp_difference", difference_BT, known_BT, micro_batch.part.weight)
+    metrics, weight = micro_batch.step.metrics, micro_batch.part.weight
+    metrics.add_tokens("sampling/logp_difference", difference_BT, known_BT, weight)
+    for name, start, end in _DEPTHS:
+        if start < known_BT.size(1):
+            metrics.add_tokens(name, difference_BT[:, start:end], known_BT[:, start:end], weight)
 
 
 def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, micro_batch: LossInputs) -> None:

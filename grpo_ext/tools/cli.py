@@ -181,6 +181,25 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of the run: its outp
     typer.echo(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
 
 
+@app.command()
+def diff(
+    run_a: Annotated[Path, typer.Argument(help="Folder of a run: its output_dir.")],
+    run_b: Annotated[Path, typer.Argument(help="Folder of another run.")],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+) -> None:
+    """Say where and why two runs part; status 0 where they have the same bits or differ by rounding, else 1."""
+    load_libraries()
+    from .diff import SAME
+    from .diff import diff as compare_runs
+
+    found = compare_runs(run_a, run_b)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.as_dict(), indent=1))
+    typer.echo(found.text)
+    if found.verdict not in SAME:
+        raise typer.Exit(1)
+
+
 def run_app(commands: typer.Typer) -> None:
     """Run a command line; a deliberate error ends it with one message and exit status 2, without a traceback."""
     try:

@@ -55,6 +55,15 @@ def test_the_ratio_of_training_to_sampling_is_one_for_every_filter(tmp_path, set
         assert 0.05 < plain["sampling/kept_mass"] < 0.99
 
 
+def test_the_difference_is_logged_by_depth(tmp_path):
+    short, long = (first_line(tmp_path / str(n), max_completion_length=n) for n in (12, 70))
+    name = "sampling/logp_difference"
+    assert short[f"{name}/below_64"] == short[name]
+    assert f"{name}/below_512" not in short
+    parts = sorted((long[f"{name}/below_64"], long[name], long[f"{name}/below_512"]))
+    assert 0 < parts[0] < parts[1] == long[name] < parts[2]
+
+
 def test_without_a_filter_nothing_is_recorded_and_nothing_changes(tmp_path):
     log = first_line(tmp_path / "log")
     assert log["sampling/logp_difference"] < METRIC

@@ -1,0 +1,133 @@
+"""Short digests that are the same on every machine: of token ids, and of weights in any number of parts.
+
+The digest of weights is a sum over elements, modulo 2^64, so parts that several processes hold add up to the whole. A
+change of one bit, or of two elements that change places, changes it. Beside it stand projections of the weights on
+random signs: for two sets of weights the mean square of their differences estimates the squared distance.
+"""
+
+import functools
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+PROJECTIONS = 8
+_BLOCK = 1 << 16  # elements that share the table of factors and signs
+_CHUNKS = {"cpu": 4}  # blocks at a time: on a CPU they stay in its cache
+_CHUNK = 64
+_MODULUS = 1 << 64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_GROUPS = 16
+
+
+def digest(*parts: Any) -> str:
+    """8 bytes in hex of tensors (as 64-bit integers; floats by their bits), texts and bytes."""
+    found = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            part = part.double() if part.is_floating_point() else part.long()
+            part = part.cpu().contiguous().numpy().astype(part.numpy().dtype.newbyteorder("<")).tobytes()
+        elif isinstance(part, str):
+            part = part.encode()
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()
+
+
+@dataclass
+class WeightDigest:
+    """The digest and the projections of some weights; digests of parts of one whole are added."""
+
+    total: int = 0  # modulo 2^64
+    # (P,) float64 on the device of the weights; None: not computed
+    projections: torch.Tensor | None = field(default_factory=lambda: torch.zeros(PROJECTIONS, dtype=torch.float64))
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        """Add a parameter (of any shape and device) by its name."""
+        flat = values.detach().reshape(-1)
+        if flat.device.type == "mps":  # which has no float64
+            flat = flat.cpu()
+        key, size = int(digest(name), 16), _CHUNKS.get(flat.device.type, _CHUNK) * _BLOCK
+        factors_B, signs_BP = _table(flat.device)
+        sums, projected = [], []
+        for start in range(0, flat.numel(), size):
+            part = flat[start : start + size]
+            part_NB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
+            bits_NB = part_NB.view(_INTEGERS[part.element_size()]).long()
+            # the product of integer matrices is for CPUs only, and faster there
+            sums.append(torch.mv(bits_NB, factors_B) if flat.device.type == "cpu" else (bits_NB * factors_B).sum(1))
+            if self.projections is not None:
+                projected.append(part_NB.double() @ signs_BP)
+        if not sums:
+            return
+        factors, flips = _of_blocks(key, -(-flat.numel() // _BLOCK))
+        self.total = (self.total + int((torch.cat(sums) * factors.to(flat.device)).sum())) % _MODULUS
+        if self.projections is not None:
+            values_NP = torch.cat(projected)
+            self.projections = self.projections.to(flat.device) + (values_NP * flips.to(values_NP)).sum(0)
+
+    def as_list(self) -> list[Any]:
+        """The digest in hex and the projections; NaN where weights are not finite."""
+        return [f"{self.total:016x}", None if self.projections is None else self.projections.tolist()]
+
+
+def _of_blocks(key: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd factors (N,) and signs (N, P) of the blocks of a parameter."""
+    keys = [_mix(key + number) for number in range(count)]
+    return torch.tensor([_signed(key | 1) for key in keys]), torch.tensor([_signs(key) for key in keys])
+
+
+@functools.lru_cache(maxsize=4)
+def _table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd factors (B,) and signs (B, P) of the elements of a block."""
+    factors, signs = _of_blocks(0, _BLOCK)
+    return factors.to(device), signs.double().to(device)
+
+
+def _signs(key: int) -> list[int]:
+    return [1 - 2 * (key >> (8 + number) & 1) for number in range(PROJECTIONS)]
+
+
+def _mix(value: int) -> int:
+    """64 well mixed bits of a number (splitmix64, Steele et al. 2014)."""
+    value = (value * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % _MODULUS
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % _MODULUS
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % _MODULUS
+    return value ^ value >> 31
+
+
+def _signed(value: int) -> int:
+    return value - _MODULUS if value >= _MODULUS // 2 else value
+
+
+def layer_groups(names: Iterable[str]) -> dict[str, str]:
+    """The group of each parameter: neighbouring layers together, so that there are at most 16, in the model's order."""
+    places: dict[str, tuple[str, int | None]] = {}
+    for name in names:
+        found = re.search(r"^(.*?)\.(\d+)\.", name)
+        places[name] = (found[1], int(found[2])) if found else (name.rpartition(".")[0] or name, None)
+    stacks: dict[str, int] = {}
+    for stack, layer in places.values():
+        if layer is not None:
+            stacks[stack] = max(stacks.get(stack, 0), layer + 1)
+    others = len({stack for stack, layer in places.values() if layer is None})
+    together = math.ceil(sum(stacks.values()) / max(_MOST_GROUPS - others - len(stacks), 1))
+
+    def group(stack: str, layer: int | None) -> str:
+        if layer is None:
+            return stack
+        first = layer - layer % together
+        last = min(first + together, stacks[stack]) - 1
+        return f"{stack}.{first}" if first == last else f"{stack}.{first}-{last}"
+
+    return {name: group(*place) for name, place in places.items()}
+
+
+def distance(one: Sequence[float | None], other: Sequence[float | None]) -> float:
+    """An estimate of the distance of two sets of weights from their projections; infinite where one is not finite."""
+    pairs = list(zip(one, other, strict=True))
+    squares = [(a - b) ** 2 for a, b in pairs if a is not None and b is not None]
+    return math.sqrt(sum(squares) / len(squares)) if len(squares) == len(pairs) else math.inf

@@ -1,0 +1,141 @@
+"""`trail.jsonl` in a run's folder: what every rollout batch and every optimizer step was made of, as short digests.
+
+Two runs that part can be compared in the order in which a step is made: prompts, completions, rewards, advantages,
+loss, weights (`grpo-ext diff`). Written by the main process. Digests are of 8 bytes and the same on every machine.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..algorithms.digests import WeightDigest, digest, layer_groups
+from ..forward.lm_head import gathered
+from ..rollouts.batch import Ragged
+from ..rollouts.join import Round
+from ..rollouts.rounds import ScoredBatch
+from .log import LineFile
+
+TRAIL = "trail.jsonl"
+MOST_ENTRIES = 1024  # of a rollout batch's completions; in a larger one an entry stands for several
+
+
+class Trail:
+    """Appends to a run's trail. Before `begin`, and on the other processes, nothing is written."""
+
+    def __init__(self) -> None:
+        self._file = LineFile(TRAIL, "trail")
+
+    def begin(self, folder: str | Path, checkpoint: str | None, step: int) -> None:
+        """Append to the trail of a folder; lines after the step that a run resumes from are superseded."""
+        self._file.begin(folder, checkpoint)
+        self._file.append({"begin": step})
+
+    @property
+    def writes(self) -> bool:
+        return self._file.path is not None
+
+    def rollout(self, step: int, sampled_by: int, scored: ScoredBatch) -> None:
+        """Note a rollout batch: the first step that trains on it, from 1, and how many steps its weights have had."""
+        if not self.writes:
+            return
+        line = {
+            "rollout": step,
+            "sampled_by": sampled_by,
+            "rounds": [_round(part, scored.settings.functions.names) for part in scored.rounds],
+            "chosen": scored.chosen,
+            "advantages": blocks([_advantage(row) for row in _rows(scored.batch["advantages"])]),
+        }
+        self._file.append(line)
+
+    def step(self, step: int, values: Mapping[str, Any], weights: Mapping[str, Any] | None) -> None:
+        """Note an optimizer step: its values, and where they are due the digests of the weights after it."""
+        self._file.append({"step": step, "values": values} | ({} if weights is None else {"weights": weights}))
+
+
+def digests_of(model: torch.nn.Module, here: bool, projects: bool) -> dict[str, Any]:
+    """The digest in hex of the trained weights and their projections, by group of layers, where `here` is true.
+
+    A collective under FSDP and ZeRO-3, which gather one parameter after the other.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found: dict[str, WeightDigest] = {}
+    for name, group in layer_groups(trained).items():
+        with gathered(trained[name]):
+            values: Any = trained[name].detach()
+            values = values.full_tensor() if isinstance(values, DTensor) else values
+            if here:
+                one = found.setdefault(group, WeightDigest() if projects else WeightDigest(projections=None))
+                one.add(name, values)
+    return {group: one.as_list() for group, one in found.items()}
+
+
+def _rows(column: Any) -> list[torch.Tensor]:
+    return list(column) if isinstance(column, Ragged) else list(torch.as_tensor(column))
+
+
+def _advantage(row: torch.Tensor) -> Any:
+    return float(row) if row.dim() == 0 else digest(row.float())
+
+
+def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
+    batch = part.batch
+    masks = _rows(batch["completion_mask"]) if "completion_mask" in batch.columns else [None] * len(batch)
+    ids = _rows(batch["completion_ids"])
+    prompts = [digest(row) for row in _rows(batch["prompt_ids"])]
+    completions = [digest(row, torch.as_tensor(mask).long()) for row, mask in zip(ids, masks, strict=True)]
+    rewards = {name: part.rewards_BF[:, number].tolist() for number, name in enumerate(functions)}
+    return {
+        "count": len(batch),
+        "rows": list(part.request.row_numbers),
+        "group": part.request.num_generations,
+        "prompts": blocks(prompts[:: part.request.num_generations]),
+        "completions": blocks(completions),
+        "lengths": blocks([len(row) for row in ids]),
+        "rewards": {name: blocks(values) for name, values in rewards.items()},
+    }
+
+
+def blocks(values: Sequence[Any]) -> list[Any]:
+    """At most `MOST_ENTRIES` entries; of more values each entry is the digest of several neighbours."""
+    size = math.ceil(len(values) / MOST_ENTRIES)
+    if size <= 1:
+        return list(values)
+    return [digest(*map(repr, values[start : start + size])) for start in range(0, len(values), size)]
+
+
+@dataclass
+class ReadTrail:
+    """A trail without the lines that a later start supersedes; steps are counted from 1."""
+
+    rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)  # by the first step that trains on it
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def projected(self) -> list[int]:
+        """Steps, and 0 for the start, after which the projections of the weights are known."""
+        known = ((step, line.get("weights") or {}) for step, line in self.steps.items())
+        return sorted(step for step, weights in known if weights and all(part for _, part in weights.values()))
+
+
+def read_trail(path: str | Path) -> ReadTrail:
+    """The trail of a run, which may still be running."""
+    trail = ReadTrail()
+    for raw in Path(path).read_bytes().splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill has cut
+            line = json.loads(raw)
+            if "begin" in line:
+                kept = range(1, int(line["begin"]) + 1)
+                trail.steps = {step: one for step, one in trail.steps.items() if step in kept}
+                trail.rollouts = {step: one for step, one in trail.rollouts.items() if step in kept}
+            elif "rollout" in line:
+                trail.rollouts[int(line["rollout"])] = line
+            elif "step" in line:
+                trail.steps[int(line["step"])] = line
+    return trail

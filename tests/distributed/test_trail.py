@@ -1,0 +1,27 @@
+"""The trail of a run on several processes, and where an engine holds parts of the weights."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_ext.run.trail import TRAIL, read_trail
+from grpo_ext.tools.diff import diff
+from tests.support.cases import Bench
+from tests.support.launches import run_all
+
+
+@pytest.mark.parametrize("case", ["dapo", "cut_dynamic", "ahead_gspo"])
+def test_one_and_two_processes_have_one_trail(tmp_path, case):
+    bench, folders = Bench(tmp_path), [tmp_path / "1", tmp_path / "2"]
+    for processes, folder in enumerate(folders, 1):
+        [result] = run_all([bench.run(case, 4, output_dir=str(folder), logging_steps=2)], processes)
+        assert result.error is None, result.error
+    found = diff(*folders)
+    assert (found.verdict, found.first) == ("rounding", None), found.text
+    assert any("num_processes 1 -> 2" in note for note in found.notes)
+    steps = read_trail(Path(folders[1]) / TRAIL).steps
+    assert [step for step, line in steps.items() if "weights" in line] == [
+        0,
+        *(s for s in steps if s and s % 2 == 0),
+        *([max(steps)] if max(steps) % 2 else []),
+    ]

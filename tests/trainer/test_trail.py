@@ -1,0 +1,212 @@
+"""The trail of a run, and `grpo-ext diff`: planted differences are named with their stage and step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import ConfigError
+from grpo_ext.run import log as run_log
+from grpo_ext.run import trail
+from grpo_ext.run.log import LOG
+from grpo_ext.run.trail import TRAIL, read_trail
+from grpo_ext.tools.diff import diff
+from tests.support.tiny import letter_reward, prompts
+from tests.support.trainers import SAVE, make, on, parameters
+
+RUN: dict[str, Any] = {"report_to": "none", "max_steps": 6, "logging_steps": 1, "global_batch_size": 16}
+BITS: dict[str, Any] = {"bitwise_invariant": True}
+
+
+def run(folder: Path, **changes: Any) -> Path:
+    make(folder, **{**RUN, **changes}).train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return run(tmp_path_factory.mktemp("base") / "run")
+
+
+@pytest.fixture(scope="module")
+def bits(tmp_path_factory) -> Path:
+    return run(tmp_path_factory.mktemp("bits") / "run", **BITS)
+
+
+def other_row() -> Any:
+    return prompts(12).map(lambda row, number: row | ({"prompt": "zz"} if number == 7 else {}), with_indices=True)
+
+
+class _Rewards:
+    """Differs for one completion of the seventh call."""
+
+    __name__ = "letter_reward"
+    calls = 0
+
+    def __call__(self, completions, **columns):
+        self.calls += 1
+        rewards = letter_reward(completions=completions, **columns)
+        return rewards if self.calls != 7 else [*rewards[:2], rewards[2] + 1, *rewards[3:]]
+
+
+class _OtherToken(GRPOTrainer):
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        ids, *others = super()._generate_single_turn(*args, **kwargs)
+        if self.state.global_step == 4:
+            ids[5][0] = (ids[5][0] + 1) % 30 + 5
+        return ids, *others
+
+
+class _ScaledLoss(GRPOTrainer):
+    calls = 0
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        self.calls += 1
+        return super()._compute_loss(model, inputs) * (1.5 if self.calls == 5 else 1.0)
+
+
+def nudge(model: torch.nn.Module) -> None:
+    weight = model.get_output_embeddings().weight.data
+    weight.view(torch.int32)[3, 5] += 1
+
+
+PLANTED: dict[str, tuple[dict[str, Any], str, int, str, str]] = {
+    "a data row": ({"train_dataset": other_row()}, "prompts", 1, "row 7", "data"),
+    "a reward": ({"reward": _Rewards()}, "rewards", 2, "letter_reward gave", "reward function"),
+    "a token": ({"cls": _OtherToken}, "completions", 5, "generation 1", "sampler itself"),
+    "the loss": ({"cls": _ScaledLoss}, "values", 3, "grad_norm is", "override"),
+    "beta": ({"beta": 0.1}, "values", 1, "kl is", "beta"),
+    "the learning rate": ({"learning_rate": 2e-3}, "optimizer", 1, "learning_rate is", "learning_rate"),
+    "the seed": ({"seed": 9}, "prompts", 1, "row", "seed"),
+    "weight decay": ({"weight_decay": 0.5}, "weights", 1, "first in", "weight_decay"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_difference_is_named(tmp_path, base, name):
+    changes, stage, step, what, meaning = PLANTED[name]
+    found = diff(base, run(tmp_path / "run", **changes))
+    assert found.verdict in ("different", "one token")
+    assert found.first is not None
+    assert (found.first.stage, found.first.step) == (stage, step), found.text
+    assert what in found.first.what
+    assert meaning in found.meaning
+
+
+def test_a_setting_of_the_loss_is_named(tmp_path):
+    reused = {"num_iterations": 2, "rollout_batch_size": 16}
+    one, other = (run(tmp_path / str(e), epsilon=e, **reused) for e in (0.1, 0.3))
+    found = diff(one, other)
+    assert found.first is not None
+    assert (found.first.stage, found.first.step) == ("values", 2)
+    assert found.meaning.endswith("epsilon.")
+
+
+def test_a_bit_of_the_weights_is_found(tmp_path, bits):
+    model: list[Any] = []
+    callback = on("on_optimizer_step", lambda state: nudge(model[0]), at=3)
+    trainer = make(tmp_path / "run", **RUN, **BITS, callbacks=[callback])
+    model.append(trainer.model)
+    trainer.train()
+    found = diff(bits, tmp_path / "run")
+    steps = [read_trail(folder / TRAIL).steps for folder in (bits, tmp_path / "run")]
+    equal = [one["weights"] == other["weights"] for one, other in zip(*(part.values() for part in steps))]
+    assert equal[:4] == [True] * 4  # at the start and after three steps
+    assert equal[4] is False
+    assert found.verdict == "rounding"
+    assert "weights" in found.largest
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "same bits"),
+        ({"per_device_train_batch_size": 3}, "rounding"),
+        ({"forward": "padded"}, "rounding"),
+        ({**BITS, "per_device_train_batch_size": 3}, "same bits"),
+    ],
+    ids=str,
+)
+def test_splits_are_the_same(tmp_path, base, bits, changes, verdict):
+    found = diff(bits if "bitwise_invariant" in changes else base, run(tmp_path / "run", **changes))
+    assert (found.verdict, found.first) == (verdict, None), found.text
+
+
+def test_a_resumed_run_goes_on_in_its_trail(tmp_path, bits):
+    make(tmp_path / "run", **RUN, **BITS, **SAVE, callbacks=[on("on_step_end", _stop, at=4)]).train()
+    trainer = make(tmp_path / "run", **RUN, **BITS, **SAVE, per_device_train_batch_size=5)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / TRAIL).read_text().splitlines()]
+    assert [line["begin"] for line in lines if "begin" in line] == [0, 2]
+    found = diff(bits, tmp_path / "run")
+    assert (found.verdict, found.steps) == ("same bits", 6), found.text
+
+
+def _stop(state: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_versions_and_settings_are_reported_and_are_no_difference(tmp_path, base):
+    folder = run(tmp_path / "run")
+    text = (folder / LOG).read_text()
+    (folder / LOG).write_text(text.replace('"trl": "', '"trl": "9'))
+    found = diff(base, folder)
+    assert found.verdict == "same bits"
+    assert any("versions.trl" in note for note in found.notes)
+
+
+def test_a_few_tokens_that_rounding_changed_are_told_from_another_run(tmp_path, base):
+    folder = run(tmp_path / "run", per_device_train_batch_size=3)
+    lines = [json.loads(line) for line in (folder / TRAIL).read_text().splitlines()]
+    for line in lines:
+        if line.get("rollout") == 4:
+            line["rounds"][0]["completions"][5] = "0" * 16
+    (folder / TRAIL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = diff(base, folder)
+    assert found.verdict == "one token"
+    assert "until step 4, where 1 of 16 completions changed" in found.text
+    assert "the same up to rounding" in found.meaning
+
+
+def test_runs_that_cannot_be_compared_say_why(tmp_path, base):
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        diff(base, run(tmp_path / "size", global_batch_size=8))
+    with pytest.raises(ConfigError, match="trail=False"):
+        diff(base, run(tmp_path / "none", trail=False))
+
+
+def test_the_trail_changes_no_bit(tmp_path):
+    trainers = [make(tmp_path / str(on), **RUN, trail=on) for on in (True, False)]
+    for trainer in trainers:
+        trainer.train()
+    one, other = map(parameters, trainers)
+    assert one.equal(other)
+    assert (tmp_path / "True" / TRAIL).is_file()
+    assert not (tmp_path / "False" / TRAIL).exists()
+
+
+def test_a_full_disk_ends_the_trail_and_not_the_run(tmp_path, monkeypatch, caplog):
+    real = open
+
+    def full(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path).endswith(TRAIL) and (tmp_path / "run" / TRAIL).stat().st_size > 3000:
+            raise OSError(28, "No space left on device")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(run_log, "open", full, raising=False)
+    trainer = make(tmp_path / "run", **RUN)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert sum("continues without a trail" in r.getMessage() for r in caplog.records) == 1
+    assert max(read_trail(tmp_path / "run" / TRAIL).steps) < 6
+
+
+def test_entries_of_large_batches_are_blocks(monkeypatch):
+    monkeypatch.setattr(trail, "MOST_ENTRIES", 4)
+    assert trail.blocks([1, 2, 3]) == [1, 2, 3]
+    one, other = trail.blocks(range(10)), trail.blocks([*range(9), 7])
+    assert len(one) == 4
+    assert [a == b for a, b in zip(one, other)] == [True, True, True, False]
