@@ -223,8 +223,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
-        norm: float | None = super()._get_grad_norm(model, grad_norm)
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Like transformers' method; the trail of the run has the norm of every step."""
+        norm: Any = super()._get_grad_norm(model, grad_norm)
         self._keeper.note_norm(norm, self._get_learning_rate())
         return norm
 

@@ -1,8 +1,8 @@
-"""Short digests that are the same on every machine: of token ids, and of weights in any number of parts.
+"""Short digests that are the same on every machine: of token ids, and of weights.
 
-The digest of weights is a sum over elements, modulo 2^64, so parts that several processes hold add up to the whole. A
-change of one bit, or of two elements that change places, changes it. Beside it stand projections of the weights on
-random signs: for two sets of weights the mean square of their differences estimates the squared distance.
+The digest of weights is a sum over elements, modulo 2^64, of their bits times a factor of their place: it changes with
+a bit, and where two elements change places. Projections of the weights on random signs stand beside it: for two sets of
+weights the mean square of their differences estimates the squared distance.
 """
 
 import functools
@@ -29,8 +29,8 @@ def digest(*parts: Any) -> str:
     found = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, torch.Tensor):
-            part = part.double() if part.is_floating_point() else part.long()
-            part = part.cpu().contiguous().numpy().astype(part.numpy().dtype.newbyteorder("<")).tobytes()
+            kind = "<f8" if part.is_floating_point() else "<i8"
+            part = (part.double() if kind == "<f8" else part.long()).cpu().numpy().astype(kind).tobytes()
         elif isinstance(part, str):
             part = part.encode()
         found.update(len(part).to_bytes(8, "little") + part)
@@ -39,9 +39,9 @@ def digest(*parts: Any) -> str:
 
 @dataclass
 class WeightDigest:
-    """The digest and the projections of some weights; digests of parts of one whole are added."""
+    """The digest and the projections of some weights."""
 
-    total: int = 0  # modulo 2^64
+    total: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))  # modulo 2^64
     # (P,) float64 on the device of the weights; None: not computed
     projections: torch.Tensor | None = field(default_factory=lambda: torch.zeros(PROJECTIONS, dtype=torch.float64))
 
@@ -57,38 +57,42 @@ class WeightDigest:
             part = flat[start : start + size]
             part_NB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
             bits_NB = part_NB.view(_INTEGERS[part.element_size()]).long()
+            if part.element_size() == 8:  # the highest bits would be lost in a product modulo 2^64
+                bits_NB = bits_NB ^ (bits_NB >> 32)
             # the product of integer matrices is for CPUs only, and faster there
             sums.append(torch.mv(bits_NB, factors_B) if flat.device.type == "cpu" else (bits_NB * factors_B).sum(1))
             if self.projections is not None:
                 projected.append(part_NB.double() @ signs_BP)
         if not sums:
             return
-        factors, flips = _of_blocks(key, -(-flat.numel() // _BLOCK))
-        self.total = (self.total + int((torch.cat(sums) * factors.to(flat.device)).sum())) % _MODULUS
+        count = -(-flat.numel() // _BLOCK)
+        self.total = self.total.to(flat.device) + (torch.cat(sums) * _factors(key, count).to(flat.device)).sum()
         if self.projections is not None:
-            values_NP = torch.cat(projected)
+            values_NP, flips = torch.cat(projected), _signs(key, count)
             self.projections = self.projections.to(flat.device) + (values_NP * flips.to(values_NP)).sum(0)
 
     def as_list(self) -> list[Any]:
         """The digest in hex and the projections; NaN where weights are not finite."""
-        return [f"{self.total:016x}", None if self.projections is None else self.projections.tolist()]
+        return [f"{int(self.total) % _MODULUS:016x}", None if self.projections is None else self.projections.tolist()]
 
 
-def _of_blocks(key: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Odd factors (N,) and signs (N, P) of the blocks of a parameter."""
-    keys = [_mix(key + number) for number in range(count)]
-    return torch.tensor([_signed(key | 1) for key in keys]), torch.tensor([_signs(key) for key in keys])
+@functools.lru_cache(maxsize=4096)
+def _factors(key: int, count: int) -> torch.Tensor:
+    """An odd factor for each of `count` numbers after a key."""
+    return torch.tensor([_signed(_mix(key + number) | 1) for number in range(count)])
+
+
+@functools.lru_cache(maxsize=4096)
+def _signs(key: int, count: int) -> torch.Tensor:
+    """1 or -1 for each of `count` numbers after a key and each projection, (count, P)."""
+    mixed = [_mix(key + number) for number in range(count)]
+    return torch.tensor([[1 - 2 * (one >> (8 + p) & 1) for p in range(PROJECTIONS)] for one in mixed])
 
 
 @functools.lru_cache(maxsize=4)
 def _table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Odd factors (B,) and signs (B, P) of the elements of a block."""
-    factors, signs = _of_blocks(0, _BLOCK)
-    return factors.to(device), signs.double().to(device)
-
-
-def _signs(key: int) -> list[int]:
-    return [1 - 2 * (key >> (8 + number) & 1) for number in range(PROJECTIONS)]
+    """Factors (B,) and signs (B, P) of the elements of a block."""
+    return _factors(0, _BLOCK).to(device), _signs(0, _BLOCK).double().to(device)
 
 
 def _mix(value: int) -> int:
@@ -104,7 +108,7 @@ def _signed(value: int) -> int:
 
 
 def layer_groups(names: Iterable[str]) -> dict[str, str]:
-    """The group of each parameter: neighbouring layers together, so that there are at most 16, in the model's order."""
+    """The group of each parameter: neighbouring layers together, so that a usual model has at most 16."""
     places: dict[str, tuple[str, int | None]] = {}
     for name in names:
         found = re.search(r"^(.*?)\.(\d+)\.", name)

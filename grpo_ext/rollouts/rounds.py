@@ -1,4 +1,4 @@
-"""Rollout batches of other than one plain round: what a user's override returns, and what dynamic sampling adds.
+"""Rollout batches that are not one plain round: what a user's override returns, and what dynamic sampling adds.
 
 Dynamic sampling: groups of further prompts replace groups without variance; which group takes which place depends only
 on rewards and the data, never on the split. Called by `Rollouts`.
@@ -26,6 +26,8 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ScoredBatch:
+    """A rollout batch, with what it was made of."""
+
     batch: RolloutBatch
     rewards_BF: torch.Tensor | None  # of its completions; None where a user's override made them
     settings: RewardSettings

@@ -69,7 +69,7 @@ class Rollouts:
     log: RolloutLog
     memory: Halving  # the number of completions that fit into one `generate`, of the thread that samples ahead too
     limits: MicroBatchLimits  # of training, which also bound the forwards of a rollout
-    # is told of each rollout batch: the first step that trains on it, and the step whose weights sampled it
+    # called for each rollout batch: the first step that trains on it, and the step whose weights sampled it
     note: Callable[[int, int, ScoredBatch], None]
     current: CurrentBatch | None = field(default=None, init=False)
     ahead: RolloutsAhead | None = field(default=None, init=False)  # None without `rollout_lag`, and outside of training

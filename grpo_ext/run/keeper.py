@@ -125,7 +125,8 @@ class RunKeeper(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.args.trail:
-            due = state.global_step % state.logging_steps == 0 or state.global_step >= state.max_steps
+            every = state.logging_steps  # 0 with logging_strategy="no"
+            due = state.global_step >= state.max_steps or (every > 0 and state.global_step % every == 0)
             values, self._noted = self._noted, {}
             weights = self._weights(due) if due or self.args.bitwise_invariant else None
             self._trail.step(state.global_step, values, weights)
@@ -142,7 +143,7 @@ class RunKeeper(TrainerCallback):
 
     def note_norm(self, norm: float | None, learning_rate: float) -> None:
         """Note the norm of a step's gradient before clipping."""
-        self._noted |= {"learning_rate": learning_rate} | ({} if norm is None else {"grad_norm": norm})
+        self._noted |= {"learning_rate": learning_rate} | ({} if norm is None else {"grad_norm": float(norm)})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None:
@@ -341,6 +342,7 @@ class RunKeeper(TrainerCallback):
                     lines = "\n".join(sorted(f"{name} {value}" for name, value in hashes.items()))
                     end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
             finally:
+                self._trail.end()
                 self._log.end(self.view.state.global_step, end)
         if self.limits.failures:
             logger.info(self.limits.what_fits())

@@ -46,7 +46,7 @@ class LineFile:
         """Remove a last line that a kill left unfinished; a resume in another folder takes the earlier lines along."""
         self.path = Path(folder) / self.name
         earlier = None if checkpoint is None else Path(checkpoint).resolve().parent / self.name
-        with self._failing():
+        with self.failing():
             if self.path.is_file():
                 os.truncate(self.path, len(_whole_lines(self.path)))
             if earlier is not None and earlier.is_file() and earlier != self.path.resolve():
@@ -56,17 +56,18 @@ class LineFile:
     def append(self, line: Mapping[str, Any]) -> None:
         if self.path is None:
             return
-        with self._failing():
+        with self.failing():
             text = json.dumps(line, default=_plain)
             strict = json.dumps(json.loads(text, parse_constant=lambda name: None))  # no NaN, no Infinity
             with open(self.path, "ab") as file:
                 file.write(strict.encode() + b"\n")
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
+        """Inside, an error ends the file with a warning, and not the run, in which other processes may be waiting."""
         try:
             yield
-        except (OSError, TypeError, ValueError) as error:
+        except Exception as error:
             logger.warning(f"{self.path} cannot be written ({error}); the training continues without a {self.what}.")
             self.path = None
 

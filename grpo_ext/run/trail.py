@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..algorithms.digests import WeightDigest, digest, layer_groups
-from ..forward.lm_head import gathered
+from ..forward.tiled_log_probs import gathered
 from ..rollouts.batch import Ragged
 from ..rollouts.join import Round
 from ..rollouts.rounds import ScoredBatch
@@ -37,22 +37,26 @@ class Trail:
         self._file.begin(folder, checkpoint)
         self._file.append({"begin": step})
 
+    def end(self) -> None:
+        self._file.path = None
+
     @property
     def writes(self) -> bool:
         return self._file.path is not None
 
     def rollout(self, step: int, sampled_by: int, scored: ScoredBatch) -> None:
-        """Note a rollout batch: the first step that trains on it, from 1, and how many steps its weights have had."""
+        """Note a rollout batch: the first step that trains on it, from 1, and the step whose weights sampled it."""
         if not self.writes:
             return
-        line = {
-            "rollout": step,
-            "sampled_by": sampled_by,
-            "rounds": [_round(part, scored.settings.functions.names) for part in scored.rounds],
-            "chosen": scored.chosen,
-            "advantages": blocks([_advantage(row) for row in _rows(scored.batch["advantages"])]),
-        }
-        self._file.append(line)
+        with self._file.failing():
+            line = {
+                "rollout": step,
+                "sampled_by": sampled_by,
+                "rounds": [_round(part, scored.settings.functions.names) for part in scored.rounds],
+                "chosen": None if scored.chosen is None else blocks(scored.chosen),
+                "advantages": blocks([_advantage(row) for row in _rows(scored.batch["advantages"])]),
+            }
+            self._file.append(line)
 
     def step(self, step: int, values: Mapping[str, Any], weights: Mapping[str, Any] | None) -> None:
         """Note an optimizer step: its values, and where they are due the digests of the weights after it."""
@@ -93,7 +97,7 @@ def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
     rewards = {name: part.rewards_BF[:, number].tolist() for number, name in enumerate(functions)}
     return {
         "count": len(batch),
-        "rows": list(part.request.row_numbers),
+        "rows": blocks(part.request.row_numbers),
         "group": part.request.num_generations,
         "prompts": blocks(prompts[:: part.request.num_generations]),
         "completions": blocks(completions),
@@ -103,11 +107,12 @@ def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
 
 
 def blocks(values: Sequence[Any]) -> list[Any]:
-    """At most `MOST_ENTRIES` entries; of more values each entry is the digest of several neighbours."""
+    """At most `MOST_ENTRIES` entries; of more values an entry is the sum of neighbours (floats), or their digest."""
     size = math.ceil(len(values) / MOST_ENTRIES)
     if size <= 1:
         return list(values)
-    return [digest(*map(repr, values[start : start + size])) for start in range(0, len(values), size)]
+    parts = [values[start : start + size] for start in range(0, len(values), size)]
+    return [math.fsum(part) if isinstance(part[0], float) else digest(*map(repr, part)) for part in parts]
 
 
 @dataclass
@@ -131,7 +136,7 @@ def read_trail(path: str | Path) -> ReadTrail:
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill has cut
             line = json.loads(raw)
             if "begin" in line:
-                kept = range(1, int(line["begin"]) + 1)
+                kept = range(int(line["begin"]) + 1) if line["begin"] else ()  # the weights at the start too
                 trail.steps = {step: one for step, one in trail.steps.items() if step in kept}
                 trail.rollouts = {step: one for step, one in trail.rollouts.items() if step in kept}
             elif "rollout" in line:

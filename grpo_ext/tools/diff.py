@@ -1,7 +1,7 @@
-"""`grpo-ext diff`: at which step and stage two runs part, by how much, and what that means.
+"""`grpo-ext diff`: at which step and stage two runs diverge, by how much, and what that means.
 
 Compares settings, versions and machines from `log.jsonl`, then the trails (`run.trail`) in the order in which a step is
-made. `grpo-ext check` compares its splits in the same way.
+made.
 """
 
 import dataclasses
@@ -17,38 +17,56 @@ from ..run.fingerprint import LAYOUT_SIZES, differences
 from ..run.log import LOG, read_log
 from ..run.trail import TRAIL, ReadTrail, read_trail
 
-Verdict = Literal["same bits", "rounding", "one token", "different"]
+Verdict = Literal["same bits", "rounding", "few tokens", "different"]
 SAME: tuple[Verdict, ...] = ("same bits", "rounding")
+Changes = list[tuple[str, Any, Any]]  # name, both values
 _SENTENCES: dict[Verdict, str] = {
     "same bits": "The runs have the same bits.",
     "rounding": "The runs are the same up to rounding.",
-    "one token": "The runs are the same until step {step}, where {count} changed; from there on they diverge.",
+    "few tokens": "The runs are the same until step {step}, where {count} changed; from there on they diverge.",
     "different": "The runs are different, from step {step} on.",
 }
-# the largest relative differences that count as rounding: of a logged value, of a sum of all updates so far
-_FLOAT32, _HALF = (1e-4, 1e-2), (5e-2, 0.5)
+# the largest relative differences that count as rounding, in float32 and in half precision
+_LIMITS = {
+    "rewards": (1e-6, 1e-6),
+    "advantages": (1e-4, 5e-2),
+    "optimizer": (1e-6, 1e-6),
+    "values": (1e-4, 5e-2),
+    "weights": (1e-2, 0.5),  # of what training has changed
+}
 _UNCOMPARED = ("time/", "layout/", "step_time", "sampling/")  # timings, the layout, diagnostics of the sampler
-_FIRST = ("loss", "grad_norm")  # the values that are compared before all others
-_OF_ROLLOUTS = (
+_FIRST = ("learning_rate", "loss", "grad_norm")  # the values that are compared before all others
+# differences are relative to the larger value, which is taken as at least this; 1 for others, whose terms may cancel
+_LEAST = {"grad_norm": 1e-2, "kl": 1e-2, "entropy": 1e-2, "learning_rate": 1e-12}
+_OF_PROMPTS = ("seed", "data_seed", "data", "tokenizer", "num_generations", "rollout_batch_size")
+_OF_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_completion_length"),
-    *("num_generations", "rollout_chunk_size", "seed"),
+    *(
+        "num_generations",
+        "rollout_chunk_size",
+        "seed",
+        "rollout_lag",
+        "dynamic_sampling",
+        "dynamic_sampling_max_rounds",
+    ),
 )
+_OF_ADVANTAGES = ("scale_rewards", "advantage_estimator", "reward_weights", "multi_objective_aggregation")
 _OF_OPTIMIZER = (
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
-    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm", "max_steps", "num_train_epochs"),
 )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of a stage."""
+    """The first difference of a stage at a step."""
 
     step: int
-    stage: str  # prompts, completions, rewards, advantages, values or weights
+    stage: str  # prompts, completions, rewards, advantages, optimizer, values or weights
     what: str  # where, and by how much
-    count: int = 1  # how many prompts, completions, ... differ
+    count: int = 1  # how many entries differ
     of: int = 1
-    error: float = math.inf  # relative; infinite where any difference is one
+    error: float = math.inf  # relative; infinite where a difference cannot be rounding
 
 
 @dataclass
@@ -57,11 +75,12 @@ class Comparison:
 
     verdict: Verdict
     steps: int  # that both have
-    first: Difference | None
+    first: Difference | None = None
     meaning: str = ""
-    largest: dict[str, float] = field(default_factory=dict)  # the largest difference that counts as rounding, by stage
+    largest: dict[str, float] = field(default_factory=dict)  # the largest difference that is rounding, by stage
     changed_completions: dict[int, float] = field(default_factory=dict)  # share that differs, by step
-    notes: list[str] = field(default_factory=list)  # what differs beside the trails
+    notes: list[str] = field(default_factory=list)  # what differs besides the trails
+    weights_known: int = -1  # the last step before the first difference whose weights were compared
 
     @property
     def text(self) -> str:
@@ -69,14 +88,11 @@ class Comparison:
         count = "" if first is None else f"{first.count} of {first.of} completions"
         lines = [_SENTENCES[self.verdict].format(step=first and first.step, count=count)]
         if first is not None:
-            lines.append(f"{first.stage}: {first.what}")
-        lines += [self.meaning] if self.meaning else []
-        if self.verdict == "rounding":
-            lines.append("Largest differences: " + ", ".join(f"{n} {e:.1e}" for n, e in self.largest.items() if e))
-        if self.changed_completions:
-            steps = sorted(self.changed_completions)
-            shares = [f"{self.changed_completions[step]:.0%} at step {step}" for step in (steps[0], steps[-1])]
-            lines.append("Completions that differ: " + ", ".join(dict.fromkeys(shares)) + ".")
+            lines += [f"{first.stage}: {first.what}", self.meaning]
+        elif self.largest:
+            lines.append("Largest differences: " + ", ".join(f"{n} {e:.1e}" for n, e in self.largest.items()) + ".")
+        if shares := [f"{share:.0%} at step {step}" for step, share in sorted(self.changed_completions.items())]:
+            lines.append("Completions that differ: " + ", ".join(dict.fromkeys((shares[0], shares[-1]))) + ".")
         return "\n".join([*lines, *self.notes])
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,40 +101,39 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RunOnDisk:
-    start: Mapping[str, Any]  # of its last training call
+    start: Mapping[str, Any]  # of its last training call, from the log
     trail: ReadTrail
 
     @property
     def settings(self) -> dict[str, Any]:
         """What the run means: settings, data, model, rewards."""
-        settings = dict(self.start.get("settings") or {})
         parts = ("data", "model", "tokenizer", "end_tokens", "rewards", "tools")
-        return settings | {name: self.start.get(name) for name in parts}
+        return dict(self.start.get("settings") or {}) | {name: self.start.get(name) for name in parts}
 
     @property
-    def layout(self) -> dict[str, Any]:
+    def besides(self) -> dict[str, Any]:
         geometry = self.start.get("geometry") or {}
-        return {name: geometry.get(name) for name in LAYOUT_SIZES}
+        layout = {name: geometry.get(name) for name in LAYOUT_SIZES}
+        return {"versions": self.start.get("versions"), "environment": self.start.get("environment"), "layout": layout}
 
     @property
     def half(self) -> bool:
-        return bool(self.settings.get("bf16") or self.settings.get("fp16")) and not self.settings.get(
-            "bitwise_invariant"
-        )
+        settings = self.settings
+        return bool(settings.get("bf16") or settings.get("fp16")) and not settings.get("bitwise_invariant")
 
 
 def read_run(folder: str | Path) -> RunOnDisk:
     """A run by its folder; a ConfigError where it has no trail or has not begun."""
-    trail, log = Path(folder) / TRAIL, Path(folder) / LOG
-    if not trail.is_file() or not log.is_file():
-        raise ConfigError(
-            f"{folder} has no {TRAIL if log.is_file() else LOG}; name the output_dir of two runs of grpo_ext that were "
-            "not trained with trail=False."
-        )
-    starts = read_log(log).starts
+    for name in (LOG, TRAIL):
+        if not (Path(folder) / name).is_file():
+            raise ConfigError(
+                f"{folder} has no {name}; name the output_dir of a run that grpo_ext has begun to train, without "
+                "trail=False."
+            )
+    starts = read_log(Path(folder) / LOG).starts
     if not starts:
-        raise ConfigError(f"{log} has no start of a run; name the output_dir of a run that has begun.")
-    return RunOnDisk(starts[-1], read_trail(trail))
+        raise ConfigError(f"{Path(folder) / LOG} has no start of a run; name the output_dir of a run that has begun.")
+    return RunOnDisk(starts[-1], read_trail(Path(folder) / TRAIL))
 
 
 def diff(one: str | Path, other: str | Path) -> Comparison:
@@ -127,77 +142,71 @@ def diff(one: str | Path, other: str | Path) -> Comparison:
 
 
 def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
-    meaning = list(
-        differences({name: (a.settings.get(name), b.settings.get(name)) for name in {**a.settings, **b.settings}})
-    )
-    meaning = [change for change in meaning if change[1] != change[2]]
-    others = {name: (a.start.get(name), b.start.get(name)) for name in ("versions", "environment")}
-    others["layout"] = (a.layout, b.layout)
-    beside = [change for change in differences(others) if change[1] != change[2]]
+    meaning, besides = _changes(a.settings, b.settings), _changes(a.besides, b.besides)
     notes = [
-        f"{title}: {_listed(changes)}" for title, changes in (("Settings", meaning), ("Beside them", beside)) if changes
+        f"{title}: {_listed(c)}" for title, c in (("Settings", meaning), ("Versions, machine, layout", besides)) if c
     ]
-    sizes = [run.start.get("geometry", {}).get("global_batch_size") for run in (a, b)]
+    sizes = [(run.start.get("geometry") or {}).get("global_batch_size") for run in (a, b)]
     if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"steps of {sizes[0]} and of {sizes[1]} completions (global_batch_size) cannot be compared.\n"
-            + "\n".join(notes)
-        )
+        what = f"steps of {sizes[0]} and of {sizes[1]} completions (global_batch_size) cannot be compared."
+        raise ConfigError("\n".join([what, *notes]))
     found = compare_trails(a.trail, b.trail, a.half or b.half)
     if not found.steps:
-        raise ConfigError("the runs have no step in common: at least one of them has not trained a step yet.")
-    if found.first is not None and found.verdict == "different" and found.first.stage == "completions":
-        uncertain = found.largest.get("weights", 0.0) > 0 or a.half or bool(beside)
-        if uncertain and not _among(meaning, _OF_ROLLOUTS) and found.first.count * 2 <= found.first.of:
-            found.verdict = "one token"
-    found.meaning, found.notes = _meaning(found, meaning, beside), notes
+        raise ConfigError("the runs have no step in common; at least one of them has not trained a step yet.")
+    first = found.first
+    if first is not None:
+        uncertain = bool(found.largest) or a.half or b.half or bool(besides)
+        few = first.stage == "completions" and first.of > 1 and first.count * 2 <= first.of
+        if uncertain and few and not _among(meaning, _OF_SAMPLING):
+            found.verdict = "few tokens"
+        found.meaning = _meaning(found, first, meaning, besides)
     lengths = [max(run.trail.steps, default=0) for run in (a, b)]
-    if lengths[0] != lengths[1]:
-        found.notes.append(f"The runs have {lengths[0]} and {lengths[1]} steps; the first {found.steps} were compared.")
+    if lengths != [found.steps, found.steps]:
+        notes.append(f"The runs have {lengths[0]} and {lengths[1]} steps; {found.steps} were compared.")
+    found.notes = notes
     return found
 
 
-def _listed(changes: Sequence[tuple[str, Any, Any]]) -> str:
+def _changes(a: dict[str, Any], b: dict[str, Any]) -> Changes:
+    pairs = differences({name: (a.get(name), b.get(name)) for name in {**a, **b}})
+    return [change for change in pairs if change[1] != change[2]]
+
+
+def _listed(changes: Changes) -> str:
     shown = [f"{name} {old!r} -> {new!r}" for name, old, new in changes[:12]]
     return "; ".join(shown) + (f"; and {len(changes) - 12} more" if len(changes) > 12 else "")
 
 
-def _among(changes: Sequence[tuple[str, Any, Any]], names: Sequence[str]) -> list[str]:
+def _among(changes: Changes, names: Sequence[str]) -> list[str]:
     return [name for name, _, _ in changes if name.split(".")[0] in names]
 
 
-def _meaning(found: Comparison, meaning: list[tuple[str, Any, Any]], beside: list[tuple[str, Any, Any]]) -> str:
+def _meaning(found: Comparison, first: Difference, meaning: Changes, besides: Changes) -> str:
     """A sentence on the likely cause of the first difference."""
-    if found.first is None:
-        return "What differs beside the trails has changed nothing." if meaning or beside else ""
-    stage, names = found.first.stage, [name for name, _, _ in meaning]
-    apart = ", ".join(name for name, _, _ in beside)
-    before = "the same bits" if not found.largest.get("weights") else "the same up to rounding"
-    if stage == "prompts":
-        known = _among(meaning, ("seed", "data_seed", "data", "tokenizer"))
-        return f"Other data reached the model: {', '.join(known) or 'the data set, its order, or the chat template'}."
-    if stage == "completions":
-        if known := _among(meaning, _OF_ROLLOUTS):
-            return f"Sampling was set otherwise: {', '.join(known)}."
-        return (
-            f"The weights that sampled were {before}. What may have sampled otherwise: "
-            + (apart or "the sampler itself (an override, an engine), or another kernel")
-            + "."
-        )
-    if stage == "rewards":
+    if first.stage == "prompts":
+        known = _among(meaning, _OF_PROMPTS) or ["the data set, its order, or the chat template"]
+        return f"Other prompts were sampled for: {', '.join(known)}."
+    if first.stage == "completions":
+        if known := _among(meaning, _OF_SAMPLING):
+            return f"Sampling has other settings: {', '.join(known)}."
+        alike = "the same up to rounding" if found.largest else "the same bits"
+        when = f" after step {found.weights_known}, when they were last compared" if found.weights_known >= 0 else ""
+        weights = f"The weights were {alike}{when}. " if when else ""
+        causes = [name for name, _, _ in besides] or ["the sampler itself (an override, an engine), or other kernels"]
+        return f"{weights}What may have sampled differently: {', '.join(causes)}."
+    if first.stage == "rewards":
         return "The completions are the same, so a reward function changed, or does not always return the same value."
-    if stage == "advantages":
-        known = [n for n in names if n in ("scale_rewards", "advantage_estimator", "reward_weights")]
-        return f"The rewards are the same, so advantages are computed otherwise: {', '.join(known) or 'an override'}."
-    if stage == "values":
-        known = [n for n in names if n not in _OF_ROLLOUTS and n not in _OF_OPTIMIZER]
-        return (
-            "Completions and advantages are the same, so the loss is computed otherwise: "
-            + (", ".join(known) or "an override, or a fault of a layout")
-            + "."
-        )
-    known = _among(meaning, _OF_OPTIMIZER)
-    return f"Loss and gradient norm are the same, so the optimizer differs: {', '.join(known) or apart or 'its state'}."
+    if first.stage == "advantages":
+        known = _among(meaning, _OF_ADVANTAGES) or ["an override"]
+        return f"The rewards are the same, so advantages are computed differently: {', '.join(known)}."
+    if first.stage == "values":
+        others = {*_OF_PROMPTS, *_OF_SAMPLING, *_OF_ADVANTAGES, *_OF_OPTIMIZER}
+        known = [name for name, _, _ in meaning if name.split(".")[0] not in others]
+        causes = known or ["an override, or a fault of a layout"]
+        return f"Completions and advantages are the same, so the loss is computed differently: {', '.join(causes)}."
+    known = _among(meaning, _OF_OPTIMIZER) or ["its state, or weights that something else changed"]
+    before = "Loss and gradient norm are the same, so the" if first.stage == "weights" else "The"
+    return f"{before} optimizer differs: {', '.join(known)}."
 
 
 # ---- Trails ----------------------------------------------------------------------------------------------------------
@@ -205,80 +214,81 @@ def _meaning(found: Comparison, meaning: list[tuple[str, Any, Any]], beside: lis
 
 def compare_trails(a: ReadTrail, b: ReadTrail, half: bool) -> Comparison:
     """Compare the steps that both have, in the order in which they are made."""
-    steps = min(max(a.steps, default=0), max(b.steps, default=0))
-    found = Comparison("same bits", steps, None)
-    value_limit, update_limit = _HALF if half else _FLOAT32
-    limits = {"rewards": 1e-6, "advantages": value_limit, "values": value_limit, "weights": update_limit}
-    for step in range(1, steps + 1):
-        for difference in _of_step(step, a, b):
+    steps = sorted((a.steps.keys() & b.steps.keys()) - {0})
+    found = Comparison("same bits", len(steps))
+    sized = sorted({*a.projected} & {*b.projected})
+    begin = next((step for step in (a.projected or [0])[:1] if a.steps.get(step, {}).get("weights")), None)
+    for step in steps:
+        for difference in _of_step(step, a, b, sized, begin, step > steps[0]):
             if difference.stage == "completions":
                 found.changed_completions[step] = difference.count / difference.of
             if found.first is not None:
                 continue
-            if difference.error > limits.get(difference.stage, 0.0):
-                found.first, found.verdict = difference, "different"
-            else:
+            if difference.error <= _LIMITS.get(difference.stage, (0.0, 0.0))[half]:
                 found.verdict = "rounding"
                 found.largest[difference.stage] = max(found.largest.get(difference.stage, 0.0), difference.error)
+            else:
+                found.first, found.verdict = difference, "different"
+        if found.first is None and "weights" in a.steps[step] and "weights" in b.steps[step]:
+            found.weights_known = step
     return found
 
 
-def _of_step(step: int, a: ReadTrail, b: ReadTrail) -> Iterator[Difference]:
+def _of_step(
+    step: int, a: ReadTrail, b: ReadTrail, sized: list[int], begin: int | None, known_before: bool
+) -> Iterator[Difference]:
     """The differences of a step, in the order of its stages."""
-    rollouts = a.rollouts.get(step), b.rollouts.get(step)
-    if rollouts[0] is not None and rollouts[1] is not None:
-        yield from _of_rollout(step, rollouts[0], rollouts[1])
-    lines = a.steps.get(step), b.steps.get(step)
-    if lines[0] is None or lines[1] is None:
-        return
-    yield from _of_values(step, lines[0]["values"], lines[1]["values"])
-    if "weights" in lines[0] and "weights" in lines[1]:
-        yield from _of_weights(step, a, b)
+    one, other = a.rollouts.get(step), b.rollouts.get(step)
+    if one is not None and other is not None:
+        yield from _of_rollout(step, one, other)
+    elif known_before and (one is None) != (other is None):
+        yield Difference(step, "prompts", "only one of the runs begins a rollout batch here")
+    yield from _of_values(step, a.steps[step]["values"], b.steps[step]["values"])
+    if "weights" in a.steps[step] and "weights" in b.steps[step]:
+        yield from _of_weights(step, a, b, next((s for s in sized if s >= step), None), begin)
 
 
 def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
-    if len(a["rounds"]) != len(b["rounds"]):
-        what = f"{len(a['rounds'])} and {len(b['rounds'])} rounds of dynamic sampling"
-        yield Difference(step, "completions", what, of=max(len(a["rounds"]), len(b["rounds"])))
-    for one, other in zip(a["rounds"], b["rounds"]):
-        if one["prompts"] != other["prompts"] or one["rows"] != other["rows"]:
-            yield _prompts(step, one, other)
-            return
+    for one, other in zip(a["rounds"], b["rounds"], strict=False):
+        for kind in ("rows", "prompts"):
+            if changed := _unequal(one[kind], other[kind]):
+                yield Difference(step, "prompts", _prompt(one, other, changed[0]), len(changed), len(one[kind]))
+                return
         if changed := _unequal(one["completions"], other["completions"]):
             what = f"{_place(one, changed[0])} has other tokens"
             yield Difference(step, "completions", what, len(changed), len(one["completions"]))
             return
-        for name in [*one["rewards"], *(name for name in other["rewards"] if name not in one["rewards"])]:
+        for name in dict.fromkeys([*one["rewards"], *other["rewards"]]):
             values = one["rewards"].get(name), other["rewards"].get(name)
             if values[0] is None or values[1] is None:
                 yield Difference(step, "rewards", f"only one of the runs has the reward {name!r}")
             elif changed := _unequal(*values):
-                first, second = values[0][changed[0]], values[1][changed[0]]
-                what = f"{name} gave {first} and {second} for {_place(one, changed[0])}, the same completion"
-                yield Difference(step, "rewards", what, len(changed), len(values[0]), _worst(*values))
-    if a["chosen"] != b["chosen"]:
+                what = f"{name} gave {_pair(*values, changed[0])} for {_place(one, changed[0])}, the same completion"
+                yield Difference(step, "rewards", what, len(changed), len(values[0]), _largest(*values))
+    if len(a["rounds"]) != len(b["rounds"]):
+        what = f"dynamic sampling took {len(a['rounds'])} and {len(b['rounds'])} rounds"
+        yield Difference(step, "completions", what)
+    elif a["chosen"] != b["chosen"]:
         yield Difference(step, "advantages", "dynamic sampling put other groups in place")
     elif changed := _unequal(a["advantages"], b["advantages"]):
-        first, second = a["advantages"][changed[0]], b["advantages"][changed[0]]
-        what = f"{first} and {second} for completion {changed[0]} of the batch"
-        error = _worst(a["advantages"], b["advantages"])
-        yield Difference(step, "advantages", what, len(changed), len(a["advantages"]), error)
+        both = a["advantages"], b["advantages"]
+        what = f"{_pair(*both, changed[0])} for completion {changed[0]} of the batch"
+        yield Difference(step, "advantages", what, len(changed), len(both[0]), _largest(*both))
 
 
-def _prompts(step: int, a: dict[str, Any], b: dict[str, Any]) -> Difference:
-    changed = _unequal(a["prompts"], b["prompts"]) or _unequal(a["rows"], b["rows"])
-    place = changed[0]
-    rows = [part["rows"][place] if place < len(part["rows"]) else None for part in (a, b)]
+def _prompt(a: dict[str, Any], b: dict[str, Any], entry: int) -> str:
+    rows = [part["rows"][entry] if entry < len(part["rows"]) else None for part in (a, b)]
+    if not isinstance(rows[0] or rows[1] or 0, int):  # entries that stand for several prompts
+        return f"one of the prompts of entry {entry} is another"
     if rows[0] != rows[1]:
-        what = f"prompt {place} is row {rows[0]} of the data in one run and row {rows[1]} in the other"
-    else:
-        named = f"prompt {place}" if rows[0] is None else f"row {rows[0]} of the data (prompt {place})"
-        what = f"{named} has other tokens"
-    return Difference(step, "prompts", what, len(changed), max(len(a["prompts"]), len(b["prompts"])))
+        return f"prompt {entry} is row {rows[0]} of the data in one run and row {rows[1]} in the other"
+    return (
+        f"prompt {entry}" if rows[0] is None else f"row {rows[0]} of the data (prompt {entry})"
+    ) + " has other tokens"
 
 
 def _place(part: dict[str, Any], entry: int) -> str:
-    """The prompt row and the generation of an entry; several completions where entries are blocks."""
+    """The prompt row and the generation of an entry; a range of completions where an entry stands for several."""
     size = math.ceil(part["count"] / max(len(part["completions"]), 1))
     if size > 1:
         return f"one of the completions {entry * size} to {min((entry + 1) * size, part['count']) - 1}"
@@ -288,15 +298,15 @@ def _place(part: dict[str, Any], entry: int) -> str:
 
 
 def _of_values(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
-    names = [name for name in (*_FIRST, *a, *b) if name in a or name in b]
-    for name in dict.fromkeys(name for name in names if not name.startswith(_UNCOMPARED)):
-        first, second = a.get(name), b.get(name)
-        if first != second:
+    for name in dict.fromkeys(n for n in (*_FIRST, *a, *b) if not n.startswith(_UNCOMPARED)):
+        one, other = a.get(name), b.get(name)
+        if one != other:
             stage = "optimizer" if name == "learning_rate" else "values"
-            yield Difference(step, stage, f"{name} is {first} and {second}", error=_relative(first, second))
+            error = _relative(one, other, _LEAST.get(name, 1.0))
+            yield Difference(step, stage, f"{name} is {one} and {other}", error=error)
 
 
-def _of_weights(step: int, a: ReadTrail, b: ReadTrail) -> Iterator[Difference]:
+def _of_weights(step: int, a: ReadTrail, b: ReadTrail, sized: int | None, begin: int | None) -> Iterator[Difference]:
     one, other = a.steps[step]["weights"], b.steps[step]["weights"]
     if one.keys() != other.keys():
         yield Difference(step, "weights", "other parameters are trained")
@@ -306,28 +316,31 @@ def _of_weights(step: int, a: ReadTrail, b: ReadTrail) -> Iterator[Difference]:
         return
     what, error = f"first in {changed[0]}", math.inf
     # in bitwise mode the steps that are not logged have digests alone: the size is that of the next one which is
-    sized = [s for s in a.projected if s >= step and s in b.projected]
-    if sized and 0 in a.projected:
-        begin, one, other = (trail.steps[s]["weights"] for trail, s in ((a, 0), (a, sized[0]), (b, sized[0])))
-        apart, moved = (math.hypot(*(distance(one[g][1], x[g][1]) for g in one)) for x in (other, begin))
+    if sized is not None and begin is not None and begin < sized:
+        start, one, other = (trail.steps[s]["weights"] for trail, s in ((a, begin), (a, sized), (b, sized)))
+        apart, moved = (math.hypot(*(distance(one[g][1], x[g][1]) for g in one)) for x in (other, start))
         error = apart / moved if moved else math.inf
-        what += f", by {apart:.1e} over all weights after step {sized[0]}, {error:.1e} of what training has changed"
+        what += f", by about {apart:.1e} over all weights after step {sized}, {error:.1e} of what training has changed"
     yield Difference(step, "weights", what, len(changed), len(one), error)
 
 
 def _unequal(a: Sequence[Any], b: Sequence[Any]) -> list[int]:
-    absent = object()
-    pairs = [(a[i] if i < len(a) else absent, b[i] if i < len(b) else absent) for i in range(max(len(a), len(b)))]
-    return [place for place, (one, other) in enumerate(pairs) if one != other]
+    """The places where two lists differ."""
+    shorter = min(len(a), len(b))
+    return [i for i in range(max(len(a), len(b))) if i >= shorter or a[i] != b[i]]
 
 
-def _worst(a: Sequence[Any], b: Sequence[Any]) -> float:
-    return max((_relative(x, y) for x, y in zip(a, b)), default=math.inf) if len(a) == len(b) else math.inf
+def _pair(a: Sequence[Any], b: Sequence[Any], place: int) -> str:
+    return " and ".join(str(values[place]) if place < len(values) else "nothing" for values in (a, b))
 
 
-def _relative(a: Any, b: Any) -> float:
+def _largest(a: Sequence[Any], b: Sequence[Any]) -> float:
+    return max((_relative(x, y) for x, y in zip(a, b, strict=True)), default=0.0) if len(a) == len(b) else math.inf
+
+
+def _relative(a: Any, b: Any, least: float = 1.0) -> float:
     if a == b:
         return 0.0
-    if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
+    if not isinstance(a, int | float) or not isinstance(b, int | float):
         return math.inf
-    return abs(a - b) / max(1.0, abs(a))
+    return abs(a - b) / max(least, abs(a), abs(b))

@@ -15,7 +15,7 @@ from tests.tolerances import DIFFERENT, METRIC, METRIC_BFLOAT16, UPDATE, UPDATE_
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 CUT = 3  # completions in a forward, fewer than a group
-LAUNCHES = 1 if TOY else max(1, 3 * (os.cpu_count() or 1) // 4)
+LAUNCHES = 1 if TOY else max(1, min(12, 3 * (os.cpu_count() or 1) // 4))
 NAMES = ["dapo", "kl_bf16"] if TOY else list(CASES)
 # what bitwise mode takes
 BITWISE = [name for name in NAMES if "micro_batch_tokens" not in CASES[name].config and not CASES[name].rollout_func]

@@ -89,7 +89,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, int, str, str]] = {
 def test_a_planted_difference_is_named(tmp_path, base, name):
     changes, stage, step, what, meaning = PLANTED[name]
     found = diff(base, run(tmp_path / "run", **changes))
-    assert found.verdict in ("different", "one token")
+    assert found.verdict in ("different", "few tokens")
     assert found.first is not None
     assert (found.first.stage, found.first.step) == (stage, step), found.text
     assert what in found.first.what
@@ -163,7 +163,7 @@ def test_a_few_tokens_that_rounding_changed_are_told_from_another_run(tmp_path, 
             line["rounds"][0]["completions"][5] = "0" * 16
     (folder / TRAIL).write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = diff(base, folder)
-    assert found.verdict == "one token"
+    assert found.verdict == "few tokens"
     assert "until step 4, where 1 of 16 completions changed" in found.text
     assert "the same up to rounding" in found.meaning
 
