@@ -14,7 +14,7 @@ from grpo_ext.run import trail
 from grpo_ext.run.log import LOG
 from grpo_ext.run.trail import TRAIL, read_trail
 from grpo_ext.tools.diff import diff
-from tests.support.tiny import letter_reward, prompts
+from tests.support.tiny import letter_reward, prompts, sparse_reward
 from tests.support.trainers import SAVE, make, on, parameters
 
 RUN: dict[str, Any] = {"report_to": "none", "max_steps": 6, "logging_steps": 1, "global_batch_size": 16}
@@ -144,6 +144,32 @@ def test_a_resumed_run_goes_on_in_its_trail(tmp_path, bits):
     assert [line["begin"] for line in lines if "begin" in line] == [0, 2]
     found = diff(bits, tmp_path / "run")
     assert (found.verdict, found.steps) == ("same bits", 6), found.text
+
+
+def test_a_resumed_run_is_compared_in_both_orders(tmp_path, base):
+    make(tmp_path / "run", **RUN, **SAVE, per_device_train_batch_size=5).train()
+    trainer = make(tmp_path / "run", **RUN, **SAVE, per_device_train_batch_size=3)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    for one, other in ((base, tmp_path / "run"), (tmp_path / "run", base)):
+        assert diff(one, other).verdict == "rounding"
+
+
+def test_runs_that_log_nothing_have_a_trail(tmp_path):
+    quiet = {"logging_strategy": "no", "logging_steps": 0}
+    folders = [run(tmp_path / str(size), **quiet, per_device_train_batch_size=size) for size in (8, 3)]
+    assert diff(*folders).verdict == "rounding"
+    assert [step for step, line in read_trail(folders[0] / TRAIL).steps.items() if "weights" in line] == [0, 6]
+
+
+def test_another_reward_under_dynamic_sampling_is_a_reward(tmp_path):
+    def other(completions, **columns):
+        return [None if r is None else r + 1.0 for r in sparse_reward(completions=completions, **columns)]
+
+    other.__name__ = sparse_reward.__name__
+    folders = [run(tmp_path / str(i), reward=r, dynamic_sampling=True) for i, r in enumerate((sparse_reward, other))]
+    found = diff(*folders)
+    assert found.first is not None
+    assert (found.first.stage, found.first.step, found.verdict) == ("rewards", 1, "different")
 
 
 def test_versions_and_settings_are_reported_and_are_no_difference(tmp_path, base):
