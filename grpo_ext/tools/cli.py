@@ -52,6 +52,14 @@ def integers(text: str, name: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def write_json(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        try:
+            path.write_text(json.dumps(result, indent=1))
+        except OSError as error:
+            raise ConfigError(f"--json: {path} cannot be written ({error.strerror}).") from None
+
+
 def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
     """Read the settings of a run from its file and from the options that the command itself does not define."""
     if config is None and not context.args:
@@ -142,8 +150,7 @@ def check(
         typer.echo(about)
         cuts = splits.splits_of(run.config["global_batch_size"], counts, sizes)
         report = splits.check(run, cuts, steps=steps, against=against, tolerance=tolerance, bitwise=bitwise)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_dict(), indent=1))
+    write_json(json_file, report.as_dict())
     typer.echo(report.conclusion())
     if not report.ok:
         raise typer.Exit(1)
@@ -187,14 +194,16 @@ def diff(
     run_b: Annotated[Path, typer.Argument(help="Folder of another run.")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
 ) -> None:
-    """Say where and why two runs part; status 0 where they have the same bits or differ by rounding, else 1."""
+    """Say where and why two runs diverge.
+
+    Exit status: 0 for the same bits or rounding, 1 for a difference, 2 if nothing can be compared.
+    """
     load_libraries()
     from .diff import SAME
     from .diff import diff as compare_runs
 
     found = compare_runs(run_a, run_b)
-    if json_file is not None:
-        json_file.write_text(json.dumps(found.as_dict(), indent=1))
+    write_json(json_file, found.as_dict())
     typer.echo(found.text)
     if found.verdict not in SAME:
         raise typer.Exit(1)

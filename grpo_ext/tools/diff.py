@@ -127,8 +127,8 @@ def read_run(folder: str | Path) -> RunOnDisk:
     for name in (LOG, TRAIL):
         if not (Path(folder) / name).is_file():
             raise ConfigError(
-                f"{folder} has no {name}; name the output_dir of a run that grpo_ext has begun to train, without "
-                "trail=False."
+                f"{folder} is not the output_dir of a run that can be compared: it has no {name}. Runs of grpo_ext "
+                "write it when they begin to train; trail=False turns the trail off."
             )
     starts = read_log(Path(folder) / LOG).starts
     if not starts:
@@ -185,7 +185,7 @@ def _meaning(found: Comparison, first: Difference, meaning: Changes, besides: Ch
     """A sentence on the likely cause of the first difference."""
     if first.stage == "prompts":
         known = _among(meaning, _OF_PROMPTS) or ["the data set, its order, or the chat template"]
-        return f"Other prompts were sampled for: {', '.join(known)}."
+        return f"The runs have different prompts. What decides them: {', '.join(known)}."
     if first.stage == "completions":
         if known := _among(meaning, _OF_SAMPLING):
             return f"Sampling has other settings: {', '.join(known)}."

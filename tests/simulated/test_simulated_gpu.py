@@ -111,8 +111,9 @@ def test_another_order_of_sums_has_other_bits():
     assert run("packed")["weights"] != run("one micro-batch")["weights"]
 
 
-# blocking copies and waits of the host, of packs without images, their completions given; measured, and never more
-CEILINGS = {"to_device": (2, 1), "to_host": (0, 0), "waits": (0, 3)}  # of a micro-batch, of the rest of a step
+# blocking copies and waits of the host, of packs without images, their completions given; measured, and never more (one
+# of the waits is for the gradient norm in the trail)
+CEILINGS = {"to_device": (2, 1), "to_host": (0, 0), "waits": (0, 4)}  # of a micro-batch, of the rest of a step
 
 
 @pytest.mark.parametrize("kind", CEILINGS)

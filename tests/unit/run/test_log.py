@@ -69,5 +69,5 @@ def test_a_log_that_cannot_be_written_does_not_end_the_training(tmp_path):
     (tmp_path / LOG).unlink()
     (tmp_path / LOG).mkdir()
     write(log, 1)
-    assert log.path is None
+    assert log._file.path is None
     write(log, 2)
