@@ -328,6 +328,7 @@ class RunKeeper(TrainerCallback):
                     "environment": environment(),
                     "geometry": dataclasses.asdict(self.geometry),
                     "plan": plan,
+                    "trail": self.args.trail,
                     **self.fingerprint,
                 }
                 self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)

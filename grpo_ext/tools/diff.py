@@ -38,7 +38,7 @@ _UNCOMPARED = ("time/", "layout/", "step_time", "sampling/")  # timings, the lay
 _FIRST = ("learning_rate", "loss", "grad_norm")  # the values that are compared before all others
 # differences are relative to the larger value, which is taken as at least this; 1 for others, whose terms may cancel
 _LEAST = {"grad_norm": 1e-2, "kl": 1e-2, "entropy": 1e-2, "learning_rate": 1e-12}
-_OF_PROMPTS = ("seed", "data_seed", "data", "tokenizer", "num_generations", "rollout_batch_size")
+_OF_PROMPTS = ("seed", "data_seed", "data", "tokenizer", "num_generations", "rollout_batch_size", "num_iterations")
 _OF_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_completion_length"),
     *(
@@ -47,7 +47,7 @@ _OF_SAMPLING = (
         "seed",
         "rollout_lag",
         "dynamic_sampling",
-        "dynamic_sampling_max_rounds",
+        *("dynamic_sampling_max_rounds", "mask_truncated_completions"),
     ),
 )
 _OF_ADVANTAGES = ("scale_rewards", "advantage_estimator", "reward_weights", "multi_objective_aggregation")
@@ -133,6 +133,8 @@ def read_run(folder: str | Path) -> RunOnDisk:
     starts = read_log(Path(folder) / LOG).starts
     if not starts:
         raise ConfigError(f"{Path(folder) / LOG} has no start of a run; name the output_dir of a run that has begun.")
+    if not starts[-1].get("trail"):
+        raise ConfigError(f"the last start of {folder} had trail=False, so its trail is of an earlier one.")
     return RunOnDisk(starts[-1], read_trail(Path(folder) / TRAIL))
 
 
@@ -183,6 +185,8 @@ def _among(changes: Changes, names: Sequence[str]) -> list[str]:
 
 def _meaning(found: Comparison, first: Difference, meaning: Changes, besides: Changes) -> str:
     """A sentence on the likely cause of the first difference."""
+    if first.step == 0:
+        return "The runs begin with different weights: another model or adapter, or a trainer that had trained before."
     if first.stage == "prompts":
         known = _among(meaning, _OF_PROMPTS) or ["the data set, its order, or the chat template"]
         return f"The runs have different prompts. What decides them: {', '.join(known)}."
@@ -217,7 +221,10 @@ def compare_trails(a: ReadTrail, b: ReadTrail, half: bool) -> Comparison:
     steps = sorted((a.steps.keys() & b.steps.keys()) - {0})
     found = Comparison("same bits", len(steps))
     sized = sorted({*a.projected} & {*b.projected})
-    begin = next((step for step in (a.projected or [0])[:1] if a.steps.get(step, {}).get("weights")), None)
+    begin = sized[0] if sized else None
+    starts = [trail.steps.get(0, {}).get("weights") for trail in (a, b)]
+    if None not in starts and starts[0] != starts[1]:
+        found.first, found.verdict = Difference(0, "weights", "those at the start differ"), "different"
     for step in steps:
         for difference in _of_step(step, a, b, sized, begin, step > steps[0]):
             if difference.stage == "completions":
@@ -318,7 +325,7 @@ def _of_weights(step: int, a: ReadTrail, b: ReadTrail, sized: int | None, begin:
     # in bitwise mode the steps that are not logged have digests alone: the size is that of the next one which is
     if sized is not None and begin is not None and begin < sized:
         start, one, other = (trail.steps[s]["weights"] for trail, s in ((a, begin), (a, sized), (b, sized)))
-        apart, moved = (math.hypot(*(distance(one[g][1], x[g][1]) for g in one)) for x in (other, start))
+        apart, moved = (math.hypot(*(distance(one[g][1], x[g][1]) for g in one if g in x)) for x in (other, start))
         error = apart / moved if moved else math.inf
         what += f", by about {apart:.1e} over all weights after step {sized}, {error:.1e} of what training has changed"
     yield Difference(step, "weights", what, len(changed), len(one), error)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 FILE, FUNCTION = 400, 50
 LARGER = {"trainer.py": 450}  # the override points
-WHOLE = {"grpo_ext": ("*.py", 19_640), "tests": ("*.py", 24_160), "docs": ("*.md", 1_940)}
+WHOLE = {"grpo_ext": ("*.py", 19_690), "tests": ("*.py", 24_210), "docs": ("*.md", 1_945)}
 
 
 def too_large_files(package: Path) -> Iterator[str]:

@@ -14,7 +14,7 @@ from grpo_ext.run import trail
 from grpo_ext.run.log import LOG
 from grpo_ext.run.trail import TRAIL, read_trail
 from grpo_ext.tools.diff import diff
-from tests.support.tiny import letter_reward, prompts, sparse_reward
+from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model
 from tests.support.trainers import SAVE, make, on, parameters
 
 RUN: dict[str, Any] = {"report_to": "none", "max_steps": 6, "logging_steps": 1, "global_batch_size": 16}
@@ -199,6 +199,28 @@ def test_runs_that_cannot_be_compared_say_why(tmp_path, base):
         diff(base, run(tmp_path / "size", global_batch_size=8))
     with pytest.raises(ConfigError, match="trail=False"):
         diff(base, run(tmp_path / "none", trail=False))
+
+
+def test_other_weights_at_the_start_are_named(tmp_path, base):
+    found = diff(base, run(tmp_path / "run", model=tiny_model("qwen2", initializer_range=0.1)))
+    assert found.first is not None
+    assert (found.first.step, found.first.stage) == (0, "weights")
+
+
+def test_the_trail_of_an_earlier_start_is_not_taken_for_the_run(tmp_path, base):
+    run(tmp_path / "run")
+    run(tmp_path / "run", trail=False)
+    with pytest.raises(ConfigError, match="had trail=False"):
+        diff(base, tmp_path / "run")
+
+
+def test_padding_of_an_override_is_no_difference(tmp_path, base):
+    class Same(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            return super()._generate_and_score_completions(inputs)
+
+    found = diff(base, run(tmp_path / "run", cls=Same))
+    assert found.first is None or found.first.stage != "prompts", found.text
 
 
 def test_the_trail_changes_no_bit(tmp_path):
