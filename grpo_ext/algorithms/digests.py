@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .keyed_random import GOLDEN, mix, signed
+
 PROJECTIONS = 8
 _BLOCK = 1 << 16  # elements that share the table of factors and signs
 _CHUNKS = {"cpu": 4}  # blocks at a time: on a CPU they stay in its cache
@@ -26,15 +28,15 @@ _MOST_GROUPS = 16
 
 def digest(*parts: Any) -> str:
     """8 bytes in hex of tensors (as 64-bit integers; floats by their bits), texts and bytes."""
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, torch.Tensor):
             kind = "<f8" if part.is_floating_point() else "<i8"
             part = (part.double() if kind == "<f8" else part.long()).cpu().numpy().astype(kind).tobytes()
         elif isinstance(part, str):
             part = part.encode()
-        found.update(len(part).to_bytes(8, "little") + part)
-    return found.hexdigest()
+        hasher.update(len(part).to_bytes(8, "little") + part)
+    return hasher.hexdigest()
 
 
 @dataclass
@@ -76,17 +78,21 @@ class WeightDigest:
         return [f"{int(self.total) % _MODULUS:016x}", None if self.projections is None else self.projections.tolist()]
 
 
+def _mixed(key: int, count: int) -> torch.Tensor:
+    """64 well mixed bits for each of `count` numbers after a key."""
+    return mix((signed(key) + torch.arange(count)) * signed(GOLDEN), 0)
+
+
 @functools.lru_cache(maxsize=4096)
 def _factors(key: int, count: int) -> torch.Tensor:
     """An odd factor for each of `count` numbers after a key."""
-    return torch.tensor([_signed(_mix(key + number) | 1) for number in range(count)])
+    return _mixed(key, count) | 1
 
 
 @functools.lru_cache(maxsize=4096)
 def _signs(key: int, count: int) -> torch.Tensor:
     """1 or -1 for each of `count` numbers after a key and each projection, (count, P)."""
-    mixed = [_mix(key + number) for number in range(count)]
-    return torch.tensor([[1 - 2 * (one >> (8 + p) & 1) for p in range(PROJECTIONS)] for one in mixed])
+    return 1 - 2 * (_mixed(key, count)[:, None] >> (8 + torch.arange(PROJECTIONS)) & 1)
 
 
 @functools.lru_cache(maxsize=4)
@@ -95,24 +101,12 @@ def _table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return _factors(0, _BLOCK).to(device), _signs(0, _BLOCK).double().to(device)
 
 
-def _mix(value: int) -> int:
-    """64 well mixed bits of a number (splitmix64, Steele et al. 2014)."""
-    value = (value * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % _MODULUS
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % _MODULUS
-    value = (value ^ value >> 27) * 0x94D049BB133111EB % _MODULUS
-    return value ^ value >> 31
-
-
-def _signed(value: int) -> int:
-    return value - _MODULUS if value >= _MODULUS // 2 else value
-
-
 def layer_groups(names: Iterable[str]) -> dict[str, str]:
     """The group of each parameter: neighbouring layers together, so that a usual model has at most 16."""
     places: dict[str, tuple[str, int | None]] = {}
     for name in names:
-        found = re.search(r"^(.*?)\.(\d+)\.", name)
-        places[name] = (found[1], int(found[2])) if found else (name.rpartition(".")[0] or name, None)
+        match = re.search(r"^(.*?)\.(\d+)\.", name)
+        places[name] = (match[1], int(match[2])) if match else (name.rpartition(".")[0] or name, None)
     stacks: dict[str, int] = {}
     for stack, layer in places.values():
         if layer is not None:

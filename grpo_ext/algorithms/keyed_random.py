@@ -10,10 +10,11 @@ import torch
 TRAIN_STREAM, EVAL_STREAM, ORDER_STREAM, FURTHER_STREAM = 1, 2, 3, 4
 _MASK64 = (1 << 64) - 1
 _BLOCK = 128  # tokens; a divisor of most large vocabularies
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
+    """An unsigned 64-bit number as torch's int64 with the same bits."""
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
@@ -24,9 +25,9 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def mix(key: torch.Tensor, value: torch.Tensor | int) -> torch.Tensor:
     """Fold `value` into 64-bit keys (int64, any shape); wraps around, never overflows."""
-    x = (key ^ value) + _signed(_GOLDEN)
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX2)
+    x = (key ^ value) + signed(GOLDEN)
+    x = (x ^ _shift_right(x, 30)) * signed(_MIX1)
+    x = (x ^ _shift_right(x, 27)) * signed(_MIX2)
     return x ^ _shift_right(x, 31)
 
 
@@ -34,7 +35,7 @@ def derive_key(*parts: int) -> int:
     """Unsigned, 64 bits; the order of the parts matters."""
     key = torch.zeros((), dtype=torch.int64)
     for part in parts:
-        key = mix(key, _signed(part & _MASK64))
+        key = mix(key, signed(part & _MASK64))
     return int(key) & _MASK64
 
 
@@ -42,7 +43,7 @@ def completion_keys(
     seed: int, stream: int, epoch: int, rollout: int, prompts_B: torch.Tensor, generations_B: torch.Tensor
 ) -> torch.Tensor:
     """Keys of completions, (B,), int64; `stream` keeps training and evaluation apart."""
-    start = torch.full_like(prompts_B, _signed(derive_key(seed, stream, epoch, rollout)))
+    start = torch.full_like(prompts_B, signed(derive_key(seed, stream, epoch, rollout)))
     return mix(mix(start, prompts_B), generations_B)
 
 
