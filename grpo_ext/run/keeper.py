@@ -142,8 +142,9 @@ class RunKeeper(TrainerCallback):
         self._noted = {"loss": loss, **counted, **values}
 
     def note_norm(self, norm: float | None, learning_rate: float) -> None:
-        """Note the norm of a step's gradient before clipping."""
-        self._noted |= {"learning_rate": learning_rate} | ({} if norm is None else {"grad_norm": float(norm)})
+        """Note the norm of a step's gradient before clipping, for the trail: the host waits for it."""
+        if self.args.trail:
+            self._noted |= {"learning_rate": learning_rate} | ({} if norm is None else {"grad_norm": float(norm)})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None:

@@ -90,12 +90,11 @@ def _advantage(row: torch.Tensor) -> Any:
 
 def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
     batch = part.batch
-    masks = _rows(batch["completion_mask"]) if "completion_mask" in batch.columns else [None] * len(batch)
-    ids = _rows(batch["completion_ids"])
+    ids, masks = _rows(batch["completion_ids"]), _rows(batch["completion_mask"])
     # a user's override may return rows with padding, which depends on the layout
     rows = zip(_rows(batch["prompt_ids"]), _rows(batch["prompt_mask"]), strict=True)
     prompts = [digest(row[mask.bool()]) for row, mask in rows]
-    completions = [digest(row, torch.as_tensor(mask).long()) for row, mask in zip(ids, masks, strict=True)]
+    completions = [digest(row, mask.long()) for row, mask in zip(ids, masks, strict=True)]
     rewards = {name: part.rewards_BF[:, number].tolist() for number, name in enumerate(functions)}
     return {
         "count": len(batch),
