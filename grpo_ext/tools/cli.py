@@ -202,10 +202,10 @@ def diff(
     from .diff import SAME
     from .diff import diff as compare_runs
 
-    found = compare_runs(run_a, run_b)
-    write_json(json_file, found.as_dict())
-    typer.echo(found.text)
-    if found.verdict not in SAME:
+    comparison = compare_runs(run_a, run_b)
+    write_json(json_file, comparison.as_dict())
+    typer.echo(comparison.text)
+    if comparison.verdict not in SAME:
         raise typer.Exit(1)
 
 

@@ -6,6 +6,7 @@ made.
 
 import dataclasses
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,14 +42,8 @@ _LEAST = {"grad_norm": 1e-2, "kl": 1e-2, "entropy": 1e-2, "learning_rate": 1e-12
 _OF_PROMPTS = ("seed", "data_seed", "data", "tokenizer", "num_generations", "rollout_batch_size", "num_iterations")
 _OF_SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_completion_length"),
-    *(
-        "num_generations",
-        "rollout_chunk_size",
-        "seed",
-        "rollout_lag",
-        "dynamic_sampling",
-        *("dynamic_sampling_max_rounds", "mask_truncated_completions"),
-    ),
+    *("num_generations", "rollout_chunk_size", "seed", "rollout_lag", "mask_truncated_completions"),
+    *("dynamic_sampling", "dynamic_sampling_max_rounds"),
 )
 _OF_ADVANTAGES = ("scale_rewards", "advantage_estimator", "reward_weights", "multi_objective_aggregation")
 _OF_OPTIMIZER = (
@@ -152,21 +147,21 @@ def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
     if sizes[0] != sizes[1]:
         what = f"steps of {sizes[0]} and of {sizes[1]} completions (global_batch_size) cannot be compared."
         raise ConfigError("\n".join([what, *notes]))
-    found = compare_trails(a.trail, b.trail, a.half or b.half)
-    if not found.steps:
+    comparison = compare_trails(a.trail, b.trail, a.half or b.half)
+    if not comparison.steps:
         raise ConfigError("the runs have no step in common; at least one of them has not trained a step yet.")
-    first = found.first
+    first = comparison.first
     if first is not None:
-        uncertain = bool(found.largest) or a.half or b.half or bool(besides)
+        uncertain = bool(comparison.largest) or a.half or b.half or bool(besides)
         few = first.stage == "completions" and first.of > 1 and first.count * 2 <= first.of
         if uncertain and few and not _among(meaning, _OF_SAMPLING):
-            found.verdict = "few tokens"
-        found.meaning = _meaning(found, first, meaning, besides)
+            comparison.verdict = "few tokens"
+        comparison.meaning = _meaning(comparison, first, meaning, besides)
     lengths = [max(run.trail.steps, default=0) for run in (a, b)]
-    if lengths != [found.steps, found.steps]:
-        notes.append(f"The runs have {lengths[0]} and {lengths[1]} steps; {found.steps} were compared.")
-    found.notes = notes
-    return found
+    if lengths != [comparison.steps, comparison.steps]:
+        notes.append(f"The runs have {lengths[0]} and {lengths[1]} steps; {comparison.steps} were compared.")
+    comparison.notes = notes
+    return comparison
 
 
 def _changes(a: dict[str, Any], b: dict[str, Any]) -> Changes:
@@ -183,7 +178,7 @@ def _among(changes: Changes, names: Sequence[str]) -> list[str]:
     return [name for name, _, _ in changes if name.split(".")[0] in names]
 
 
-def _meaning(found: Comparison, first: Difference, meaning: Changes, besides: Changes) -> str:
+def _meaning(comparison: Comparison, first: Difference, meaning: Changes, besides: Changes) -> str:
     """A sentence on the likely cause of the first difference."""
     if first.step == 0:
         return "The runs begin with different weights: another model or adapter, or a trainer that had trained before."
@@ -193,9 +188,10 @@ def _meaning(found: Comparison, first: Difference, meaning: Changes, besides: Ch
     if first.stage == "completions":
         if known := _among(meaning, _OF_SAMPLING):
             return f"Sampling has other settings: {', '.join(known)}."
-        alike = "the same up to rounding" if found.largest else "the same bits"
-        when = f" after step {found.weights_known}, when they were last compared" if found.weights_known >= 0 else ""
-        weights = f"The weights were {alike}{when}. " if when else ""
+        alike = "the same up to rounding" if comparison.largest else "the same bits"
+        weights, last = "", comparison.weights_known
+        if last >= 0:
+            weights = f"The weights were {alike} after step {last}, when they were last compared. "
         causes = [name for name, _, _ in besides] or ["the sampler itself (an override, an engine), or other kernels"]
         return f"{weights}What may have sampled differently: {', '.join(causes)}."
     if first.stage == "rewards":
@@ -219,31 +215,29 @@ def _meaning(found: Comparison, first: Difference, meaning: Changes, besides: Ch
 def compare_trails(a: ReadTrail, b: ReadTrail, half: bool) -> Comparison:
     """Compare the steps that both have, in the order in which they are made."""
     steps = sorted((a.steps.keys() & b.steps.keys()) - {0})
-    found = Comparison("same bits", len(steps))
+    comparison = Comparison("same bits", len(steps))
     sized = sorted({*a.projected} & {*b.projected})
-    begin = sized[0] if sized else None
     starts = [trail.steps.get(0, {}).get("weights") for trail in (a, b)]
     if None not in starts and starts[0] != starts[1]:
-        found.first, found.verdict = Difference(0, "weights", "those at the start differ"), "different"
+        comparison.first, comparison.verdict = Difference(0, "weights", "those at the start differ"), "different"
     for step in steps:
-        for difference in _of_step(step, a, b, sized, begin, step > steps[0]):
+        for difference in _of_step(step, a, b, sized, step > steps[0]):
             if difference.stage == "completions":
-                found.changed_completions[step] = difference.count / difference.of
-            if found.first is not None:
+                comparison.changed_completions[step] = difference.count / difference.of
+            if comparison.first is not None:
                 continue
             if difference.error <= _LIMITS.get(difference.stage, (0.0, 0.0))[half]:
-                found.verdict = "rounding"
-                found.largest[difference.stage] = max(found.largest.get(difference.stage, 0.0), difference.error)
+                comparison.verdict = "rounding"
+                before = comparison.largest.get(difference.stage, 0.0)
+                comparison.largest[difference.stage] = max(before, difference.error)
             else:
-                found.first, found.verdict = difference, "different"
-        if found.first is None and "weights" in a.steps[step] and "weights" in b.steps[step]:
-            found.weights_known = step
-    return found
+                comparison.first, comparison.verdict = difference, "different"
+        if comparison.first is None and "weights" in a.steps[step] and "weights" in b.steps[step]:
+            comparison.weights_known = step
+    return comparison
 
 
-def _of_step(
-    step: int, a: ReadTrail, b: ReadTrail, sized: list[int], begin: int | None, known_before: bool
-) -> Iterator[Difference]:
+def _of_step(step: int, a: ReadTrail, b: ReadTrail, sized: list[int], known_before: bool) -> Iterator[Difference]:
     """The differences of a step, in the order of its stages."""
     one, other = a.rollouts.get(step), b.rollouts.get(step)
     if one is not None and other is not None:
@@ -252,7 +246,7 @@ def _of_step(
         yield Difference(step, "prompts", "only one of the runs begins a rollout batch here")
     yield from _of_values(step, a.steps[step]["values"], b.steps[step]["values"])
     if "weights" in a.steps[step] and "weights" in b.steps[step]:
-        yield from _of_weights(step, a, b, next((s for s in sized if s >= step), None), begin)
+        yield from _of_weights(step, a, b, sized)
 
 
 def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
@@ -285,7 +279,7 @@ def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Dif
 
 def _prompt(a: dict[str, Any], b: dict[str, Any], entry: int) -> str:
     rows = [part["rows"][entry] if entry < len(part["rows"]) else None for part in (a, b)]
-    if not isinstance(rows[0] or rows[1] or 0, int):  # entries that stand for several prompts
+    if any(isinstance(row, str) for row in rows):  # entries that stand for several prompts
         return f"one of the prompts of entry {entry} is another"
     if rows[0] != rows[1]:
         return f"prompt {entry} is row {rows[0]} of the data in one run and row {rows[1]} in the other"
@@ -313,7 +307,7 @@ def _of_values(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Diff
             yield Difference(step, stage, f"{name} is {one} and {other}", error=error)
 
 
-def _of_weights(step: int, a: ReadTrail, b: ReadTrail, sized: int | None, begin: int | None) -> Iterator[Difference]:
+def _of_weights(step: int, a: ReadTrail, b: ReadTrail, sized: list[int]) -> Iterator[Difference]:
     one, other = a.steps[step]["weights"], b.steps[step]["weights"]
     if one.keys() != other.keys():
         yield Difference(step, "weights", "other parameters are trained")
@@ -323,11 +317,13 @@ def _of_weights(step: int, a: ReadTrail, b: ReadTrail, sized: int | None, begin:
         return
     what, error = f"first in {changed[0]}", math.inf
     # in bitwise mode the steps that are not logged have digests alone: the size is that of the next one which is
-    if sized is not None and begin is not None and begin < sized:
-        start, one, other = (trail.steps[s]["weights"] for trail, s in ((a, begin), (a, sized), (b, sized)))
+    place = bisect_left(sized, step)
+    if 0 < place < len(sized):  # the first of all is where the change is measured from
+        begin, end = sized[0], sized[place]
+        start, one, other = (trail.steps[s]["weights"] for trail, s in ((a, begin), (a, end), (b, end)))
         apart, moved = (math.hypot(*(distance(one[g][1], x[g][1]) for g in one if g in x)) for x in (other, start))
         error = apart / moved if moved else math.inf
-        what += f", by about {apart:.1e} over all weights after step {sized}, {error:.1e} of what training has changed"
+        what += f", by about {apart:.1e} over all weights after step {end}, {error:.1e} of what training has changed"
     yield Difference(step, "weights", what, len(changed), len(one), error)
 
 
