@@ -40,6 +40,7 @@ from .run.checkpoint import create_output_dir
 from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
+from .run.rerun import Rerun, StepAgain
 from .runtime.attributes import assigned
 from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
@@ -215,7 +216,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                             backward(self._loss_of(model, micro_batch))
         values = log_values(attempt.plan, step.metrics, self._clock.take())
         loss = self._log_step(values)
-        attempt.refuse_not_finite(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
+        attempt.end(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
         self._keeper.note_step(loss, values, step.counts)
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
@@ -386,6 +387,19 @@ class GRPOTrainer(trl.GRPOTrainer):
                     self._forwards.choose_forms(self._view.models)
                 with self._keeper.running(checkpoint), contextlib.closing(self._rollouts):
                     return super().train(checkpoint, trial, ignore_keys_for_eval)
+
+    def rerun(self, step: int, *, gradients: bool = False, call_rewards: bool = False) -> Rerun:
+        """Run a step of the run in `output_dir` again, from the newest checkpoint before it or the start.
+
+        In a script, instead of `train()`: the result says whether the steps are those that the run made, and its folder
+        holds what the step computed for each token. Rewards are those of the run, or with `call_rewards` computed
+        again. `gradients` adds the gradient of each completion. Afterwards the weights are those after the step.
+
+        Raises:
+            ConfigError: the run has no trail or not this step, is another run, or samples in a way of its own.
+        """
+        again = StepAgain(self._view, self._keeper, self._rollouts, self._step_planner)
+        return again.run(self.train, step, gradients, call_rewards)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""

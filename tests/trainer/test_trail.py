@@ -11,9 +11,9 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.run import log as run_log
 from grpo_ext.run import trail
+from grpo_ext.run.diff import diff
 from grpo_ext.run.log import LOG
 from grpo_ext.run.trail import TRAIL, read_trail
-from grpo_ext.tools.diff import diff
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model
 from tests.support.trainers import SAVE, make, on, parameters
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from ..algorithms.digests import distance
 from ..errors import ConfigError
-from ..run.fingerprint import LAYOUT_SIZES, differences
-from ..run.log import LOG, read_log
-from ..run.trail import TRAIL, ReadTrail, read_trail
+from .fingerprint import LAYOUT_SIZES, differences
+from .log import LOG, read_log
+from .trail import TRAIL, ReadTrail, read_trail
 
 Verdict = Literal["same bits", "rounding", "few tokens", "different"]
 SAME: tuple[Verdict, ...] = ("same bits", "rounding")
@@ -139,9 +139,9 @@ def diff(one: str | Path, other: str | Path) -> Comparison:
 
 
 def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
-    meaning, besides = _changes(a.settings, b.settings), _changes(a.besides, b.besides)
+    meaning, besides = changes(a.settings, b.settings), changes(a.besides, b.besides)
     notes = [
-        f"{title}: {_listed(c)}" for title, c in (("Settings", meaning), ("Versions, machine, layout", besides)) if c
+        f"{title}: {listed(c)}" for title, c in (("Settings", meaning), ("Versions, machine, layout", besides)) if c
     ]
     sizes = [(run.start.get("geometry") or {}).get("global_batch_size") for run in (a, b)]
     if sizes[0] != sizes[1]:
@@ -164,12 +164,12 @@ def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
     return comparison
 
 
-def _changes(a: dict[str, Any], b: dict[str, Any]) -> Changes:
+def changes(a: dict[str, Any], b: dict[str, Any]) -> Changes:
     pairs = differences({name: (a.get(name), b.get(name)) for name in {**a, **b}})
     return [change for change in pairs if change[1] != change[2]]
 
 
-def _listed(changes: Changes) -> str:
+def listed(changes: Changes) -> str:
     shown = [f"{name} {old!r} -> {new!r}" for name, old, new in changes[:12]]
     return "; ".join(shown) + (f"; and {len(changes) - 12} more" if len(changes) > 12 else "")
 
