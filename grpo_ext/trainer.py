@@ -217,7 +217,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         values = log_values(attempt.plan, step.metrics, self._clock.take())
         loss = self._log_step(values)
         attempt.end(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
-        self._keeper.note_step(loss, values, step.counts)
+        self._keeper.note_step(loss, values, step.counts, len(attempt.plan.rows))
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()

@@ -35,7 +35,9 @@ _LIMITS = {
     "values": (1e-4, 5e-2),
     "weights": (1e-2, 0.5),  # of what training has changed
 }
-_UNCOMPARED = ("time/", "layout/", "step_time", "sampling/")  # timings, the layout, diagnostics of the sampler
+# timings, the layout, diagnostics of the sampler, and how many completions run
+_UNCOMPARED = ("time/", "layout/", "step_time", "sampling/", "counts/run")
+_OF_RUN = ("entropy", "clip_ratio/", "cispo_clip_ratio")  # over the completions that run
 _FIRST = ("learning_rate", "loss", "grad_norm")  # the values that are compared before all others
 # differences are relative to the larger value, which is taken as at least this; 1 for others, whose terms may cancel
 _LEAST = {"grad_norm": 1e-2, "kl": 1e-2, "entropy": 1e-2, "learning_rate": 1e-12}
@@ -299,7 +301,9 @@ def _place(part: dict[str, Any], entry: int) -> str:
 
 
 def _of_values(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
-    for name in dict.fromkeys(n for n in (*_FIRST, *a, *b) if not n.startswith(_UNCOMPARED)):
+    # an override of the loss, or skip_zero_contribution=False, also runs completions that contribute nothing
+    uncompared = _UNCOMPARED if a.get("counts/run") == b.get("counts/run") else (*_UNCOMPARED, *_OF_RUN)
+    for name in dict.fromkeys(n for n in (*_FIRST, *a, *b) if not n.startswith(uncompared)):
         one, other = a.get(name), b.get(name)
         if one != other:
             stage = "optimizer" if name == "learning_rate" else "values"

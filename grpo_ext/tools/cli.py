@@ -223,7 +223,6 @@ def rerun(
     Writes rerun/step-N in the run's folder and nothing else. Exit status: 0 for the same bits or rounding, 1 for a
     difference, 2 for a step that cannot be run again.
     """
-    load_libraries()
     from .rerun import rerun as start
 
     flags = {"rerun": step, "rerun_gradients": gradients, "rerun_rewards": call_rewards}

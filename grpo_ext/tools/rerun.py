@@ -13,7 +13,6 @@ from pathlib import Path
 import yaml
 
 from ..errors import ConfigError
-from .check.runs import ranked
 
 RECIPE = "recipe.json"  # in a run's folder, by recipes/grpo.py: its path, the folder it ran in, and the settings
 _NOT_AGAIN = ("output_dir", "resume_from_checkpoint", "rerun")
@@ -32,8 +31,12 @@ def rerun(run: Path, options: Sequence[str], processes: int) -> int:
         file = Path(folder, "settings.yaml")
         file.write_text(yaml.safe_dump(settings))
         command = [sys.executable, recipe["script"], "--config", str(file), "--output_dir", str(path.parent), *options]
-        workers = []
-        for environment in ranked({**os.environ}, processes):
+        workers, environments = [], [{**os.environ}]
+        if processes > 1:
+            from .check.runs import ranked  # imports torch
+
+            environments = ranked(environments[0], processes)
+        for environment in environments:
             workers.append(subprocess.Popen(command, env=environment, cwd=recipe["folder"]))
             ending.callback(workers[-1].kill)
         while None in (statuses := [worker.poll() for worker in workers]) and not any(statuses):
