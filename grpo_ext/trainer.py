@@ -64,13 +64,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     ```python
     from grpo_ext import GRPOConfig, GRPOTrainer
-
-    trainer = GRPOTrainer(
-        model="Qwen/Qwen2.5-0.5B-Instruct",
-        reward_funcs=my_reward,
-        args=GRPOConfig("runs/first", global_batch_size=64, per_device_train_batch_size=5),
-        train_dataset=dataset,
-    )
+    config = GRPOConfig("runs/first", global_batch_size=64, per_device_train_batch_size=5)
+    trainer = GRPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", my_reward, config, train_dataset=dataset)
     trainer.train()
     ```
 
@@ -252,9 +247,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """Like transformers' method, with pass@k and mean@k of the whole set, under its prefix; for `predict` too."""
-        options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         with self._keeper.saving_on_failure(lambda: self._save_checkpoint(self.model, None)):
-            output: Any = super().evaluation_loop(dataloader, *options)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         pass_metrics = self._pass_at_k.metrics(self.num_generations_eval) if len(dataloader) else {}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pass_metrics.items()})
         return output
@@ -389,15 +385,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                     return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def rerun(self, step: int, *, gradients: bool = False, call_rewards: bool = False) -> Rerun:
-        """Run a step of the run in `output_dir` again, from the newest checkpoint before it or the start.
-
-        In a script, instead of `train()`: the result says whether the steps are those that the run made, and its folder
-        holds what the step computed for each token. Rewards are those of the run, or with `call_rewards` computed
-        again. `gradients` adds the gradient of each completion. Afterwards the weights are those after the step.
-
-        Raises:
-            ConfigError: the run has no trail or not this step, is another run, or samples in a way of its own.
-        """
+        """Run a step of the run in `output_dir` again, instead of `train()`; see `run.rerun.StepAgain.run`."""
         again = StepAgain(self._view, self._keeper, self._rollouts, self._step_planner)
         return again.run(self.train, step, gradients, call_rewards)
 

@@ -70,14 +70,22 @@ class StepAgain:
     planner: StepPlanner
 
     def run(self, train: Callable[..., Any], step: int, gradients: bool, call_rewards: bool) -> Rerun:
-        """See `GRPOTrainer.rerun`; `train` is the trainer's."""
+        """Train from the newest checkpoint before a step, or from the start, to the step; compare with the run's trail.
+
+        Rewards are the run's, or with `call_rewards` computed again. `gradients`: record that of each completion too.
+        `train` is the trainer's; afterwards its weights are those after the step.
+
+        Raises:
+            ConfigError: the run has no trail or not this step, is another run, or samples in a way of its own.
+        """
         view, accelerator = self.view, self.view.accelerator
         run, folder, checkpoint, first = from_main_process(accelerator, lambda: self._begin(step))
         record = StepRecord(gradients)
         ours = (self.keeper, self.keeper.watch, self.rollouts.worker.clock)
         callbacks = view.callback_handler.callbacks
         kept = [c for c in callbacks if c in ours or type(c) in (DefaultFlowCallback, SyncRefModelCallback)]
-        users = [type(c) for c in callbacks if c not in kept and not type(c).__module__.startswith("transformers.")]
+        others = [type(callback) for callback in callbacks if callback not in kept]
+        users = [kind for kind in others if not kind.__module__.startswith(("transformers.", "grpo_ext."))]
         if users:
             logger.info(f"Without the callbacks {', '.join(kind.__name__ for kind in users)}.")
         quiet: dict[str, Any] = dict.fromkeys(("save_strategy", "eval_strategy"), "no")
@@ -105,8 +113,8 @@ class StepAgain:
         view, source = self.view, Path(str(self.view.args.output_dir))
         run = read_run(source)
         if step < 1 or step not in run.trail.steps:
-            steps = f"steps {min(run.trail.steps)} to {max(run.trail.steps)}" if run.trail.steps else "no step"
-            raise ConfigError(f"step {step} of {source} cannot be run again: its trail has {steps}.")
+            known = sorted(run.trail.steps.keys() - {0}) or [0]
+            raise ConfigError(f"{source} has no step {step}; its trail has the steps {known[0]} to {known[-1]}.")
         if view.rollout_func is not None:
             raise ConfigError("a run with a rollout_func cannot be run again: what it samples is not known here.")
         if view.use_vllm and (view.args.bf16 or view.args.fp16):
@@ -130,7 +138,7 @@ class StepAgain:
             )
         log = read_log(source / LOG)
         pace = log.seconds / log.entries[-1]["step"] if log.entries else math.nan
-        time = "" if math.isnan(pace) else f", about {pace * (step - start):.0f} s at the run's pace"
+        time = "" if math.isnan(pace) else f", about {max(pace * (step - start), 1.0):.0f} s at the run's pace"
         begin = "the start" if checkpoint is None else Path(checkpoint).name
         logger.info(f"Running steps {start + 1} to {step} of {source} again from {begin}{time}, in {folder}.")
         return run, folder, checkpoint, start + 1
@@ -143,10 +151,11 @@ class StepAgain:
             call = self.rollouts.worker.calls.innermost(RewardsCall)
             real = [] if call is not None and call.local.request.stands_in else map(torch.tensor, ids)
             # a completion that is masked out has one token, with mask 0
-            pairs = [(digest(row, torch.ones(len(row))), digest(row[:1], torch.zeros(1))) for row in real]
+            pairs = [(digest(row, torch.ones_like(row)), digest(row[:1], torch.zeros_like(row[:1]))) for row in real]
             found = gather_lists(pairs)
             for part in trail.rollouts.get(view.state.global_step + 1, {}).get("rounds", ()):
                 known = part["count"] == len(part["completions"]) == len(found)
+                known = known and len(part["rewards"]) == len(view.reward_funcs)
                 if known and all(one in pair for one, pair in zip(part["completions"], found, strict=True)):
                     columns = [[math.nan if x is None else x for x in column] for column in part["rewards"].values()]
                     return torch.tensor(columns).T.to(view.accelerator.device)
@@ -184,7 +193,7 @@ class StepAgain:
             **origin,
             "prompt": decode(prompt),
             "answer": None if number is None else rows[number].get("answer"),
-            "completion": decode(ids),
+            "completion": decode(ids, skip_special_tokens=True),
             "advantage": list(batch["advantages"])[row].tolist(),
             "share": None if shares is None else math.fsum(shares),
             "gradient": record.gradients.get(row),
