@@ -40,7 +40,7 @@ from .run.checkpoint import create_output_dir
 from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
-from .run.rerun import Rerun, StepAgain
+from .run.rerun import Rerun
 from .runtime.attributes import assigned
 from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
@@ -138,7 +138,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         use_reference(reference, self._view, config)
         parts = Components(self._view, config, user_args)
         self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
-        self._step_planner, self._loss_overrides = parts.step_planner, parts.loss_overrides
+        self._step_planner, self._loss_overrides, self._again = parts.step_planner, parts.loss_overrides, parts.again
         self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
         self._uncovered = check_trainer(self._view, self._rollouts, config)
         self._rollouts.worker.rewards.pack_functions(reward_functions(self._view))
@@ -177,9 +177,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """One item, the whole evaluation set, cut into micro-batches like a training step."""
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        dataset = self.eval_dataset if dataset is None else dataset
         if dataset is None:
             raise ConfigError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate().")
         if isinstance(dataset, Dataset):
@@ -235,8 +234,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                     step = attempt.measure(self.model)
                     for micro_batch in self._with_events(attempt.micro_batches(step)):
                         self._loss_of(self.model, micro_batch)
-            loss = self._log_step(step.metrics.reduce())
-            return torch.tensor(loss, device=self.accelerator.device), None, None
+            return torch.tensor(self._log_step(step.metrics.reduce()), device=self.accelerator.device), None, None
 
     def evaluation_loop(
         self,
@@ -247,10 +245,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """Like transformers' method, with pass@k and mean@k of the whole set, under its prefix; for `predict` too."""
+        options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         with self._keeper.saving_on_failure(lambda: self._save_checkpoint(self.model, None)):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output: Any = super().evaluation_loop(dataloader, *options)
         pass_metrics = self._pass_at_k.metrics(self.num_generations_eval) if len(dataloader) else {}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pass_metrics.items()})
         return output
@@ -386,8 +383,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def rerun(self, step: int, *, gradients: bool = False, call_rewards: bool = False) -> Rerun:
         """Run a step of the run in `output_dir` again, instead of `train()`; see `run.rerun.StepAgain.run`."""
-        again = StepAgain(self._view, self._keeper, self._rollouts, self._step_planner)
-        return again.run(self.train, step, gradients, call_rewards)
+        return self._again.run(self.train, step, gradients, call_rewards)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""
