@@ -54,8 +54,7 @@ class Rerun:
 
     @property
     def text(self) -> str:
-        first, last = self.steps[0], self.steps[-1]
-        which = f"step {last}" if first == last else f"steps {first} to {last}"
+        which = _named(self.steps)
         alike = _ALIKE.get(self.comparison.verdict)
         return f"{which}: {alike}" if alike else f"{which}: not the same. {self.comparison.text}"
 
@@ -140,7 +139,8 @@ class StepAgain:
         pace = log.seconds / log.entries[-1]["step"] if log.entries else math.nan
         time = "" if math.isnan(pace) else f", about {max(pace * (step - start), 1.0):.0f} s at the run's pace"
         begin = "the start" if checkpoint is None else Path(checkpoint).name
-        logger.info(f"Running steps {start + 1} to {step} of {source} again from {begin}{time}, in {folder}.")
+        which = _named(range(start + 1, step + 1))
+        logger.info(f"Running {which} of {source} again from {begin}{time}, in {folder}.")
         return run, folder, checkpoint, start + 1
 
     def _rewards_of(self, trail: ReadTrail) -> Callable[..., torch.Tensor]:
@@ -218,6 +218,10 @@ class _Ending(TrainerCallback):
             self.planner.record, self.record.moved = None, True
             self.record.forward_again()
             control.should_training_stop = True
+
+
+def _named(steps: range) -> str:
+    return f"step {steps[-1]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _linked(checkpoint: Path, copy: Path) -> bool:
