@@ -88,7 +88,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+FEW = ("lag", "LoRA", "dynamic sampling", "tools", "half precision")  # what `make test` runs
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS]
+)
 def test_kinds_of_runs(tmp_path, kind):
     changes = {**KINDS[kind], **SHORT}
     folder = run(tmp_path / "run", **changes)
