@@ -22,7 +22,7 @@ from ..algorithms.pass_at_k import PASS, first_and_last
 from ..errors import ConfigError
 from ..run.fingerprint import differences
 from ..run.log import LOG, LoggedRun, read_log
-from .samples import STEP, STRENGTHS, reruns_of, rollouts_of
+from .samples import STEP, STRENGTHS, messages_of, reruns_of, rollouts_of, shown
 from .warning_signs import warnings_of
 
 logger = get_logger(__name__)
@@ -43,7 +43,9 @@ _PLOTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 _MARK = "grpo-ext report"  # the page's generator
 # control characters, marks that change the direction of text, halves of a character: shown by their number
-_INVISIBLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_INVISIBLE = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _COMPARED = ("settings", "geometry", "versions", "data", "model", "tokenizer", "rewards")  # parts of a start
 
 
@@ -74,7 +76,7 @@ def report(run: str | Path) -> Path:
         raise ConfigError(f"the report needs {error.name}; run `pip install matplotlib jinja2`.") from None
     log, series = load_run(run)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = lambda value: f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
+    environment.filters |= {"shown": shown, "messages": messages_of}
     environment.globals |= {"mark": _MARK, "name": str(run), "strengths": STRENGTHS}
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     pictures = {title: _picture(unit, curves) for title, (unit, curves) in plots_of(series).items()}
