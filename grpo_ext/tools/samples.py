@@ -69,11 +69,13 @@ def _size(line: Mapping[str, Any]) -> float:
 
 
 def _changes(line: dict[str, Any]) -> list[float]:
-    """The advantage times the change of the log-probability for each token, 0 where it is not trained on or unknown."""
+    """The advantage times the change of the log-probability for each token, 0 where it is not trained on or unknown.
+
+    The advantage becomes one of the token's values.
+    """
     tokens, advantage = line["tokens"], line["advantage"]
-    count = len(tokens["ids"])
-    unknown = [None] * count
-    tokens["advantage"] = advantage if isinstance(advantage, list) else [advantage] * count
+    unknown = [None] * len(tokens["ids"])
+    tokens["advantage"] = advantage if isinstance(advantage, list) else [advantage for _ in unknown]
     names = ("advantage", "after", "training", "mask")
     rows = zip(*(tokens[name] or unknown for name in names), strict=True)
     return [0.0 if None in row or not row[3] else row[0] * (row[1] - row[2]) for row in rows]

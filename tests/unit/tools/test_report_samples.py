@@ -57,7 +57,7 @@ def test_a_conversation_shows_roles_and_tool_calls_and_other_columns(run):
     write_table(run, 20, prompt=asked, completion=[json.dumps(each) for each in talks], **columns)
     text = Page(report(run)).text
     first = f"gold three · advantage 1 prompt, user 1 + 2? completion, assistant tool_calls {json.dumps(calls)} "
-    assert text.count(first + "completion, tool 3 name add") == 2  # as a column of messages, and as JSON text
+    assert text.count(first + "completion, tool, add 3") == 2  # as a column of messages, and as JSON text
     assert text.count(f"tool_calls {json.dumps(other)} ") == 2  # without the keys of the other call
     assert "gold -" in text
 
