@@ -22,6 +22,7 @@ onload = () => {
     text: getComputedStyle(page.body).color,
     images: [...page.images].map(image => image.naturalWidth),
     foreign: page.querySelectorAll("script, b, base, [onerror]").length,
+    wide: [...page.querySelectorAll("pre")].filter(part => part.scrollWidth > part.clientWidth).length,
     strips: [...page.querySelectorAll("pre:has(span)")].map(strip => strip.innerText),
     backgrounds: [...page.querySelectorAll("pre span")].map(token => getComputedStyle(token).backgroundColor),
   }

@@ -67,6 +67,8 @@ def test_what_is_long_is_shown_by_its_ends(run):
     text = "[{" + "a" * 16000 + "b" * 15998  # begins like JSON
     write_table(run, 5, prompt=[talk], completion=[text], exact=[1.0], advantage=[0.5])
     page = Page(report(run))
+    write_table(run, 20, prompt=['[{"a":' * 100_000], completion=["short"], exact=[1.0], advantage=[0.5])
+    assert "... 598,000 characters left out ..." in Page(report(run)).text  # too deep for JSON
     assert f"[{{{'a' * 1498} ... 30,000 characters left out ... {'b' * 500}" in page.text
     assert "turn 7. prompt, 988 messages left out prompt, user turn 996." in page.text
 
@@ -99,17 +101,17 @@ def test_the_completions_that_weigh_most_are_shown_by_the_ends_of_their_tokens(r
         rerun_line([f"t{number}."] * 500, gradient={"norm": number / 10, "cosine": -0.5}, prompt_row=number)
         for number in range(20)
     ]
-    write_rerun(run / "rerun" / "a", lines, step=30)
-    write_rerun(run / "rerun" / "b", [rerun_line(["x"])], step=4)
-    with open(run / "rerun" / "b" / "step.jsonl", "a") as file:
+    for name, step in (("a", 7), ("b", 30), ("c", 4)):
+        write_rerun(run / "rerun" / name, lines if step == 30 else [rerun_line(["x"])], step=step)
+    with open(run / "rerun" / "a" / "step.jsonl", "a") as file:
         file.write('{"row": 1, "prompt_row"')  # it is being written
     page = Page(report(run))
-    assert page.text.index("Step 4:") < page.text.index("Step 30:")
+    assert page.text.index("Step 4:") < page.text.index("Step 7:") < page.text.index("Step 30:")
     for number in range(20):
         assert page.text.count(f"t{number}.") == (400 if number >= 4 else 0)
     assert page.text.count("... 100 tokens left out ...") == 16
     assert "row 19 · generation 3 · advantage 1 · share of the loss -0.01 · gradient norm 1.9, cosine" in page.text
-    assert spans(page)[1 + 300][1].startswith("token 400, id 500\n")
+    assert spans(page)[2 + 300][1].startswith("token 400, id 500\n")
 
 
 def test_the_folder_of_a_rerun_has_a_page_without_a_log(tmp_path):
@@ -151,6 +153,7 @@ def test_a_browser_on_a_telephone_shows_the_page(hostile, tmp_path, scheme, text
     assert found["width"] == 390
     assert found["text"] == text
     assert found["foreign"] == 0
+    assert found["wide"] == 0
     assert [width > 0 for width in found["images"]] == [True]
     assert found["strips"][0].startswith(SHOWN + "\\ud83d↵\n·wordword")
     assert found["strips"][-1] == "abc"
