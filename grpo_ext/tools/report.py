@@ -22,7 +22,8 @@ from ..algorithms.pass_at_k import PASS, first_and_last
 from ..errors import ConfigError
 from ..run.fingerprint import differences
 from ..run.log import LOG, LoggedRun, read_log
-from .samples import STEP, STRENGTHS, messages_of, reruns_of, rollouts_of, shown
+from ..run.rerun import STEP
+from .samples import STRENGTHS, messages_of, reruns_of, rollouts_of, shown
 from .warning_signs import warnings_of
 
 logger = get_logger(__name__)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pyarrow.parquet
 
-STEP = "step.jsonl"  # of a step that was run again: a line about the step, then one for each completion
+from ..run.rerun import RERUNS, STEP
+
 STRENGTHS = (0.01, 0.05, 0.2, 0.5)  # a token's colour by the size of its change, as shares of the page's largest
 
 _BEST = 2  # completions of a rollout with the highest advantages, and as many with the lowest
@@ -43,16 +44,16 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
     A completion has "shown", the ends of its tokens, each with its text, its values and a class for its colour.
     """
     reruns = []
-    for path in (folder / STEP, *folder.glob(f"rerun/*/{STEP}")):
+    for path in (folder / STEP, *folder.glob(f"{RERUNS}/*/{STEP}")):
         lines = _lines(path)
         if about := next(lines, None):
-            reruns.append((about, heapq.nlargest(_LARGEST, lines, key=_size)))
+            reruns.append((about | {"folder": path.parent.name}, heapq.nlargest(_LARGEST, lines, key=_size)))
     changes = [(line, _changes(line)) for _, largest in reruns for line in largest]
     most = max((abs(change) for _, of_line in changes for change in of_line), default=0.0)
     for line, of_line in changes:
         head, left, tail = ends_of(range(len(of_line)), _TOKENS)
-        shown = [(*_token(line["tokens"], place), _colour(of_line[place], most)) for place in (*head, *tail)]
-        line["shown"] = shown[: len(head)], left, shown[len(head) :]
+        tokens = [(*_token(line["tokens"], place), _colour(of_line[place], most)) for place in (*head, *tail)]
+        line["shown"] = tokens[: len(head)], left, tokens[len(head) :]
     return sorted(reruns, key=lambda rerun: rerun[0]["step"])
 
 
@@ -77,7 +78,7 @@ def _changes(line: dict[str, Any]) -> list[float]:
     unknown = [None] * len(tokens["ids"])
     tokens["advantage"] = advantage if isinstance(advantage, list) else [advantage for _ in unknown]
     names = ("advantage", "after", "training", "mask")
-    rows = zip(*(tokens[name] or unknown for name in names), strict=True)
+    rows = zip(*(tokens.get(name) or unknown for name in names), strict=True)
     return [0.0 if None in row or not row[3] else row[0] * (row[1] - row[2]) for row in rows]
 
 
@@ -89,7 +90,7 @@ def _colour(change: float, most: float) -> str:
 def _token(tokens: Mapping[str, Sequence[Any] | None], place: int) -> tuple[str, str, bool]:
     """Its text, its values on a line each, whether it is trained on."""
     values = {name: column[place] for name, column in tokens.items() if column is not None}
-    text, number, trained = values.pop("text"), values.pop("ids"), bool(values.pop("mask"))
+    text, number, trained = values.pop("text"), values.pop("ids"), bool(values.pop("mask", True))
     known = (f"{name} {shown(value)}" for name, value in values.items() if value is not None)
     return text, "\n".join((f"token {place}, id {number}", *known)), trained
 

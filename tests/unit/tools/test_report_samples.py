@@ -92,7 +92,7 @@ def test_a_token_is_coloured_by_what_the_step_did_to_it(run):
     values = ["old -2", "training -2", "after -1", "ratio 1", "entropy 0.25", "clipped 0", "share 0.125", "advantage 2"]
     assert first.splitlines() == ["token 0, id 100", *values]
     assert last.splitlines()[0] == "token 6, id 106"
-    for text in ("Step 12: steps 11 to 12: the same bits", "model.layers.0 0.1", "advantage for each token"):
+    for text in ("Step 12, in 12 steps 11 to 12: the same bits", "model.layers.0 0.1", "advantage for each token"):
         assert text in page.text
 
 
@@ -106,7 +106,7 @@ def test_the_completions_that_weigh_most_are_shown_by_the_ends_of_their_tokens(r
     with open(run / "rerun" / "a" / "step.jsonl", "a") as file:
         file.write('{"row": 1, "prompt_row"')  # it is being written
     page = Page(report(run))
-    assert page.text.index("Step 4:") < page.text.index("Step 7:") < page.text.index("Step 30:")
+    assert page.text.index("Step 4, in c") < page.text.index("Step 7, in a") < page.text.index("Step 30, in b")
     for number in range(20):
         assert page.text.count(f"t{number}.") == (400 if number >= 4 else 0)
     assert page.text.count("... 100 tokens left out ...") == 16
