@@ -122,6 +122,17 @@ def test_the_folder_of_a_rerun_has_a_page_without_a_log(tmp_path):
     assert "Curves" not in page.text
 
 
+def test_what_a_rerun_does_not_know_is_left_out(tmp_path):
+    line = rerun_line(["yes"])
+    for name in ("prompt_row", "generation", "rewards"):  # the trail of a large rollout batch sums up
+        del line[name]
+    line["tokens"] = {name: line["tokens"][name] for name in ("ids", "text")}  # on no process
+    write_rerun(tmp_path / "12", [line], layers={"a": None})
+    page = Page(report(tmp_path / "12"))
+    assert "advantage 1 · share of the loss -0.01 prompt question completion yes" in page.text
+    assert spans(page) == [("", "token 0, id 100\nadvantage 1")]
+
+
 @pytest.fixture
 def hostile(run):
     """A run whose texts are hostile in all places, and long; with one step that was run again."""

@@ -56,6 +56,18 @@ def test_a_rule_warns_of_what_it_is_about_alone(sentence):
     assert warnings_of(series_of(good), "runs/a") == []
 
 
+def test_a_run_that_learns_is_left_alone():
+    demo = {
+        "frac_reward_zero_std": [0.41, 0.26, 0.2, 0.31, 0.35, 0.58, 0.66, 0.73, 0.8, 0.82, 0.84, 0.79, 0.88, 0.84],
+        "completions/clipped_ratio": [0.0] * 14,
+        "entropy": [0.26, 0.25, 0.26, 0.24, 0.17, 0.13, 0.1, 0.08, 0.06, 0.05, 0.07, 0.04, 0.05, 0.05],
+        "grad_norm": [0.76, 0.93, 1.26, 1.1, 1.14, 0.52, 0.86, 0.33, 0.18, 0.95, 0.37, 0.15, 0.4, 0.31],
+        DRIFT: [1.5e-7, 1.3e-7] * 7,
+        f"{DRIFT}/below_64": [1.5e-7, 1.3e-7] * 7,
+    }
+    assert warnings_of(series_of(demo), "runs/demo") == []
+
+
 def test_the_page_shows_what_warns(tmp_path):
     values = CASES["70% of the completions are cut at the length limit"][0]["completions/clipped_ratio"]
     lines = [line(step, **{"completions/clipped_ratio": value}) for step, value in enumerate(values, start=1)]
