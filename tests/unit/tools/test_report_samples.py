@@ -117,7 +117,7 @@ def test_the_completions_that_weigh_most_are_shown_by_the_ends_of_their_tokens(r
 def test_the_folder_of_a_rerun_has_a_page_without_a_log(tmp_path):
     write_rerun(tmp_path / "12", [rerun_line(["yes"], answer="42")], loss=None)
     page = Page(report(tmp_path / "12"))
-    assert "Loss -, gradient norm 0.3." in page.text
+    assert "Loss -, gradient norm 0.3; by layer: model.layers.0 0.1 The 1" in page.text
     assert "answer 42 completion yes" in page.text
     assert "Curves" not in page.text
 
@@ -127,8 +127,9 @@ def test_what_a_rerun_does_not_know_is_left_out(tmp_path):
     for name in ("prompt_row", "generation", "rewards"):  # the trail of a large rollout batch sums up
         del line[name]
     line["tokens"] = {name: line["tokens"][name] for name in ("ids", "text")}  # on no process
-    write_rerun(tmp_path / "12", [line], layers={"a": None})
+    write_rerun(tmp_path / "12", [line], layers={})
     page = Page(report(tmp_path / "12"))
+    assert "gradient norm 0.3. The 1" in page.text
     assert "advantage 1 · share of the loss -0.01 prompt question completion yes" in page.text
     assert spans(page) == [("", "token 0, id 100\nadvantage 1")]
 
