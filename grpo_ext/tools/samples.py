@@ -51,7 +51,7 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
     changes = [(line, _changes(line)) for _, largest in reruns for line in largest]
     most = max((abs(change) for _, of_line in changes for change in of_line), default=0.0)
     for line, of_line in changes:
-        head, left, tail = ends_of(range(len(of_line)), _TOKENS)
+        head, left, tail = _ends_of(range(len(of_line)), _TOKENS)
         tokens = [(*_token(line["tokens"], place), _colour(of_line[place], most)) for place in (*head, *tail)]
         line["shown"] = tokens[: len(head)], left, tokens[len(head) :]
     return sorted(reruns, key=lambda rerun: rerun[0]["step"])
@@ -95,7 +95,7 @@ def _token(tokens: Mapping[str, Sequence[Any] | None], place: int) -> tuple[str,
     return text, "\n".join((f"token {place}, id {number}", *known)), trained
 
 
-def ends_of(items: Any, sizes: tuple[int, int]) -> Ends:
+def _ends_of(items: Any, sizes: tuple[int, int]) -> Ends:
     left = len(items) - sum(sizes)
     return (items[: sizes[0]], left, items[-sizes[1] :]) if left > 0 else (items, 0, items[:0])
 
@@ -106,7 +106,7 @@ def messages_of(cell: Any) -> Ends:
         with contextlib.suppress(ValueError, RecursionError):  # text that only begins like JSON
             cell = json.loads(cell)
     are_messages = isinstance(cell, list) and all(isinstance(part, dict) and "role" in part for part in cell)
-    return ends_of([_known(part) for part in cell] if are_messages else [{"content": cell}], _MESSAGES)
+    return _ends_of([_known(part) for part in cell] if are_messages else [{"content": cell}], _MESSAGES)
 
 
 def _known(value: Any) -> Any:
@@ -123,5 +123,5 @@ def shown(value: Any) -> str:
     if isinstance(value, (int, float)):
         return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    head, left, tail = ends_of(text, _CHARACTERS)
+    head, left, tail = _ends_of(text, _CHARACTERS)
     return f"{head}\n... {left:,} characters left out ...\n{tail}" if left else text
