@@ -1,7 +1,7 @@
 """`grpo-ext report`: one page about a run, without server, network or JavaScript.
 
-Differs from a tracker: it is written from the log in the run's folder, even while the run trains or after it was
-killed, and shows the settings of every start.
+Differs from a tracker: it is written from the run's folder, even while the run trains or after it was killed, and shows
+the settings of every start, what warns, completions, and the tokens of steps that were run again.
 """
 
 import base64
@@ -22,6 +22,9 @@ from ..algorithms.pass_at_k import PASS, first_and_last
 from ..errors import ConfigError
 from ..run.fingerprint import differences
 from ..run.log import LOG, LoggedRun, read_log
+from ..run.rerun import STEP
+from .samples import STRENGTHS, messages_of, reruns_of, rollouts_of, shown
+from .warning_signs import warnings_of
 
 logger = get_logger(__name__)
 
@@ -40,6 +43,10 @@ _PLOTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Time by phase", "seconds per step", ("step_time", "time/.+")),
 )
 _MARK = "grpo-ext report"  # the page's generator
+# control characters, marks that change the direction of text, halves of a character: shown by their number
+_INVISIBLE = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _COMPARED = ("settings", "geometry", "versions", "data", "model", "tokenizer", "rewards")  # parts of a start
 
 
@@ -47,7 +54,7 @@ def _status(log: LoggedRun) -> str:
     if log.starts and "ended" in log.starts[-1]:
         return str(log.starts[-1]["ended"])
     # in transformers' last line; a callback writes the report before the end of the run is logged
-    finished = "train_runtime" in log.entries[-1]["values"]
+    finished = any("train_runtime" in entry["values"] for entry in log.entries[-1:])
     return "finished" if finished else "not finished: it is still running, or was killed"
 
 
@@ -70,26 +77,32 @@ def report(run: str | Path) -> Path:
         raise ConfigError(f"the report needs {error.name}; run `pip install matplotlib jinja2`.") from None
     log, series = load_run(run)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = lambda value: f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
+    environment.filters |= {"shown": shown, "messages": messages_of}
+    environment.globals |= {"mark": _MARK, "name": str(run), "strengths": STRENGTHS}
     template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     pictures = {title: _picture(unit, curves) for title, (unit, curves) in plots_of(series).items()}
     scores = ("reward", *first_and_last(series), HELD_OUT, "eval_reward")
     time = timedelta(seconds=round(log.seconds))
     about = {"status": _status(log), "changes": _changes(log), "scores": scores, "time": time}
-    text = template.render(mark=_MARK, name=str(run), log=log, series=series, pictures=pictures, **about)
+    about |= {"warnings": warnings_of(series, str(run)), "reruns": reruns_of(Path(run))}
+    rollouts = rollouts_of(Path(run), {entry["step"] for entry in log.entries})
+    text = template.render(log=log, series=series, pictures=pictures, rollouts=rollouts, **about)
     page = Path(run).resolve() / "report" / "index.html"
     if page.exists() and f'content="{_MARK}"' not in page.read_text(errors="replace")[:2000]:
         raise ConfigError(f"{page} is not a report and would be overwritten; move it elsewhere.")
     page.parent.mkdir(exist_ok=True)
-    page.write_text(text, encoding="utf-8", errors="replace")
+    page.write_text(_INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text), encoding="utf-8")
     return page
 
 
 def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:
-    """Read the log in a run's folder, and every number in it by name and in order; a ConfigError if it is empty."""
+    """Read the log in a run's folder, and every number in it by name and in order.
+
+    A ConfigError if it is empty; that of a step that was run again may be.
+    """
     folder = Path(path)
     log = read_log(folder / LOG) if (folder / LOG).is_file() else LoggedRun()
-    if not log.entries:
+    if not log.entries and not (folder / STEP).is_file():
         raise ConfigError(f"{folder / LOG} is missing or empty; name the output_dir of a run that has logged a step.")
     series: dict[str, Series] = {}
     for entry in log.entries:

@@ -1,45 +1,13 @@
 """The report: what it shows is what was logged, whatever the run left behind, and what a model wrote stays text."""
 
-import json
 import sys
-from html.parser import HTMLParser
 
 import pytest
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools import report as module
 from grpo_ext.tools.report import load_run, plots_of, report, report_or_reason
-
-
-class Page(HTMLParser):
-    """Tags and visible text of a page."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.tags, self.attributes, self.words = [], [], []
-        self.feed(path.read_text())
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-
-def line(step, **values):
-    return {"step": step, "time": 2.0 * step, "peak_memory_mib": 100.0 + step, "values": {"reward": 0.0, **values}}
-
-
-def make_run(folder, lines, **changes):
-    folder.mkdir(parents=True)
-    settings = {"loss_type": "dapo", "learning_rate": 1e-3, "max_steps": 4} | changes
-    model = {"class": "Tiny", "parameters": 12345, "sha256": "ab"}
-    start = {"started": "2030-01-01", "plan": "16 completions", "model": model, "settings": settings}
-    began = {"step": 0, "start": start}
-    (folder / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (began, *lines)))
-    return folder
+from tests.support.pages import Page, line, make_run
 
 
 def test_every_plot_holds_exactly_what_was_logged(tmp_path):
