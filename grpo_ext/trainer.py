@@ -220,7 +220,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Like transformers' method; the trail of the run has the norm of every step."""
-        self._keeper.note_norm(norm := super()._get_grad_norm(model, grad_norm), self._get_learning_rate())
+        norm = super()._get_grad_norm(model, grad_norm)
+        self._keeper.note_norm(norm, self._get_learning_rate())
         return norm
 
     def prediction_step(
