@@ -10,6 +10,7 @@ from .forward.routing import install_routers
 from .rollouts.build import build_rollouts
 from .rollouts.trl_methods import TrlMethods
 from .run.keeper import RunKeeper
+from .run.rerun import StepAgain
 from .run.trail import Trail
 from .runtime.clock import PhaseClock
 from .runtime.out_of_memory import MicroBatchLimits
@@ -39,5 +40,6 @@ class Components:
         self.loss_overrides = LossOverrides(view, forwards, rollouts.images)
         self.pass_at_k = PassAtK(args)
         self.keeper = RunKeeper(view, user_args, rollouts, forwards, limits, self.pass_at_k, trail)
+        self.again = StepAgain(view, self.keeper, rollouts, self.step_planner)
         view.add_callback(self.keeper)
         view.add_callback(self.keeper.watch)

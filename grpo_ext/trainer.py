@@ -40,6 +40,7 @@ from .run.checkpoint import create_output_dir
 from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
+from .run.rerun import Rerun
 from .runtime.attributes import assigned
 from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
@@ -63,13 +64,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     ```python
     from grpo_ext import GRPOConfig, GRPOTrainer
-
-    trainer = GRPOTrainer(
-        model="Qwen/Qwen2.5-0.5B-Instruct",
-        reward_funcs=my_reward,
-        args=GRPOConfig("runs/first", global_batch_size=64, per_device_train_batch_size=5),
-        train_dataset=dataset,
-    )
+    config = GRPOConfig("runs/first", global_batch_size=64, per_device_train_batch_size=5)
+    trainer = GRPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", my_reward, config, train_dataset=dataset)
     trainer.train()
     ```
 
@@ -142,7 +138,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         use_reference(reference, self._view, config)
         parts = Components(self._view, config, user_args)
         self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
-        self._step_planner, self._loss_overrides = parts.step_planner, parts.loss_overrides
+        self._step_planner, self._loss_overrides, self._again = parts.step_planner, parts.loss_overrides, parts.again
         self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
         self._uncovered = check_trainer(self._view, self._rollouts, config)
         self._rollouts.worker.rewards.pack_functions(reward_functions(self._view))
@@ -181,9 +177,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """One item, the whole evaluation set, cut into micro-batches like a training step."""
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        dataset = self.eval_dataset if dataset is None else dataset
         if dataset is None:
             raise ConfigError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate().")
         if isinstance(dataset, Dataset):
@@ -215,8 +210,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                             backward(self._loss_of(model, micro_batch))
         values = log_values(attempt.plan, step.metrics, self._clock.take())
         loss = self._log_step(values)
-        attempt.refuse_not_finite(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
-        self._keeper.note_step(loss, values, step.counts)
+        attempt.end(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
+        self._keeper.note_step(loss, values, step.counts, len(attempt.plan.rows))
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()
@@ -239,8 +234,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                     step = attempt.measure(self.model)
                     for micro_batch in self._with_events(attempt.micro_batches(step)):
                         self._loss_of(self.model, micro_batch)
-            loss = self._log_step(step.metrics.reduce())
-            return torch.tensor(loss, device=self.accelerator.device), None, None
+            return torch.tensor(self._log_step(step.metrics.reduce()), device=self.accelerator.device), None, None
 
     def evaluation_loop(
         self,
@@ -386,6 +380,10 @@ class GRPOTrainer(trl.GRPOTrainer):
                     self._forwards.choose_forms(self._view.models)
                 with self._keeper.running(checkpoint), contextlib.closing(self._rollouts):
                     return super().train(checkpoint, trial, ignore_keys_for_eval)
+
+    def rerun(self, step: int, *, gradients: bool = False, call_rewards: bool = False) -> Rerun:
+        """Run a step of the run in `output_dir` again, instead of `train()`; see `run.rerun.StepAgain.run`."""
+        return self._again.run(self.train, step, gradients, call_rewards)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""

@@ -33,6 +33,7 @@ _PRIVATE = {
     "entropy_bonus": "_entropy_bonus_enabled",
     "last_entropy": "_last_world_entropy",
     "tokenize_prompts": "_tokenize_prompts",
+    "calculate_rewards": "_calculate_rewards",
     "environment_tools": "_env_tools",
     "environment_pools": "_environment_pool",
 }
@@ -102,6 +103,7 @@ class TrainerView:
     scale_rewards: str
     multi_objective_aggregation: str
     mask_truncated_completions: bool
+    calculate_rewards: Callable[..., torch.Tensor]
     # The loss
     beta: float
     loss_type: str
@@ -201,6 +203,11 @@ class TrainerView:
 
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return assigned(self._trainer, _logs=table)
+
+    def only_training(self, calculate_rewards: Callable[..., torch.Tensor] | None) -> AbstractContextManager[None]:
+        """Inside, nothing is evaluated or shown; rewards are `calculate_rewards`, unless that is None."""
+        rewards = {} if calculate_rewards is None else {"_calculate_rewards": calculate_rewards}
+        return assigned(self._trainer, eval_dataset=None, log_completions=False, **rewards)
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """The method of a subclass, or one assigned to the trainer, that replaces ours; None without one."""

@@ -17,14 +17,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
 
 import torch
 import trl
 from accelerate.state import PartialState
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, TrainerCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
@@ -33,12 +33,14 @@ from grpo_ext.demo.task import EMBEDDED, Demo, DemoTask
 from grpo_ext.errors import ConfigError, GrpoExtError, ProcessError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints, record_start, run_to_resume
+from grpo_ext.run.diff import SAME
 from grpo_ext.runtime.collectives import from_main_process
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console
 from grpo_ext.tools.data import load_prompts
-from grpo_ext.tools.options import ScriptArguments, load_arguments, parse
+from grpo_ext.tools.options import ScriptArguments, load_arguments, parse, read_settings
 from grpo_ext.tools.report import report_or_reason
+from grpo_ext.tools.rerun import RECIPE
 from grpo_ext.tools.stock import STOCK, stock_config
 
 REAL_DEMOS = ("sums", "last_word")  # in smollm2.py
@@ -120,15 +122,37 @@ def stock_arguments(training: GRPOConfig) -> trl.GRPOConfig:
 
 
 def make_trainer(
-    script: ScriptArguments, training: GRPOConfig, loading: ModelConfig, console: Console, **parts: Any
+    script: ScriptArguments, training: GRPOConfig, loading: ModelConfig, console: Console, argv: list[str], **parts: Any
 ) -> Any:
     """Build the trainer, or for a comparison in a demo TRL's own."""
     training.disable_tqdm, training.model_init_kwargs = True, load_arguments(training, loading)
     stock = script.demo is not None and script.demo_trainer == STOCK
     kind: Any = trl.GRPOTrainer if stock else GRPOTrainer
+    parts["callbacks"] = [SettingsFile(argv)] if script.rerun is None else []
     parts |= {"quantization_config": get_quantization_config(loading), "peft_config": get_peft_config(loading)}
     with naming(parts["model"]):
         return console.install(kind(args=stock_arguments(training) if stock else training, **parts))
+
+
+class SettingsFile(TrainerCallback):
+    """Writes how a run was started into its folder, for `grpo-ext rerun`."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self.content = {"script": str(Path(__file__).resolve()), "folder": os.getcwd(), "settings": read_settings(argv)}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            text = json.dumps(self.content, indent=1, default=str)
+            Path(str(args.output_dir), RECIPE).write_text(text)
+
+
+def rerun(trainer: GRPOTrainer, script: ScriptArguments) -> NoReturn:
+    """Run a step of the run in `output_dir` again; exit status 1 if it is not the same."""
+    result = trainer.rerun(int(script.rerun or 0), gradients=script.rerun_gradients, call_rewards=script.rerun_rewards)
+    if trainer.accelerator.is_main_process:
+        log(report_or_reason(result.folder))
+    finish(trainer)
+    sys.exit(result.comparison.verdict not in SAME)
 
 
 def save(trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
@@ -232,7 +256,9 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
     console = Console(held_out.measure, script.demo_eval_every)
     data = {"train_dataset": task.train_dataset, "eval_dataset": task.eval_dataset}
     parts = {"model": str(task.model_path), "reward_funcs": rewards, **data}
-    trainer = make_trainer(script, training, model, console, **parts)
+    trainer = make_trainer(script, training, model, console, argv, **parts)
+    if script.rerun is not None:
+        rerun(trainer, script)
     policy = trainer.accelerator.unwrap_model(trainer.model)
     before = held_out.show("Before", policy)
     held_out.start()
@@ -259,12 +285,14 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
     finish(trainer)
 
 
-def run(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
+def run(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv: list[str]) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
     train, held_out = main_process_first(lambda: load_prompts(script, training.seed))
     data = {"train_dataset": train, "eval_dataset": held_out}
     parts = {"model": model.model_name_or_path, "reward_funcs": rewards, **data}
-    trainer = make_trainer(script, training, model, Console(), **parts)
+    trainer = make_trainer(script, training, model, Console(), argv, **parts)
+    if script.rerun is not None:
+        rerun(trainer, script)
     start_time = time.perf_counter()
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     save(trainer, {"seconds": time.perf_counter() - start_time, "script": dataclasses.asdict(script)})
@@ -282,7 +310,8 @@ def main(argv: list[str]) -> None:
         unnamed = demo and training.output_dir in (None, "trainer_output")  # what transformers fills in
         if unnamed:
             training.output_dir = str(DEMO_FOLDER / DEMO_NAME)
-        check_output_dir(training)
+        if script.rerun is None:
+            check_output_dir(training)
         if unnamed:
             wanted, folder = training.resume_from_checkpoint, str(training.output_dir)
             training.output_dir = from_main_process(
@@ -291,7 +320,7 @@ def main(argv: list[str]) -> None:
         if demo:
             run_demo(demo, script, training, model, argv)
         else:
-            run(script, training, model)
+            run(script, training, model, argv)
     except GrpoExtError as error:
         # from the environment: the error may come before the processes know each other
         failed_here = isinstance(error, RewardError)  # on this process alone, with the row that failed

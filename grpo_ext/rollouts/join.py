@@ -94,11 +94,8 @@ def join(
     else:
         rewards_BF, calls = rewards_by_user[0], [*calls, *rewards_by_user[1]]
     entries, group = [entry for share in shares for entry in share.entries], settings.sampling.num_generations
-    if len(rewards_BF) != len(entries) or len(entries) % group:
-        raise RolloutError(
-            f"there are {len(rewards_BF)} rewards for {len(entries)} completions in groups of {group}; every "
-            "completion needs its rewards, and every group has to be whole."
-        )
+    if len(entries) % group:
+        raise RolloutError(f"there are {len(entries)} completions in groups of {group}; every group has to be whole.")
     advantages = settings.rewards.rule.advantages(rewards_BF, settings.rewards.weights_F, group)
     columns = concatenated([share.columns for share in shares if share.columns])
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)

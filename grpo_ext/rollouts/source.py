@@ -17,6 +17,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, StepLoader, StepRows, make_loader
+from ..errors import RewardError
 from ..forward.snapshot import Weights
 from ..rewards.worker import RewardCall
 from ..runtime.collectives import (
@@ -231,7 +232,8 @@ class Rollouts:
     def join(self, local: LocalRollout) -> Round:
         hooks, view = local.settings.sampling.hooks, self.view
         shares = exchange(local, self.images, view.takes_images and view.log_multimodal)
-        rewards = None if hooks.rewards is None else self._rewards_by_user(local, hooks.rewards)
+        count = sum(len(share.entries) for share in shares)
+        rewards = None if hooks.rewards is None else self._rewards_by_user(local, hooks.rewards, count)
         joined = join(local.request, shares, local.settings, view.accelerator.process_index, rewards)
         if self.check is not None and not hooks.sampling:
             self.check.compare(joined.batch)
@@ -240,11 +242,19 @@ class Rollouts:
         return joined
 
     def _rewards_by_user(
-        self, local: LocalRollout, calculate: Callable[..., torch.Tensor]
+        self, local: LocalRollout, calculate: Callable[..., Any], completions: int
     ) -> tuple[torch.Tensor, list[RewardCall]]:
+        """What the user's `_calculate_rewards` returns for the completions of all processes, and the calls in it."""
         phase, running = self.worker.clock.phase("rewards"), self.worker.calls.running(RewardsCall(local))
         with running as call, together("_calculate_rewards"), self._for_users(local.request), phase:
             rewards_BF = calculate(*reward_columns(local.transcripts))
+            shape = tuple(rewards_BF.shape) if isinstance(rewards_BF, torch.Tensor) else type(rewards_BF).__name__
+            if shape != (wanted := (completions, len(local.settings.rewards.functions.names))):
+                raise RewardError(
+                    f"_calculate_rewards returned rewards of shape {shape} where {wanted} is needed: a tensor with a "
+                    "row for each completion of all processes and a column for each reward function. Change values of "
+                    "what super() returns, not its shape; a further reward belongs in reward_funcs."
+                )
             return rewards_BF.cpu(), [*call.reward_calls, *gather_lists(logged_elsewhere(local))]
 
     def _for_users(self, request: RolloutRequest) -> AbstractContextManager[None]:

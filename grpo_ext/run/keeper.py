@@ -134,12 +134,12 @@ class RunKeeper(TrainerCallback):
     def _weights(self, projects: bool = True) -> dict[str, Any]:
         return digests_of(self.view.policy, self._trail.writes, projects)
 
-    def note_step(self, loss: float, values: Mapping[str, float], counts: StepCounts) -> None:
-        """Note the loss of an optimizer step, its logged values, and what they are divided by."""
+    def note_step(self, loss: float, values: Mapping[str, float], counts: StepCounts, run: int) -> None:
+        """Note the loss of an optimizer step, its values, what they are divided by, and how many completions run."""
         self._losses.append(loss)
         totals = {name: getattr(counts, name) for name in ("completions", "tokens", "entropy_tokens", "items")}
         counted = {f"counts/{name}": total for name, total in totals.items() if total is not None}
-        self._noted = {"loss": loss, **counted, **values}
+        self._noted = {"loss": loss, **counted, "counts/run": run, **values}
 
     def note_norm(self, norm: float | None, learning_rate: float) -> None:
         """Note the norm of a step's gradient before clipping, for the trail: the host waits for it."""

@@ -60,6 +60,8 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
     )
     tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, step.counts, micro_batch.groups)
     loss = (tokens.loss_BT * weights_BT).sum()
+    if step.record is not None:
+        step.record(cfg, micro_batch, batch, tokens, entropy=entropies, share=tokens.loss_BT * weights_BT)
     if cfg.entropy_coefficient is not None:
         metrics.add_total("policy_loss", loss, weight)
         loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, micro_batch)

@@ -26,6 +26,7 @@ from ..runtime.collectives import max_over_processes, together, uneven_collectiv
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
 from .gradients import FixedPointGradients, NativeGradients
 from .inputs import Collation, LossInputs, collate
+from .record import StepRecord
 from .settings import StepSettings
 from .statistics import (
     MicroBatchStatistics,
@@ -52,6 +53,7 @@ class Attempt:
     collation: Collation
     clock: PhaseClock
     gradients: NativeGradients | None = None  # None where an engine (FSDP, DeepSpeed) adds them up
+    record: StepRecord | None = None  # where the step is run again
     shortage: str | None = None  # why memory ran out, on this process or another
     _current: MicroBatch = field(default=MicroBatch(()), init=False)
 
@@ -75,6 +77,7 @@ class Attempt:
         """Count the step, and measure what its loss needs, before any gradient."""
         settings, accelerator, top_k = self.settings, self.forwards.accelerator, self.settings.experts_per_token
         step = count_step(self.rollout, StepMetrics(accelerator.device), top_k)
+        step.record = None if self.record is None else self.record.add
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
             return step
         measured: list[MicroBatchStatistics] = []
@@ -93,7 +96,7 @@ class Attempt:
             self._current = part
             yield collate(self.rollout, part, step, self.collation, self.settings)
 
-    def refuse_not_finite(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
+    def end(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
         """Raise where the loss of a step is not finite; its micro-batches `run` again to find where that began."""
         if not math.isfinite(loss):
             forwards, what = self.forwards, f"the loss of step {number} is {loss}"
@@ -101,6 +104,8 @@ class Attempt:
             with explaining(what, policy, forwards.args.fp16, forwards.sharded), self.running():
                 for micro_batch in self.micro_batches(step):
                     run(micro_batch)
+        if self.record is not None:
+            self.record.take(self, step, run)
 
 
 @dataclass
@@ -111,6 +116,7 @@ class StepPlanner:
     cost: TokenCost  # by which groups are assigned to processes
     limits: MicroBatchLimits  # those of training
     eval_limits: MicroBatchLimits = field(init=False)
+    record: StepRecord | None = field(default=None, init=False)  # of the step that is run again
 
     def __post_init__(self) -> None:
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
@@ -131,6 +137,7 @@ class StepPlanner:
                 collation=self.collation,
                 clock=self.clock,
                 gradients=gradients,
+                record=self.record if settings.training else None,
             )
             yield attempt
             if attempt.shortage is None:

@@ -7,7 +7,7 @@ the expert shares of the step are known, so these are measured first, in one pas
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,6 +96,7 @@ class StepContext:
     expert_share: torch.Tensor | None = None  # how often each expert is chosen per row (a token in a layer), (E,)
     router_rows: float = 0  # tokens times layers, over all processes
     top_k: int = 1  # experts per token
+    record: Callable[..., None] | None = None  # `StepRecord.add`, where the step is recorded
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -199,14 +199,35 @@ def diff(
     Exit status: 0 for the same bits or rounding, 1 for a difference, 2 if nothing can be compared.
     """
     load_libraries()
-    from .diff import SAME
-    from .diff import diff as compare_runs
+    from ..run.diff import SAME
+    from ..run.diff import diff as compare_runs
 
     comparison = compare_runs(run_a, run_b)
     write_json(json_file, comparison.as_dict())
     typer.echo(comparison.text)
     if comparison.verdict not in SAME:
         raise typer.Exit(1)
+
+
+@app.command(**OF_A_RUN)
+def rerun(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="Folder of a run of recipes/grpo.py: its output_dir.")],
+    step: Annotated[int, typer.Option(min=1, help="The optimizer step.")],
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Record the gradient of each completion too.")] = False,
+    call_rewards: Annotated[bool, typer.Option("--call-rewards", help="Call the reward functions again.")] = False,
+) -> None:
+    """Run a step of a run again, token by token, and say whether it is the same.
+
+    Writes rerun/step-N in the run's folder and nothing else. Exit status: 0 for the same bits or rounding, 1 for a
+    difference, 2 for a step that cannot be run again.
+    """
+    from .rerun import rerun as start
+
+    flags = {"rerun": step, "rerun_gradients": gradients, "rerun_rewards": call_rewards}
+    options = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    raise typer.Exit(start(run, [*options, *context.args], processes))
 
 
 def run_app(commands: typer.Typer) -> None:

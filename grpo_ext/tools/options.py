@@ -54,6 +54,9 @@ class ScriptArguments(DataArguments):
     )
     demo_trainer: str = setting(f"Demo: {OURS}, or {STOCK}, the stock trainer with the same settings.", default=OURS)
     demo_eval_every: int = setting("Demo: optimizer steps between held-out measurements.", default=15)
+    rerun: int | None = setting("Instead of training: run this step of the run in output_dir again (grpo-ext rerun).")
+    rerun_gradients: bool = setting("Rerun: record the gradient of each completion too.", default=False)
+    rerun_rewards: bool = setting("Rerun: call the reward functions again.", default=False)
 
 
 OPTIONS: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_ext.run.diff import diff
 from grpo_ext.run.trail import TRAIL, read_trail
-from grpo_ext.tools.diff import diff
 from tests.support.cases import Bench
 from tests.support.launches import run_all
 

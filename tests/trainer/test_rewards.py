@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, RewardError
 from tests.support.tiny import prompts
 from tests.support.trainers import log_of, make, on, ran, watched
 
@@ -29,6 +29,26 @@ def test_a_subclass_may_log_beside_its_reward_functions(tmp_path):
     table = pandas.read_parquet(max((tmp_path / "completions").iterdir()))
     assert [*table["text"]] == [*table["completion"]]
     assert (len(table["length"]), table["length"].notna().all()) == (16, True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "shape"),
+    [
+        (lambda rewards: rewards[:8], r"\(8, 1\)"),
+        (lambda rewards: rewards.repeat(1, 2), r"\(16, 2\)"),
+        (lambda rewards: rewards[:, 0], r"\(16,\)"),
+        (lambda rewards: None, "NoneType"),
+    ],
+    ids=["rows", "columns", "one_dimension", "nothing"],
+)
+def test_rewards_of_another_shape_are_refused(tmp_path, changed, shape):
+    class Own(GRPOTrainer):
+        def _calculate_rewards(self, *args):
+            return changed(super()._calculate_rewards(*args))
+
+    says = rf"_calculate_rewards returned .* {shape} where \(16, 1\) is needed: .*row for .*column for .* super\(\)"
+    with pytest.raises(RewardError, match=says):
+        make(tmp_path, cls=Own).train()
 
 
 def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_too(tmp_path):

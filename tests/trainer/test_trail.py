@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.run import log as run_log
 from grpo_ext.run import trail
+from grpo_ext.run.diff import SAME, diff
 from grpo_ext.run.log import LOG
 from grpo_ext.run.trail import TRAIL, read_trail
-from grpo_ext.tools.diff import diff
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model
-from tests.support.trainers import SAVE, make, on, parameters
+from tests.support.trainers import SAVE, make, on, parameters, passing_on
 
 RUN: dict[str, Any] = {"report_to": "none", "max_steps": 6, "logging_steps": 1, "global_batch_size": 16}
 BITS: dict[str, Any] = {"bitwise_invariant": True}
@@ -305,6 +306,32 @@ def test_padding_of_an_override_is_no_difference(tmp_path, base):
 
     found = diff(base, run(tmp_path / "run", cls=Same))
     assert found.first is None or found.first.stage != "prompts", found.text
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "_compute_loss"])
+def test_a_loss_that_is_passed_on_also_runs_what_contributes_nothing(tmp_path, base, name):
+    unskipped = run(tmp_path / "unskipped", skip_zero_contribution=False)
+    passed_on = run(tmp_path / "passed_on", cls=passing_on(name))
+    assert diff(unskipped, passed_on).verdict == "same bits"
+    found = diff(base, passed_on)
+    assert found.verdict in SAME, found.text
+    steps = [read_trail(folder / TRAIL).steps for folder in (base, passed_on)]
+    pairs = [[trail[step]["values"] for trail in steps] for step in range(1, 7)]
+    skipped = [step for step, (one, other) in enumerate(pairs, 1) if one["counts/run"] < other["counts/run"] == 16]
+    assert skipped == [
+        step for step, (one, other) in enumerate(pairs, 1) if abs(one["entropy"] - other["entropy"]) > 1e-4
+    ]
+    assert skipped
+
+
+def test_another_entropy_of_the_same_completions_is_a_difference(tmp_path, base):
+    shutil.copytree(base, tmp_path / "run")
+    lines = [json.loads(line) for line in (base / TRAIL).read_text().splitlines()]
+    next(line for line in lines if line.get("step") == 2)["values"]["entropy"] += 0.01
+    (tmp_path / "run" / TRAIL).write_text("\n".join(map(json.dumps, lines)))
+    first = diff(base, tmp_path / "run").first
+    assert first is not None
+    assert (first.stage, first.step, first.what.split()[0]) == ("values", 2, "entropy")
 
 
 def test_the_trail_changes_no_bit(tmp_path):

@@ -16,9 +16,9 @@ import pandas
 
 from ..algorithms.digests import distance
 from ..errors import ConfigError
-from ..run.fingerprint import LAYOUT_SIZES, differences
-from ..run.log import LOG, read_log
-from ..run.trail import TRAIL, ReadTrail, read_trail
+from .fingerprint import LAYOUT_SIZES, differences
+from .log import LOG, read_log
+from .trail import TRAIL, ReadTrail, read_trail
 
 Verdict = Literal["same bits", "rounding", "few tokens", "different"]
 SAME: tuple[Verdict, ...] = ("same bits", "rounding")
@@ -26,8 +26,8 @@ Changes = list[tuple[str, Any, Any]]  # name, both values
 _SENTENCES: dict[Verdict, str] = {
     "same bits": "The runs have the same bits.",
     "rounding": "The runs are the same up to rounding.",
-    "few tokens": "The runs are the same until step {step}, where {count} changed; from there on they diverge.",
-    "different": "The runs are different, from step {step} on.",
+    "few tokens": "The runs are the same until step {0.step}, where {0.count} of {0.of} completions changed.",
+    "different": "The runs are different, from step {0.step} on.",
 }
 # the largest relative differences that count as rounding, in float32 and in half precision
 _LIMITS = {
@@ -37,7 +37,9 @@ _LIMITS = {
     "values": (1e-4, 5e-2),
     "weights": (1e-2, 0.5),  # of what training has changed
 }
-_UNCOMPARED = ("time/", "layout/", "step_time", "sampling/")  # timings, the layout, diagnostics of the sampler
+# timings, the layout, diagnostics of the sampler, and how many completions run
+_UNCOMPARED = ("time/", "layout/", "step_time", "sampling/", "counts/run")
+_OF_RUN = ("entropy", "clip_ratio/", "cispo_clip_ratio")  # over the completions that run
 _FIRST = ("learning_rate", "loss", "grad_norm")  # the values that are compared before all others
 # differences are relative to the larger value, which is taken as at least this; 1 for others, whose terms may cancel
 _LEAST = {"grad_norm": 1e-2, "kl": 1e-2, "entropy": 1e-2, "learning_rate": 1e-12}
@@ -94,8 +96,7 @@ class Comparison:
     @property
     def text(self) -> str:
         first = self.first
-        count = "" if first is None else f"{first.count} of {first.of} completions"
-        lines = [_SENTENCES[self.verdict].format(step=first and first.step, count=count), *self.missing]
+        lines = [_SENTENCES[self.verdict].format(first), *self.missing]
         sizes = ", ".join(f"{stage} {error:.1e}" for stage, error in self.largest.items() if error)
         if first is not None:
             lines += [f"{first.stage}: {first.what}", self.meaning]
@@ -111,6 +112,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RunOnDisk:
+    folder: Path
     start: Mapping[str, Any]  # of its last training call, from the log
     trail: ReadTrail
 
@@ -146,14 +148,17 @@ def read_run(folder: str | Path) -> RunOnDisk:
         raise ConfigError(f"{Path(folder) / LOG} has no start of a run; name the output_dir of a run that has begun.")
     if not starts[-1].get("trail"):
         raise ConfigError(f"the last start of {folder} had trail=False, so its trail is of an earlier one.")
-    return RunOnDisk(starts[-1], read_trail(Path(folder) / TRAIL))
+    return RunOnDisk(Path(folder), starts[-1], read_trail(Path(folder) / TRAIL))
 
 
 def diff(one: str | Path, other: str | Path) -> Comparison:
     """Compare two runs by their folders; a ConfigError where there is nothing to compare."""
-    a, b = read_run(one), read_run(other)
-    meaning, besides = _changes(a.settings, b.settings), _changes(a.besides, b.besides)
-    notes = [f"{title}: {_listed(c)}" for title, c in (("Settings", meaning), ("Besides the settings", besides)) if c]
+    return compare_runs(read_run(one), read_run(other))
+
+
+def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
+    meaning, besides = changes(a.settings, b.settings), changes(a.besides, b.besides)
+    notes = [f"{title}: {listed(c)}" for title, c in (("Settings", meaning), ("Besides the settings", besides)) if c]
     sizes = [(run.start.get("geometry") or {}).get("global_batch_size") for run in (a, b)]
     if sizes[0] != sizes[1]:
         what = f"steps of {sizes[0]} and of {sizes[1]} completions (global_batch_size) cannot be compared."
@@ -168,7 +173,7 @@ def diff(one: str | Path, other: str | Path) -> Comparison:
         if uncertain and few and not _among(meaning, (*_SETTINGS["completions"], *_SETTINGS["weights"])):
             comparison.verdict = "few tokens"
         comparison.meaning = _meaning(comparison, first, meaning, besides)
-        notes += [*_where_texts_part(first, one, other), *_rewards(one, other)]
+        notes += [*_where_texts_part(first, a.folder, b.folder), *_rewards(a.folder, b.folder)]
     ends = [f"{max(r.trail.steps)}{'' if 'ended' in r.start else ' (killed, or still training)'}" for r in (a, b)]
     if ends != [str(comparison.steps)] * 2:
         notes.append(f"The last step of A is {ends[0]}, that of B {ends[1]}; {comparison.steps} steps were compared.")
@@ -176,9 +181,9 @@ def diff(one: str | Path, other: str | Path) -> Comparison:
     return comparison
 
 
-def _where_texts_part(first: Difference, *folders: str | Path) -> Iterator[str]:
+def _where_texts_part(first: Difference, *folders: Path) -> Iterator[str]:
     """Where the first texts that differ part, if both runs have TRL's table of the step (`log_completions`)."""
-    paths = [Path(folder) / "completions" / f"completions_{first.step:05d}.parquet" for folder in folders]
+    paths = [folder / "completions" / f"completions_{first.step:05d}.parquet" for folder in folders]
     if first.stage == "completions" and all(path.is_file() for path in paths):
         tables = [pandas.read_parquet(path)[["prompt", "completion"]].astype(str).values for path in paths]
         pairs = ((a[1], b[1]) for a, b in zip(*tables, strict=False) if a[0] == b[0] and a[1] != b[1])
@@ -187,21 +192,21 @@ def _where_texts_part(first: Difference, *folders: str | Path) -> Iterator[str]:
             yield f"The texts part at character {place}: {one[place:][:20]!r} and {other[place:][:20]!r}."
 
 
-def _rewards(*folders: str | Path) -> Iterator[str]:
+def _rewards(*folders: Path) -> Iterator[str]:
     """The logged rewards of both at up to 8 of their common steps."""
-    logs = [read_log(Path(folder) / LOG).entries for folder in folders]
+    logs = [read_log(folder / LOG).entries for folder in folders]
     one, other = ({e["step"]: e["values"]["reward"] for e in log if "reward" in e["values"]} for log in logs)
     steps = sorted(one.keys() & other.keys())
     if shown := [f"step {s} {_both(one[s], other[s])}" for s in steps[:: math.ceil(len(steps) / 8) or 1]]:
         yield f"Rewards of A and B: {'; '.join(shown)}."
 
 
-def _changes(a: dict[str, Any], b: dict[str, Any]) -> Changes:
+def changes(a: dict[str, Any], b: dict[str, Any]) -> Changes:
     pairs = differences({name: (a.get(name), b.get(name)) for name in {**a, **b}})
     return [change for change in pairs if change[1] != change[2]]
 
 
-def _listed(changes: Changes) -> str:
+def listed(changes: Changes) -> str:
     shown = [f"{name} {old!r} -> {new!r}" for name, old, new in changes[:12]]
     shown += [f"and {len(changes) - 12} more"] if len(changes) > 12 else []
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", "; ".join(shown))  # the beginnings of hashes
@@ -307,8 +312,7 @@ def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Dif
                 what = f"{name} gave {_pair(*values, changed[0])} for {_place(one, changed[0])}, the same completion"
                 yield Difference(step, "rewards", what, len(changed), len(values[0]), _largest(*values))
     if len(a["rounds"]) != len(b["rounds"]):
-        what = f"dynamic sampling took {len(a['rounds'])} and {len(b['rounds'])} rounds"
-        yield Difference(step, "completions", what)
+        yield Difference(step, "completions", f"dynamic sampling took {len(a['rounds'])} and {len(b['rounds'])} rounds")
     elif a.get("chosen") != b.get("chosen"):
         yield Difference(step, "advantages", "dynamic sampling put other groups in place")
     elif changed := _unequal(a["advantages"], b["advantages"]):
@@ -338,8 +342,10 @@ def _place(part: dict[str, Any], entry: int) -> str:
 
 
 def _of_values(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
-    for name in dict.fromkeys((*_FIRST, *a)):
-        if name in a and name in b and a[name] != b[name] and not name.startswith(_UNCOMPARED):
+    # an override of the loss, or skip_zero_contribution=False, also runs completions that contribute nothing
+    uncompared = _UNCOMPARED if a.get("counts/run") == b.get("counts/run") else (*_UNCOMPARED, *_OF_RUN)
+    for name in dict.fromkeys(n for n in (*_FIRST, *a) if n in a and n in b and not n.startswith(uncompared)):
+        if a[name] != b[name]:
             stage = "optimizer" if name == "learning_rate" else "values"
             error = relative(a[name], b[name], _LEAST.get(name, 1.0))
             yield Difference(step, stage, f"{name} is {_both(a[name], b[name])}", error=error)
@@ -350,8 +356,7 @@ def _of_weights(step: int, a: ReadTrail, b: ReadTrail, start: dict[str, Any], si
     if one.keys() != other.keys():
         yield Difference(step, "weights", "other parameters are trained")
         return
-    changed = [group for group in one if one[group][0] != other[group][0]]
-    if not changed:
+    if not (changed := [group for group in one if one[group][0] != other[group][0]]):
         return
     what, error = f"first in {changed[0]}", math.inf
     # where a step has digests alone (in bitwise mode without a log line), the next one that has more

@@ -1,0 +1,126 @@
+"""What a step computes for each token, layer and completion, where a step is run again (`run.rerun`).
+
+Differs from logged values: nothing is averaged. Filled by `assemble_loss` for each micro-batch, and by `Attempt.end`
+once the parameters hold the gradient of the step.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
+from ..batching.micro_batches import MicroBatch
+from ..errors import ConfigError, MemoryShortageError
+from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
+from ..runtime.collectives import gather_lists
+from .inputs import LossInputs
+from .statistics import StepContext
+
+if TYPE_CHECKING:
+    from .optimizer_step import Attempt
+
+
+@dataclass
+class StepRecord:
+    """A step, as this process computes it."""
+
+    with_gradients: bool = False  # also the gradient of each completion: one more backward pass for each
+    # by row of the step, columns with one value for each token: see `add`
+    tokens: dict[int, dict[str, list[Any] | None]] = field(default_factory=dict)
+    layers: dict[str, float] = field(default_factory=dict)  # norms of their gradients, before clipping
+    # by row of the step: the norm of the completion's own gradient, and its cosine with the gradient of the step
+    gradients: dict[int, dict[str, float]] = field(default_factory=dict)
+    rollout: RolloutBatch = field(init=False)  # the completions of the step, those of all processes
+    # once the gradient is there: runs all completions of this process again, without gradients
+    forward_again: Callable[[], None] = field(default=lambda: None, init=False)
+    moved: bool = field(default=False, init=False)  # the weights are those after the step
+
+    def add(
+        self, cfg: LossConfig, micro_batch: LossInputs, batch: TokenBatch, loss: TokenLoss, **others: torch.Tensor
+    ) -> None:
+        """Record the tokens of a micro-batch: log-probabilities and entropies in nats, shares of the step's loss."""
+        rows, shape, old_BT = micro_batch.part.rows, batch.mask_BT.shape, batch.old_logps_BT
+        if not micro_batch.part.weight or len(rows) != shape[0]:
+            return  # repeated to keep processes in step, or with rows of a user's override
+        clipped = [part.bool().expand(shape) for part in clip_indicators(cfg, loss.ratio, batch.advantages).values()]
+        columns: dict[str, torch.Tensor | None] = {
+            "mask": batch.mask_BT.long(),
+            "sampler": micro_batch.columns.get(SAMPLER_LOGPS, batch.sampling_logps_BT),
+            "old": batch.logps_BT if old_BT is None else old_BT,
+            "training": batch.logps_BT,
+            "ratio": loss.ratio,
+            "kl": loss.kl_BT,
+            "clipped": torch.stack(clipped).any(0) if clipped else None,
+            **others,
+        }
+        if self.moved:
+            columns = {"after": batch.logps_BT}
+        for name, values in columns.items():
+            lists = [None] * len(rows) if values is None else values.detach().expand(shape).tolist()
+            for row, of_row in zip(rows, lists, strict=True):
+                self.tokens.setdefault(row, {}).setdefault(name, of_row)  # the first: the step's own forward
+
+    def take(self, attempt: "Attempt", step: StepContext, run: Callable[[LossInputs], torch.Tensor]) -> None:
+        """Record gradients, which the parameters hold, and the completions that add nothing to the step."""
+        accelerator, sharded, self.rollout = attempt.forwards.accelerator, attempt.forwards.sharded, attempt.rollout
+        policy, scale = accelerator.unwrap_model(attempt.model), 1.0
+        if accelerator.scaler is not None:  # fp16
+            scale = float(accelerator.scaler.get_scale())
+        parameters = {name: p for name, p in policy.named_parameters() if p.grad is not None}
+        squares: dict[str, float] = {}
+        for name, parameter in parameters.items():
+            layer = match[0] if (match := re.match(r".*?\.\d+(?=\.)", name)) else name.rpartition(".")[0] or name
+            squares[layer] = squares.get(layer, 0.0) + _dot(gradient := _whole(parameter.grad), gradient)
+        self.layers = {layer: square**0.5 / scale for layer, square in squares.items()}
+        others = sorted({*range(len(attempt.rollout))} - {*attempt.plan.rows})
+        mine = [] if sharded else others[accelerator.process_index :: accelerator.num_processes]
+        further = [MicroBatch((row,)) for row in mine]
+
+        def forward(parts: Sequence[MicroBatch]) -> None:
+            for micro_batch in _running(attempt, step, parts, attempt.forwards.without_gradients(policy)):
+                run(micro_batch)
+
+        forward(further)
+        self.forward_again = lambda: forward([*attempt.plan.micro_batches, *further])
+        if not self.with_gradients:
+            return
+        if sharded:
+            raise ConfigError("the gradient of a completion needs whole parameters: not under FSDP and DeepSpeed.")
+        length, trained = sum(squares.values()) ** 0.5, list(parameters.values())
+        rows = [MicroBatch((row,)) for part in attempt.plan.micro_batches if part.weight for row in part.rows]
+        for micro_batch in _running(attempt, step, rows, nullcontext()):
+            own = torch.autograd.grad(run(micro_batch) * scale, trained, allow_unused=True)
+            pairs = [(part, p.grad) for part, p in zip(own, trained, strict=True) if part is not None]
+            norm = sum(_dot(part, part) for part, _ in pairs) ** 0.5
+            cosine = sum(_dot(*pair) for pair in pairs) / (norm * length) if norm and length else 0.0
+            self.gradients[micro_batch.part.rows[0]] = {"norm": norm / scale, "cosine": cosine}
+
+    def gather(self) -> None:
+        """Take what the other processes have recorded; a collective."""
+        for tokens, gradients in gather_lists([(self.tokens, self.gradients)]):
+            self.tokens |= tokens
+            self.gradients |= gradients
+
+
+def _running(
+    attempt: "Attempt", step: StepContext, parts: Sequence[MicroBatch], within: AbstractContextManager[Any]
+) -> Iterator[LossInputs]:
+    """The micro-batches of the same step, cut in another way, to run in the same form."""
+    other = replace(attempt, plan=replace(attempt.plan, micro_batches=parts), gradients=None)
+    with within, other.running():
+        yield from other.micro_batches(step)
+    if other.shortage is not None:
+        raise MemoryShortageError(f"the step fits into memory, and its record does not ({other.shortage}).")
+
+
+def _whole(gradient: Any) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _dot(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() * other.double()).sum())

@@ -1,0 +1,46 @@
+"""`grpo-ext rerun`: starts the script of a run again, with the run's settings, to run one of its steps."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from ..errors import ConfigError
+
+RECIPE = "recipe.json"  # in a run's folder, by recipes/grpo.py: its path, the folder it ran in, and the settings
+_NOT_AGAIN = ("output_dir", "resume_from_checkpoint", "rerun")
+
+
+def rerun(run: Path, options: Sequence[str], processes: int) -> int:
+    """Run the script of a run with further options; returns its exit status."""
+    path, missing = run.resolve() / RECIPE, "build its trainer in a script, and call trainer.rerun(step=N)"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing, because recipes/grpo.py did not start this run; {missing}.")
+    recipe = json.loads(path.read_text())
+    if not Path(recipe["script"]).is_file():
+        raise ConfigError(f"{recipe['script']}, which started this run, is gone; {missing}.")
+    settings = {name: value for name, value in recipe["settings"].items() if not name.startswith(_NOT_AGAIN)}
+    with tempfile.TemporaryDirectory(prefix="grpo_ext_rerun_") as folder, contextlib.ExitStack() as ending:
+        file = Path(folder, "settings.yaml")
+        file.write_text(yaml.safe_dump(settings))
+        command = [sys.executable, recipe["script"], "--config", str(file), "--output_dir", str(path.parent), *options]
+        workers, environments = [], [{**os.environ}]
+        if processes > 1:
+            from .check.runs import ranked  # imports torch
+
+            environments = ranked(environments[0], processes)
+        for environment in environments:
+            workers.append(subprocess.Popen(command, env=environment, cwd=recipe["folder"]))
+            ending.callback(workers[-1].kill)
+        while None in (statuses := [worker.poll() for worker in workers]) and not any(statuses):
+            time.sleep(0.1)
+        if None in statuses:
+            time.sleep(2.0)  # the others have a moment to say what they know
+        return next((status for status in statuses if status), 0)

@@ -1,0 +1,236 @@
+"""`trainer.rerun`: a step of a run again, what is recorded of it, and what tells that it is not the same."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from grpo_ext.errors import ConfigError
+from grpo_ext.run.checkpoint import checkpoints
+from grpo_ext.run.rerun import STEP, Rerun
+from tests.support.float64 import float64_throughout
+from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.tool_runs import always_calling
+from tests.support.trainers import LORA, make, on, watched
+
+RUN: dict[str, Any] = {
+    **{"report_to": "none", "max_steps": 20, "logging_steps": 1, "global_batch_size": 16, "disable_tqdm": True},
+    **{"save_strategy": "steps", "save_steps": 5},
+}
+SHORT: dict[str, Any] = {**RUN, "max_steps": 7, "save_steps": 3}
+BITS: dict[str, Any] = {"bitwise_invariant": True}
+
+
+def run(folder: Path, **changes: Any) -> Path:
+    make(folder, **{**RUN, **changes}).train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return run(tmp_path_factory.mktemp("base") / "run")
+
+
+@pytest.fixture(scope="module")
+def bits(tmp_path_factory) -> Path:
+    return run(tmp_path_factory.mktemp("bits") / "run", **BITS)
+
+
+def rerun(folder: Path, step: int, options: Any = None, **changes: Any) -> Rerun:
+    return make(folder, **{**RUN, **changes}).rerun(step, **(options or {}))
+
+
+def recorded(again: Rerun) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What is recorded of the step, and of each completion."""
+    about, *rows = [json.loads(line) for line in (again.folder / STEP).read_text().splitlines()]
+    return about, rows
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and "rerun" not in path.relative_to(folder).parts]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+
+
+@pytest.mark.parametrize("layout", [{"per_device_train_batch_size": size} for size in (3, 16)], ids=str)
+@pytest.mark.parametrize(("step", "first"), [(3, 1), (11, 11), (17, 16)])
+def test_steps_have_the_same_bits_in_another_layout(bits, step, first, layout):
+    before = files(bits)
+    again = rerun(bits, step, **BITS, **layout)
+    assert (again.comparison.verdict, again.steps) == ("same bits", range(first, step + 1)), again.text
+    assert files(bits) == before
+    assert checkpoints(again.folder) == []
+
+
+@pytest.mark.parametrize("layout", [{"per_device_train_batch_size": 3}, {"forward": "padded"}], ids=str)
+@pytest.mark.parametrize("step", [3, 11, 17])
+def test_steps_are_the_same_by_default(base, step, layout):
+    again = rerun(base, step, **layout)
+    assert again.comparison.verdict == "rounding", again.text
+    assert again.comparison.largest["values"] < 1e-5
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lag": {"rollout_lag": 1},
+    "LoRA": {"peft_config": LoraConfig(**LORA)},
+    "iterations": {"num_iterations": 2, "rollout_batch_size": 32, "beta": 0.1},
+    "dynamic sampling": {"dynamic_sampling": True, "reward": sparse_reward},
+    "truncated": {"mask_truncated_completions": True},
+    "moved reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    "two functions of one name": {"reward": [letter_reward, watched(lambda **columns: None)]},
+    "half precision": {"bf16": True},
+    "tools": always_calling(),
+    "a stream": {"train_dataset": prompts(12).to_iterable_dataset()},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_runs(tmp_path, kind):
+    changes = {**KINDS[kind], **SHORT}
+    folder = run(tmp_path / "run", **changes)
+    for step in (2, 6):
+        again = rerun(folder, step, **changes)
+        assert again.comparison.verdict == "same bits", again.text
+        about, rows = recorded(again)
+        norm = math.hypot(*about["layers"].values())
+        assert norm == pytest.approx(about["grad_norm"], rel=1e-5)
+        assert len(rows) == changes["global_batch_size"]
+        assert all(len(row["tokens"]["training"]) == len(row["tokens"]["ids"]) for row in rows)
+
+
+def test_rewards_are_those_of_the_run(tmp_path):
+    calls: list[Any] = []
+    changes = {**SHORT, "reward": watched(lambda **columns: calls.append(columns))}
+    folder = run(tmp_path / "run", **changes)
+    calls.clear()
+    again = rerun(folder, 6, **changes)
+    assert not calls
+    rows = recorded(again)[1]
+    assert [row["rewards"]["letter_reward"] for row in rows] == pytest.approx(
+        letter_reward([row["prompt"] for row in rows], [row["completion"] for row in rows])
+    )
+    assert [row["prompt_row"] for row in rows][::4] != [None] * 4
+    assert rerun(folder, 6, {"call_rewards": True}, **changes).comparison.verdict == "same bits"
+    assert calls
+
+
+def test_an_edited_reward_is_reported_where_it_is_called(base):
+    def edited(completions, **columns):
+        return [
+            value + ("b" in text)
+            for value, text in zip(letter_reward(completions, completions), completions, strict=True)
+        ]
+
+    edited.__name__ = letter_reward.__name__
+    assert rerun(base, 8, reward=edited).comparison.verdict == "same bits"
+    found = rerun(base, 8, {"call_rewards": True}, reward=edited).comparison
+    assert found.first is not None
+    assert (found.verdict, found.first.stage, found.first.step) == ("different", "rewards", 6)
+
+
+def log_probs(model: Any, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a completion's tokens and entropies, by the model alone."""
+    prompt = tiny_tokenizer()(row["prompt"], add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([*prompt, *row["tokens"]["ids"]])
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+    return logits.gather(1, ids[len(prompt) :, None])[:, 0], -(logits.exp() * logits).sum(-1)
+
+
+def values_of(tokens: dict[str, Any], name: str) -> torch.Tensor:
+    return torch.tensor(tokens[name], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"loss_type": "grpo", "num_iterations": 2, "epsilon": 0.05}, {"loss_type": "cispo", "num_iterations": 2}],
+    ids=str,
+)
+def test_values_of_tokens_are_those_of_plain_transformers(tmp_path, changes):
+    settings = {**RUN, **changes, "max_steps": 2, "beta": 0.1, "save_strategy": "no"}
+    steps: list[list[dict[str, Any]]] = []
+    with float64_throughout(tiny_model()):
+        start = tiny_model().double()
+        make(tmp_path / "run", tiny_model().double(), **settings).train()
+        for step in (1, 2):
+            model = tiny_model().double()
+            again = make(tmp_path / "run", model, **settings, per_device_train_batch_size=3).rerun(step)
+            about, rows = recorded(again)
+            steps.append(rows)
+            assert math.fsum(row["share"] for row in rows) == pytest.approx(about["loss"], abs=1e-9)
+            for number, row in enumerate(rows):
+                reference, entropies = log_probs(start, row)
+                expected = {"after": log_probs(model, row)[0]}
+                if step == 1:
+                    expected |= {"training": reference, "old": reference, "entropy": entropies}
+                elif "num_iterations" in changes:
+                    before = steps[0][number]["tokens"]
+                    expected |= {"training": values_of(before, "after"), "old": values_of(before, "training")}
+                tokens = {
+                    name: values_of(row["tokens"], name) for name in (*expected, "kl", "ratio", "training", "old")
+                }
+                expected["ratio"] = (tokens["training"] - tokens["old"]).exp()
+                change = reference - tokens["training"]
+                expected["kl"] = (change.exp() - change - 1) * expected["ratio"]
+                for name, values in expected.items():
+                    assert (tokens[name] - values).abs().max() < 1e-9, (step, name)
+
+
+@pytest.mark.parametrize("changes", [{}, BITS, {"beta": 0.1, "per_device_train_batch_size": 5}], ids=str)
+def test_gradients_of_completions_add_up(tmp_path, changes):
+    folder = run(tmp_path / "run", **{**SHORT, **changes})
+    about, rows = recorded(rerun(folder, 5, {"gradients": True}, **{**SHORT, **changes}))
+    own = [row["gradient"] for row in rows if row["gradient"] is not None]
+    assert math.fsum(part["norm"] * part["cosine"] for part in own) == pytest.approx(about["grad_norm"], rel=1e-4)
+    assert all(row["advantage"] == 0.0 for row in rows if row["gradient"] is None)
+    assert len({part["norm"] for part in own}) > 4
+
+
+def test_what_cannot_be_run_again_says_why(tmp_path, base):
+    with pytest.raises(ConfigError, match=r"no step 21; its trail has the steps 1 to 20"):
+        rerun(base, 21)
+    with pytest.raises(ConfigError, match=r"not the run of .*data\.rows_sha256"):
+        rerun(base, 3, train_dataset=prompts(12, seed=5))
+    with pytest.raises(ConfigError, match=r"not the run of .*settings\.beta|not the run of .*beta 0\.0 -> 0\.1"):
+        rerun(base, 3, beta=0.1)
+    with pytest.raises(ConfigError, match="rollout_func"):
+        rerun(base, 3, rollout_func=lambda prompts, trainer: {})
+    with pytest.raises(ConfigError, match="has no trail"):
+        rerun(run(tmp_path / "run", max_steps=2, trail=False), 1)
+    trainer = make(tmp_path / "other", **{**RUN, "max_steps": 2, "save_strategy": "no"})
+    trainer.train()
+    with pytest.raises(ConfigError, match="no checkpoint before step 1"):
+        trainer.rerun(1)
+
+
+def test_a_checkpoint_that_is_broken_or_deleted_meanwhile_is_passed_over(tmp_path, monkeypatch):
+    folder = run(tmp_path / "run", max_steps=7, save_steps=2)
+    next((folder / "checkpoint-6").glob("*.safetensors")).write_bytes(b"broken")
+    real = shutil.copytree
+
+    def copied(source: Any, *args: Any, **options: Any) -> Any:
+        made = real(source, *args, **options)
+        shutil.rmtree(source)  # the run goes on
+        return made
+
+    monkeypatch.setattr(shutil, "copytree", copied)
+    again = rerun(folder, 7, max_steps=7)
+    assert (again.comparison.verdict, again.steps) == ("same bits", range(5, 8))
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-2", "checkpoint-7"]
+
+
+def test_a_trainer_is_as_before_and_can_run_further_steps(base):
+    called: list[int] = []
+    trainer = make(base, **RUN, callbacks=[on("on_step_end", lambda state: called.append(state.global_step))])
+    settings, callbacks = dict(vars(trainer.args)), list(trainer.callback_handler.callbacks)
+    folders = [trainer.rerun(step).folder for step in (7, 7, 12)]
+    assert [folder.name for folder in folders] == ["step-7", "step-7-2", "step-12"]
+    assert not called
+    assert dict(vars(trainer.args)) == settings
+    assert [*trainer.callback_handler.callbacks] == callbacks
+    assert "_calculate_rewards" not in vars(trainer)
+    assert trainer.eval_dataset is None
