@@ -4,6 +4,7 @@ Compares settings, versions and machines from `log.jsonl`, then the trails (`run
 """
 
 import dataclasses
+import json
 import math
 import re
 from bisect import bisect_left
@@ -59,10 +60,10 @@ _SETTINGS = {  # that decide a stage; all others decide the loss
 _MEANINGS = {  # of a first difference, and its cause where no setting differs
     "prompts": ("The runs have different prompts. What decides them", "the data set, its order, or the chat template"),
     "completions": ("Sampling has other settings", ""),
-    "rewards": ("The completions are the same, so it is", "a reward function that changed, or is not deterministic"),
+    "rewards": ("The completions are the same. The cause", "a reward function that changed, or is not deterministic"),
     "advantages": ("The rewards are the same, so advantages are computed differently", "an override"),
     "values": ("Advantages are the same, so the loss is computed differently", "an override, or a fault of a layout"),
-    "optimizer": ("The learning rate differs", "a callback, or a scheduler of another length"),
+    "optimizer": ("The learning rate follows another schedule", "a callback, or a scheduler of another length"),
     "weights": ("The gradient is the same, so the optimizer differs", "its state, or what else changed the weights"),
 }
 
@@ -107,7 +108,8 @@ class Comparison:
         return "\n".join([*lines, *self.notes])
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"text": self.text}
+        plain = json.dumps(dataclasses.asdict(self))
+        return {**json.loads(plain, parse_constant=lambda name: None), "text": self.text}  # no Infinity in JSON
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,7 @@ def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
     comparison = compare_trails(a.trail, b.trail, a.half or b.half)
     if not comparison.steps:
         raise ConfigError("the runs have no step in common; at least one of them has not trained a step yet.")
-    first = comparison.first
-    if first is not None:
+    if (first := comparison.first) is not None:
         uncertain = bool(comparison.largest) or a.half or b.half or bool(besides)
         few = first.stage == "completions" and first.of > 1 and first.count * 2 <= first.of
         if uncertain and few and not _among(meaning, (*_SETTINGS["completions"], *_SETTINGS["weights"])):
@@ -197,7 +198,7 @@ def _rewards(*folders: Path) -> Iterator[str]:
     logs = [read_log(folder / LOG).entries for folder in folders]
     one, other = ({e["step"]: e["values"]["reward"] for e in log if "reward" in e["values"]} for log in logs)
     steps = sorted(one.keys() & other.keys())
-    if shown := [f"step {s} {_both(one[s], other[s])}" for s in steps[:: math.ceil(len(steps) / 8) or 1]]:
+    if shown := [f"step {s}: {_both(one[s], other[s])}" for s in steps[:: math.ceil(len(steps) / 8) or 1]]:
         yield f"Rewards of A and B: {'; '.join(shown)}."
 
 

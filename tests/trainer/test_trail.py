@@ -174,8 +174,8 @@ def test_the_text_is_short_and_shows_rewards_and_where_completions_part(tmp_path
     folders = [run(tmp_path / str(cls), cls=cls, log_completions=True) for cls in (GRPOTrainer, _OtherToken)]
     text = diff(*folders).text
     assert "The texts part at character 0: '" in text
-    assert "Rewards of A and B: step 1 " in text
-    assert "; step 6 " in text
+    assert "Rewards of A and B: step 1: " in text
+    assert "; step 6: " in text
     text = diff(folders[0], run(tmp_path / "data", train_dataset=other_row(), learning_rate=2e-3)).text
     assert "0.001 -> 0.002" in text
     assert re.search(r"data.rows_sha256 '[0-9a-f]{12}' -> '[0-9a-f]{12}'", text)
