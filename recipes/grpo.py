@@ -253,7 +253,7 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
     log(f"Demo: {task.about}")
     with naming(task.model_path):
         held_out = HeldOut(task, training.max_completion_length or 512)
-    console = Console(held_out.measure, script.demo_eval_every)
+    console = Console(held_out.measure, script.demo_eval_every) if script.rerun is None else Console()
     data = {"train_dataset": task.train_dataset, "eval_dataset": task.eval_dataset}
     parts = {"model": str(task.model_path), "reward_funcs": rewards, **data}
     trainer = make_trainer(script, training, model, console, argv, **parts)

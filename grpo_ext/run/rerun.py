@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import DefaultFlowCallback, TrainerCallback
+from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..algorithms.digests import digest
@@ -39,6 +39,7 @@ from .log import LOG, LineFile, read_log
 from .trail import ReadTrail
 
 RERUNS, STEP = "rerun", "step.jsonl"
+_NEEDED = (DefaultFlowCallback, SyncRefModelCallback, ProgressCallback, PrinterCallback)
 _ALIKE = {"same bits": "the same bits", "rounding": "the same up to rounding"}
 
 logger = get_logger(__name__)
@@ -54,8 +55,7 @@ class Rerun:
 
     @property
     def text(self) -> str:
-        first, last = self.steps[0], self.steps[-1]
-        which = f"step {last}" if first == last else f"steps {first} to {last}"
+        which = _named(self.steps)
         alike = _ALIKE.get(self.comparison.verdict)
         return f"{which}: {alike}" if alike else f"{which}: not the same. {self.comparison.text}"
 
@@ -81,13 +81,10 @@ class StepAgain:
         view, accelerator = self.view, self.view.accelerator
         run, folder, checkpoint, first = from_main_process(accelerator, lambda: self._begin(step))
         record = StepRecord(gradients)
-        ours = (self.keeper, self.keeper.watch, self.rollouts.worker.clock)
-        callbacks = view.callback_handler.callbacks
-        kept = [c for c in callbacks if c in ours or type(c) in (DefaultFlowCallback, SyncRefModelCallback)]
-        others = [type(callback) for callback in callbacks if callback not in kept]
-        users = [kind for kind in others if not kind.__module__.startswith(("transformers.", "grpo_ext."))]
-        if users:
-            logger.info(f"Without the callbacks {', '.join(kind.__name__ for kind in users)}.")
+        ours, callbacks = (self.keeper, self.keeper.watch, self.rollouts.worker.clock), view.callback_handler.callbacks
+        kept = [callback for callback in callbacks if callback in ours or isinstance(callback, _NEEDED)]
+        if left_out := [type(callback).__name__ for callback in callbacks if callback not in kept]:
+            logger.info(f"Without the callbacks {', '.join(left_out)}.")
         quiet: dict[str, Any] = dict.fromkeys(("save_strategy", "eval_strategy"), "no")
         quiet |= dict.fromkeys(("eval_on_start", "load_best_model_at_end", "push_to_hub", "log_completions"), False)
         quiet |= {"output_dir": str(folder), "trail": True}
@@ -111,10 +108,13 @@ class StepAgain:
     def _begin(self, step: int) -> tuple[RunOnDisk, Path, str | None, int]:
         """The run, the new folder, the checkpoint in it (None: from the start), and the first step to train."""
         view, source = self.view, Path(str(self.view.args.output_dir))
-        run = read_run(source)
+        run, log = read_run(source), read_log(source / LOG)
         if step < 1 or step not in run.trail.steps:
             known = sorted(run.trail.steps.keys() - {0}) or [0]
             raise ConfigError(f"{source} has no step {step}; its trail has the steps {known[0]} to {known[-1]}.")
+        begins = [*[0] * (len(log.starts) - len(log.resumed_from)), *log.resumed_from]
+        made_by = [start for start, begin in zip(log.starts, begins, strict=True) if begin < step]
+        run = dataclasses.replace(run, start=made_by[-1])  # the start that made the step
         if view.rollout_func is not None:
             raise ConfigError("a run with a rollout_func cannot be run again: what it samples is not known here.")
         if view.use_vllm and (view.args.bf16 or view.args.fp16):
@@ -136,11 +136,11 @@ class StepAgain:
                 f"{source} has no checkpoint before step {step}, and this trainer has trained already; build the "
                 "trainer anew, or save checkpoints (save_strategy='steps')."
             )
-        log = read_log(source / LOG)
         pace = log.seconds / log.entries[-1]["step"] if log.entries else math.nan
         time = "" if math.isnan(pace) else f", about {max(pace * (step - start), 1.0):.0f} s at the run's pace"
         begin = "the start" if checkpoint is None else Path(checkpoint).name
-        logger.info(f"Running steps {start + 1} to {step} of {source} again from {begin}{time}, in {folder}.")
+        which = _named(range(start + 1, step + 1))
+        logger.info(f"Running {which} of {source} again from {begin}{time}, in {folder}.")
         return run, folder, checkpoint, start + 1
 
     def _rewards_of(self, trail: ReadTrail) -> Callable[..., torch.Tensor]:
@@ -218,6 +218,10 @@ class _Ending(TrainerCallback):
             self.planner.record, self.record.moved = None, True
             self.record.forward_again()
             control.should_training_stop = True
+
+
+def _named(steps: range) -> str:
+    return f"step {steps[-1]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _linked(checkpoint: Path, copy: Path) -> bool:

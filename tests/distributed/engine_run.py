@@ -114,7 +114,7 @@ def main(folder: Path) -> None:
         # the control: gradients that wait for the last micro-batch
         kinds = SimpleNamespace(FSDP=None, DEEPSPEED=DistributedType.DEEPSPEED)
         with mock.patch.object(gradients, "DistributedType", kinds) if run["whole"] else nullcontext():
-            trainer.train(resume_from_checkpoint=run["resume"])
+            trainer.rerun(3) if run["again"] else trainer.train(resume_from_checkpoint=run["resume"])
         save(folder, number, trainer, held.share, saves_shards=bool(run["env"]))
         trainer.accelerator.wait_for_everyone()
 

@@ -5,6 +5,7 @@ A test that compares with one process calls a task itself.
 
 import functools
 import itertools
+import json
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from datasets import IterableDataset
 from grpo_ext import GRPOTrainer
 from grpo_ext.forward import forms
 from grpo_ext.forward.attention import PackRefused
+from grpo_ext.run.rerun import STEP
 from grpo_ext.runtime.collectives import ragged_gather
 from tests.support.images import Gallery, calling, image_model, image_processor, image_rows
 from tests.support.launch import leave
@@ -219,6 +221,15 @@ def shared_disk(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "out").iterdir() if not path.name.startswith("_"))
 
 
+def step_again(folder: Path) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
+    """A step that ran again: the verdict, and what is recorded of the step and of its completions."""
+    saves = {"max_steps": 4, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
+    trainer_of(folder, **saves).train()
+    again = trainer_of(folder, **saves).rerun(3, gradients=True)
+    about, *rows = map(json.loads, (again.folder / STEP).read_text().splitlines())
+    return again.text, about, rows
+
+
 def save(folder: Path, result: Any) -> None:
     torch.save(result, folder / f"rank_{RANK}.pt")
 
@@ -235,6 +246,7 @@ TASKS: dict[str, Callable[[Path], Any]] = {
     "gathered": gathered,
     "images": lambda folder: shown_images(folder, 3),
     "shared disk": shared_disk,
+    "step again": step_again,
     **{what: functools.partial(packs_on_one, what=what) for what in ("fault", "refusal")},
     **{f"changed, {n} groups": functools.partial(changed_rollouts, groups=n) for n in (3, 1)},
 }

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run.loading import refuse_other_engine
+from grpo_ext.run.rerun import STEP
 from grpo_ext.tools.export import export
 from tests.support import forks
 from tests.support.architectures import architecture
@@ -50,6 +52,7 @@ class Job:
     model: str = "model"
     whole: bool = False  # gradients are not reduced before the last micro-batch
     tools: bool = False  # which processes are done with in different turns
+    again: str | None = None  # the job whose third step runs again
 
 
 # each process writes its part of the weights (under the other engines: as ever)
@@ -80,6 +83,7 @@ FEW = [
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("fp16", FP16),  # with an overflow on the last process
     Job("resumed", SAVED, resume="saved/checkpoint-1"),
+    Job("again", SAVED, again="saved"),
     Job("shards", LAST, env=SHARDS),  # last: the environment stays
 ]
 ALL = [
@@ -114,7 +118,10 @@ def prepare(folder: Path, model: Path, jobs: list[Job]) -> None:
     for job in jobs:
         resume = None if job.resume is None else str(folder / job.resume)
         settings = {"rollout_chunk_size": 16, "max_steps": 3, "adam_epsilon": ADAM_EPSILON, **SIZES, **job.config}
-        changes = {"config": config_kwargs(folder / job.name, **settings), "model": str(model.with_name(job.model))}
+        changes = {
+            "config": config_kwargs(folder / (job.again or job.name), **settings),
+            "model": str(model.with_name(job.model)),
+        }
         runs.append({**dataclasses.asdict(job), **changes, "resume": resume})
     (folder / "job.json").write_text(json.dumps({"runs": runs}))
 
@@ -220,7 +227,9 @@ ENGINES = [
 ]
 KIND = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_CPU"}
 MODEL_OF = {job.name: job.model for job in ALL}
-ALIKE = [job.name for job in ALL if not (job.name in ("seed", "fp16") or job.whole or job.env or job.resume)]
+ALIKE = [
+    job.name for job in ALL if not (job.name in ("seed", "fp16") or job.whole or job.env or job.resume or job.again)
+]
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
@@ -256,6 +265,18 @@ def test_a_run_is_resumed_where_it_was(launches, engine, processes):
         assert gap(saved, resumed, MODEL_OF[f"{name}saved"]) <= 1e-6, name  # the first step is not trained again
         assert resumed.log[-2]["step"] == saved.log[-2]["step"] >= 2
         assert resumed.log[-2]["loss"] == pytest.approx(saved.log[-2]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("engine", "processes"), ENGINES)
+def test_a_step_runs_again(launches, folder, engine, processes):
+    several = launches(engine, processes)
+    assert gap(several["saved"], several["again"]) <= 1e-6
+    lines = (folder / f"{engine}_{processes}" / "saved" / "rerun" / "step-3" / STEP).read_text().splitlines()
+    about, *rows = map(json.loads, lines)
+    assert about["verdict"] == "step 3: the same bits"
+    if engine in ("fsdp2", "ddp"):  # DeepSpeed holds no gradient by parameter
+        assert math.hypot(*about["layers"].values()) == pytest.approx(about["grad_norm"], rel=1e-5)
+    assert math.fsum(row["share"] or 0.0 for row in rows) == pytest.approx(about["loss"], abs=1e-6)
 
 
 def test_fsdp_holds_its_part_of_the_gradients(launches):

@@ -1,5 +1,6 @@
 """Two real processes through the configuration file that ships with the recipes."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,14 @@ def test_what_an_override_returns_is_trained_on_alike_on_two_processes(both, tmp
     assert error(alone["update"], first["update"]) <= UPDATE
     one, few, *tokens = first["shapes"]
     assert (one, few, tokens[0]) == ([], [3 if groups > 1 else 2], tokens[1])
+
+
+def test_a_step_runs_again(both, tmp_path):
+    (text, about, rows), second = both["step again"]
+    assert text == second[0] == "step 3: the same bits"
+    assert len(rows) == 16
+    assert all(len(row["tokens"]["training"]) == len(row["tokens"]["ids"]) for row in rows)
+    own = [row["gradient"] for row in rows if row["gradient"] is not None]
+    norms = [part["norm"] * part["cosine"] for part in own]
+    assert math.fsum(norms) == pytest.approx(about["grad_norm"], rel=1e-5)
+    assert tasks.step_again(tmp_path)[1]["layers"] == pytest.approx(about["layers"], rel=1e-4)  # on one process

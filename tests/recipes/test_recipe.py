@@ -142,6 +142,31 @@ def test_the_demo_takes_adapters_and_other_rewards(launch, tmp_path, name, rewar
         assert metrics["exact_match_after"] >= metrics["exact_match_before"] + gain
 
 
+def test_a_step_runs_again_with_the_settings_of_the_run(launch, own_task, tmp_path):
+    saves = ["--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2"]
+    launch(*own_task, *saves, "--output_dir", tmp_path / "run")
+    recipe = json.loads((tmp_path / "run" / "recipe.json").read_text())
+    (tmp_path / "settings.yaml").write_text(json.dumps(recipe["settings"]))
+    again = ["--config", tmp_path / "settings.yaml", "--output_dir", tmp_path / "run", "--rerun", "3"]
+    output = launch(*again, "--per_device_train_batch_size", "1", "--rerun_gradients", "True").stdout
+    assert re.search(r"Running step 3 .* from checkpoint-2, about \d+ s", output)
+    assert re.search("step 3: the same (bits|up to rounding)", output)
+    page = tmp_path / "run" / "rerun" / "step-3" / "report" / "index.html"
+    assert f"Report: {page}" in output
+    assert "step 3" in page.read_text()
+    assert "no step 9" in launch(*again[:-1], "9", expect=2).stderr
+
+
+@pytest.mark.full  # half a minute: two processes that import the libraries
+def test_a_step_runs_again_on_another_number_of_processes(launch, own_task, tmp_path):
+    launch(*own_task, "--max_steps", "2", "--output_dir", tmp_path / "run")
+    command = [sys.executable, "-m", "grpo_ext.tools.cli", "rerun", "run", "--step", "2", "--processes", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(RECIPE.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert re.search("steps 1 to 2: the same (bits|up to rounding)", done.stdout)
+
+
 def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_names_works(launch, own_task, tmp_path):
     """The folder comes from a file, whose rewards the options override."""
     (tmp_path / "run.yaml").write_text("output_dir: out\nsave_steps: 1\nrewards: [exact_number]\n")

@@ -234,3 +234,14 @@ def test_a_trainer_is_as_before_and_can_run_further_steps(base):
     assert [*trainer.callback_handler.callbacks] == callbacks
     assert "_calculate_rewards" not in vars(trainer)
     assert trainer.eval_dataset is None
+
+
+def test_a_step_runs_again_with_the_settings_that_made_it(tmp_path):
+    saves = {"max_steps": 4, "save_steps": 1, "num_iterations": 2, "rollout_batch_size": 16}
+    run(tmp_path / "run", **saves)
+    later = {**saves, "epsilon": 0.3, "allow_changed_on_resume": ["epsilon"]}
+    make(tmp_path / "run", **{**RUN, **later}).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert rerun(tmp_path / "run", 2, **saves).comparison.verdict == "same bits"
+    assert rerun(tmp_path / "run", 4, **saves, epsilon=0.3).comparison.verdict == "same bits"
+    with pytest.raises(ConfigError, match=r"epsilon 0\.3 -> 0\.2"):
+        rerun(tmp_path / "run", 4, **saves)
