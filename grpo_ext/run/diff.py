@@ -280,7 +280,7 @@ def _lacks(name: str, trail: ReadTrail) -> Iterator[str]:
     if steps and steps[0] > 1:
         yield f"{name} has no trail before step {steps[0]}, so only later steps were compared."
     if steps and (gaps := sorted({*range(steps[0], steps[-1])}.difference(steps))):
-        yield f"{name} lacks {len(gaps)} steps in between, from step {gaps[0]} on, which were not compared."
+        yield f"{name} lacks {len(gaps)} step(s) in between, the first is {gaps[0]}; they were not compared."
 
 
 def _of_step(step: int, a: ReadTrail, b: ReadTrail, start: dict[str, Any], sized: list[int]) -> Iterator[Difference]:
