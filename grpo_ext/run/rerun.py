@@ -6,12 +6,12 @@ begins at the newest checkpoint before the step, or at the start, and writes not
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from .trail import ReadTrail
 
 RERUNS, STEP = "rerun", "step.jsonl"
 _NEEDED = (DefaultFlowCallback, SyncRefModelCallback, ProgressCallback, PrinterCallback)
+_COLUMNS = ("prompt_ids", "completion_ids", "advantages")
 _ALIKE = {"same bits": "the same bits", "rounding": "the same up to rounding"}
 
 logger = get_logger(__name__)
@@ -124,7 +125,6 @@ class StepAgain:
             raise ConfigError(f"this is not the run of {source}, so its steps would be others: {listed(changed)}.")
         names = (f"step-{step}", *(f"step-{step}-{number}" for number in range(2, 1000)))
         folder = next(path for name in names if not (path := source / RERUNS / name).exists())
-        folder.mkdir(parents=True)
         start, checkpoint = 0, None
         for path in reversed(checkpoints(source)):
             number = int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
@@ -136,6 +136,7 @@ class StepAgain:
                 f"{source} has no checkpoint before step {step}, and this trainer has trained already; build the "
                 "trainer anew, or save checkpoints (save_strategy='steps')."
             )
+        folder.mkdir(parents=True, exist_ok=True)
         pace = log.seconds / log.entries[-1]["step"] if log.entries else math.nan
         time = "" if math.isnan(pace) else f", about {max(pace * (step - start), 1.0):.0f} s at the run's pace"
         begin = "the start" if checkpoint is None else Path(checkpoint).name
@@ -175,30 +176,31 @@ class StepAgain:
         file.append({"step": steps[-1], **about, "layers": record.layers, "verdict": rerun.text})
         trail = ReadTrail(run.trail.rollouts | again.trail.rollouts)
         origins = _origins(trail, steps[-1], self.view.geometry.global_batch_size)
-        for row, origin in itertools.zip_longest(range(len(record.rollout)), origins):
-            file.append(self._line(record, row, origin or {}))
+        for line in self._lines(record, origins or [{}] * len(record.rollout)):
+            file.append(line)
         logger.info(f"{rerun.text}. Tokens, rewards and gradients: {folder / STEP}")
         return rerun
 
-    def _line(self, record: StepRecord, row: int, origin: Mapping[str, Any]) -> dict[str, Any]:
-        """What is recorded of a completion."""
-        batch, decode = record.rollout, self.view.tokenizer.decode
-        prompt, ids = (list(batch[f"{part}_ids"])[row].tolist() for part in ("prompt", "completion"))
-        number, rows = origin.get("prompt_row"), self.view.train_dataset
-        columns = record.tokens.get(row, {})
-        tokens = {name: None if values is None else values[: len(ids)] for name, values in columns.items()}
-        shares = tokens.get("share")
-        return {
-            "row": row,
-            **origin,
-            "prompt": decode(prompt),
-            "answer": None if number is None else rows[number].get("answer"),
-            "completion": decode(ids, skip_special_tokens=True),
-            "advantage": list(batch["advantages"])[row].tolist(),
-            "share": None if shares is None else math.fsum(shares),
-            "gradient": record.gradients.get(row),
-            "tokens": {"ids": ids, "text": [decode([token]) for token in ids], **tokens},
-        }
+    def _lines(self, record: StepRecord, origins: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """What is recorded of each completion."""
+        decode, data = self.view.tokenizer.decode, self.view.train_dataset
+        columns = [[part.tolist() for part in record.rollout[name]] for name in _COLUMNS]
+        text_of = functools.cache(lambda token: decode([token]))
+        for row, (origin, prompt, ids, advantage) in enumerate(zip(origins, *columns, strict=True)):
+            of_tokens = record.tokens.get(row, {}).items()
+            tokens = {name: None if values is None else values[: len(ids)] for name, values in of_tokens}
+            data_row = {} if (number := origin.get("prompt_row")) is None else dict(data[number])
+            yield {
+                "row": row,
+                **origin,
+                "prompt": decode(prompt),
+                "answer": data_row.get("answer", data_row.get("solution")),
+                "completion": decode(ids, skip_special_tokens=True),
+                "advantage": advantage,
+                "share": None if tokens.get("share") is None else math.fsum(tokens["share"] or ()),
+                "gradient": record.gradients.get(row),
+                "tokens": {"ids": ids, "text": list(map(text_of, ids)), **tokens},
+            }
 
 
 @dataclass
