@@ -99,8 +99,7 @@ def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
     rows = zip(_rows(batch["prompt_ids"]), _rows(batch["prompt_mask"]), strict=True)
     prompts = [digest(row[mask.bool()]) for row, mask in rows]
     completions = [digest(row, mask.long()) for row, mask in zip(ids, masks, strict=True)]
-    # several may have one name
-    names = [f"{name} ({n})" if (n := functions[:i].count(name)) else name for i, name in enumerate(functions)]
+    names = [f"{n} ({k})" if (k := functions[:i].count(n)) else n for i, n in enumerate(functions)]  # different ones
     rewards = {name: part.rewards_BF[:, number].tolist() for number, name in enumerate(names)}
     return {
         "count": len(batch),

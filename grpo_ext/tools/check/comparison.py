@@ -180,7 +180,8 @@ def _verdict(
         return "nothing learned", why
     if other is reference:
         return "reference", ""
-    stage = _first_stage(run, reference, other)
+    first = compare_trails(reference.trail, other.trail, not run.in_float32, run.trace).first
+    stage = "" if first is None else f"{first.stage} at step {first.step}: {first.what}"  # stock TRL has no trail
     if run.trace and reference.trace == other.trace:
         return ("differs", stage or only_log) if result.metric_error else ("same bits", "")
     if run.trace:
@@ -198,24 +199,18 @@ def _verdict(
     what = f"{name} differs by {start:.1e} in the first log line," if near else "the gradient differs by"
     limit = bounds.start if near else bounds.gradient
     beyond = "" if run.in_float32 or (near and begins) else f"{what} more than 16-bit rounding ({limit:g})"
-    if cause := _known_cause(run, reference, other, beyond):
+    if cause := _known_cause(run, reference, other, beyond or stage):
         return "differs", cause
     if same_update:
         return "differs", only_log if same_gradient else "the gradient differs, but the update hides it"
     return "differs", describe_difference(reference.delta, other.delta)
 
 
-def _known_cause(run: Run, reference: RunResult, other: RunResult, beyond: str) -> str:
-    """Why a split differs, if that is known; `beyond`: what 16-bit rounding does not explain."""
+def _known_cause(run: Run, reference: RunResult, other: RunResult, otherwise: str) -> str:
+    """Why a split differs, if that is known."""
     one, two = reference.log[0], other.log[0]
     if run.trainer == STOCK and any(relative(one.get(k), two.get(k)) > 1e-6 for k in _SAMPLED):
         return "the first rollout differs (each process has its own sampling seed)"
     if run.config.get("allow_split_dependent"):
         return "allow_split_dependent=True: dropout or batch statistics depend on the micro-batch"
-    return beyond or _first_stage(run, reference, other)
-
-
-def _first_stage(run: Run, reference: RunResult, other: RunResult) -> str:
-    """Where the trails begin to differ; empty where they do not, as those of stock TRL, which are empty."""
-    first = compare_trails(reference.trail, other.trail, not run.in_float32, run.trace).first
-    return "" if first is None else f"{first.stage} at step {first.step}: {first.what}"
+    return otherwise
