@@ -4,7 +4,6 @@ Two runs that part can be compared in the order in which a step is made: prompts
 loss, weights (`grpo-ext diff`). Written by the main process. Digests are of 8 bytes and the same on every machine.
 """
 
-import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..algorithms.digests import WeightDigest, digest, layer_groups
+from ..algorithms.digests import PROJECTIONS, WeightDigest, digest, layer_groups
+from ..errors import ConfigError
 from ..forward.tiled_log_probs import gathered
 from ..rollouts.batch import Ragged
 from ..rollouts.join import Round
@@ -84,8 +84,12 @@ def _rows(column: Any) -> list[torch.Tensor]:
     return list(column) if isinstance(column, Ragged) else list(torch.as_tensor(column))
 
 
-def _advantage(row: torch.Tensor) -> Any:
-    return float(row) if row.dim() == 0 else digest(row.float())
+def _advantage(row: torch.Tensor) -> float:
+    """An advantage; of those of tokens a sum with a factor for each place, whose difference has a size."""
+    if row.dim() == 0 or not row.isfinite().all():
+        return float(row.sum())
+    factors = 1 + 1 / torch.arange(1, len(row) + 1, dtype=torch.float64)
+    return math.fsum((row.double().cpu() * factors).tolist())  # the same on every machine; padding adds nothing
 
 
 def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
@@ -95,7 +99,8 @@ def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
     rows = zip(_rows(batch["prompt_ids"]), _rows(batch["prompt_mask"]), strict=True)
     prompts = [digest(row[mask.bool()]) for row, mask in rows]
     completions = [digest(row, mask.long()) for row, mask in zip(ids, masks, strict=True)]
-    rewards = {name: part.rewards_BF[:, number].tolist() for number, name in enumerate(functions)}
+    names = [f"{n} ({k})" if (k := functions[:i].count(n)) else n for i, n in enumerate(functions)]  # different ones
+    rewards = {name: part.rewards_BF[:, number].tolist() for number, name in enumerate(names)}
     return {
         "count": len(batch),
         "rows": blocks(part.request.row_numbers),
@@ -131,17 +136,37 @@ class ReadTrail:
 
 
 def read_trail(path: str | Path) -> ReadTrail:
-    """The trail of a run, which may still be running."""
+    """The trail of a run, which may still be running; a ConfigError for a line that was damaged by hand."""
     trail = ReadTrail()
-    for raw in Path(path).read_bytes().splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a kill has cut
+    for number, raw in enumerate(Path(path).read_bytes().splitlines(), 1):
+        try:
             line = json.loads(raw)
-            if "begin" in line:
-                kept = range(int(line["begin"]) + 1) if line["begin"] else ()  # the weights at the start too
-                trail.steps = {step: one for step, one in trail.steps.items() if step in kept}
-                trail.rollouts = {step: one for step, one in trail.rollouts.items() if step in kept}
-            elif "rollout" in line:
-                trail.rollouts[int(line["rollout"])] = line
-            elif "step" in line:
-                trail.steps[int(line["step"])] = line
+        except ValueError:
+            continue  # a line that a kill has cut
+        if not _whole(line):
+            raise ConfigError(f"{path}: line {number} is not as it was written. Restore the file, or remove the line.")
+        if "begin" in line:
+            kept = range(line["begin"] + 1) if line["begin"] else ()  # the weights at the start too
+            trail.steps = {step: one for step, one in trail.steps.items() if step in kept}
+            trail.rollouts = {step: one for step, one in trail.rollouts.items() if step in kept}
+        elif "rollout" in line:
+            trail.rollouts[line["rollout"]] = line
+        else:
+            trail.steps[line["step"]] = line
     return trail
+
+
+def _whole(line: Any) -> bool:
+    """Whether a line has what is read of it."""
+
+    def has(part: Any, **kinds: Any) -> bool:
+        return isinstance(part, dict) and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
+
+    if has(line, rollout=int, rounds=list, advantages=list):
+        part = {"count": int, "group": int, "rewards": dict, "rows": list, "prompts": list, "completions": list}
+        return all(has(one, **part) and one["group"] > 0 for one in line["rounds"])
+    if has(line, step=int, values=dict):
+        weights = line.get("weights", {})
+        lists = has(weights) and all(isinstance(part, list) and len(part) == 2 for part in weights.values())
+        return lists and all(part is None or len(part) == PROJECTIONS for _, part in weights.values())
+    return has(line, begin=int)

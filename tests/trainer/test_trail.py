@@ -1,6 +1,7 @@
 """The trail of a run, and `grpo-ext diff`: planted differences are named with their stage and step."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,29 @@ def nudge(model: torch.nn.Module) -> None:
     weight.view(torch.int32)[3, 5] += 1
 
 
+def of_tokens(scale: float) -> Any:
+    """A user's subclass with an advantage for each token."""
+
+    class OfTokens(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            scored = super()._generate_and_score_completions(inputs)
+            scored["advantages"] = scored["advantages"][:, None] * scored["completion_mask"] * scale
+            return scored
+
+    return OfTokens
+
+
 PLANTED: dict[str, tuple[dict[str, Any], str, int, str, str]] = {
     "a data row": ({"train_dataset": other_row()}, "prompts", 1, "row 7", "data"),
     "a reward": ({"reward": _Rewards()}, "rewards", 2, "letter_reward gave", "reward function"),
     "a token": ({"cls": _OtherToken}, "completions", 5, "generation 1", "sampler itself"),
     "the loss": ({"cls": _ScaledLoss}, "values", 3, "grad_norm is", "override"),
-    "beta": ({"beta": 0.1}, "values", 1, "kl is", "beta"),
+    "beta": ({"beta": 0.1}, "values", 2, "loss is", "beta"),  # there is no divergence at step 1
     "the learning rate": ({"learning_rate": 2e-3}, "optimizer", 1, "learning_rate is", "learning_rate"),
     "the seed": ({"seed": 9}, "prompts", 1, "row", "seed"),
     "weight decay": ({"weight_decay": 0.5}, "weights", 1, "first in", "weight_decay"),
+    # the weights differ by less than a hundredth of their change before a value does
+    "a setting of Adam": ({"adam_beta2": 0.95}, "values", 3, "is", "optimizer has other settings: adam_beta2"),
 }
 
 
@@ -95,6 +110,75 @@ def test_a_planted_difference_is_named(tmp_path, base, name):
     assert (found.first.stage, found.first.step) == (stage, step), found.text
     assert what in found.first.what
     assert meaning in found.meaning
+
+
+def test_a_difference_of_advantages_of_tokens_has_a_size(tmp_path):
+    one, near, far = (run(tmp_path / str(scale), cls=of_tokens(scale)) for scale in (1.0, 1 + 1e-6, 1.5))
+    found = diff(one, near)
+    assert found.verdict == "rounding", found.text
+    assert 0 < found.largest["advantages"] < 1e-5
+    found = diff(one, far)
+    assert found.first is not None
+    assert (found.first.stage, found.first.step) == ("advantages", 1), found.text
+
+
+def test_a_model_in_half_precision_differs_by_its_rounding(tmp_path):
+    half = {"allow_split_dependent": True, "max_steps": 3}
+    sizes = [(tiny_model("qwen2").to(torch.bfloat16), size) for size in (8, 3)]
+    folders = [run(tmp_path / str(n), model=m, per_device_train_batch_size=n, **half) for m, n in sizes]
+    assert diff(*folders).verdict in ("rounding", "few tokens"), diff(*folders).text
+
+
+def test_reward_functions_of_one_name_are_told_apart(tmp_path):
+    def doubled(completions, **columns):
+        return [2 * reward for reward in letter_reward(completions=completions, **columns)]
+
+    doubled.__name__ = letter_reward.__name__
+    one, other = (run(tmp_path / str(i), reward=[f, letter_reward]) for i, f in enumerate((letter_reward, doubled)))
+    found = diff(one, other)
+    assert found.first is not None
+    assert (found.first.stage, found.first.step) == ("rewards", 1), found.text
+    assert list(read_trail(one / TRAIL).rollouts[1]["rounds"][0]["rewards"]) == ["letter_reward", "letter_reward (1)"]
+
+
+def test_a_run_resumed_from_one_without_a_trail_is_compared_from_there_on(tmp_path, base):
+    make(tmp_path / "first", **RUN, **SAVE, trail=False).train()
+    trainer = make(tmp_path / "run", **RUN, per_device_train_batch_size=3)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3"))
+    found = diff(base, tmp_path / "run")
+    assert (found.verdict, found.steps) == ("rounding", 3), found.text
+    assert found.text.splitlines()[1] == "B has no trail before step 4, so only later steps were compared."
+
+
+def test_steps_that_a_trail_lacks_are_in_the_first_lines(tmp_path, base):
+    folder = run(tmp_path / "run")
+    lines = (folder / TRAIL).read_text().splitlines(keepends=True)
+    (folder / TRAIL).write_text("".join(line for line in lines if not line.startswith(('{"step": 3', '{"rollout": 3'))))
+    found = diff(base, folder)
+    assert found.verdict == "same bits"
+    assert found.text.splitlines()[1] == "B lacks 1 step(s) in between, the first is 3; they were not compared."
+    (folder / TRAIL).write_text("".join(line for line in lines if not line.startswith('{"rollout": 1')))
+    found = diff(base, folder)
+    assert "prompts: only A has a rollout batch that begins here" in found.text
+
+
+def test_a_run_that_has_not_ended_is_said(tmp_path, base):
+    folder = run(tmp_path / "run")
+    (folder / LOG).write_text("".join(line for line in (folder / LOG).open() if '"end"' not in line))
+    said = "The last step of A is 6, that of B 6 (killed, or still training); 6 steps were compared."
+    assert diff(base, folder).notes == [said]
+    assert diff(base, base).notes == []
+
+
+def test_the_text_is_short_and_shows_rewards_and_where_completions_part(tmp_path):
+    folders = [run(tmp_path / str(cls), cls=cls, log_completions=True) for cls in (GRPOTrainer, _OtherToken)]
+    text = diff(*folders).text
+    assert "The texts part at character 0: '" in text
+    assert "Rewards of A and B: step 1: " in text
+    assert "; step 6: " in text
+    text = diff(folders[0], run(tmp_path / "data", train_dataset=other_row(), learning_rate=2e-3)).text
+    assert "0.001 -> 0.002" in text
+    assert re.search(r"data.rows_sha256 '[0-9a-f]{12}' -> '[0-9a-f]{12}'", text)
 
 
 def test_a_setting_of_the_loss_is_named(tmp_path):

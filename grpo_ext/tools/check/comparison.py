@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...run.diff import compare_trails, relative
 from ..stock import OURS, STOCK
 from .runs import Run, RunResult
 
@@ -20,7 +21,7 @@ from .runs import Run, RunResult
 # SmolLM2-135M). The smallest fault that was measured, an entropy bonus that is a mean of means, changes it by 2e-4.
 TOLERANCE = 1e-5  # relative update error, the promise of the default mode
 GRADIENT_TOLERANCE = 1e-5  # relative error of the first gradient
-METRIC_TOLERANCE = 1e-4  # |a - b| / max(1, |a|) of a logged value: a float32 sum in another order
+METRIC_TOLERANCE = 1e-4  # `relative` difference of a logged value: a float32 sum in another order
 
 
 class Rounding(NamedTuple):
@@ -139,26 +140,16 @@ def describe_difference(reference: dict[str, torch.Tensor], other: dict[str, tor
 
 
 def metric_difference(reference: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[float, str]:
-    """Largest `|a - b| / max(1, |a|)` over all logged values except timings, and its name."""
+    """Largest relative difference (`relative`) over all logged values except timings, and its name."""
     if len(reference) != len(other):
         return math.inf, f"{len(reference)} against {len(other)} log lines"
     gaps = [
-        (_relative_gap(a.get(key), b.get(key)), key)
+        (relative(a.get(key), b.get(key)), key)
         for a, b in zip(reference, other, strict=True)
         for key in a.keys() | b.keys()
         if not _NOT_COMPARED.fullmatch(key)
     ]
     return max([(0.0, ""), *gaps], key=lambda gap: gap[0])
-
-
-def _relative_gap(a: Any, b: Any) -> float:
-    if a == b:
-        return 0.0
-    if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
-        return math.inf
-    if math.isnan(a) or math.isnan(b):
-        return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
-    return abs(a - b) / max(1.0, abs(a))
 
 
 def compare(
@@ -189,9 +180,12 @@ def _verdict(
         return "nothing learned", why
     if other is reference:
         return "reference", ""
+    first = compare_trails(reference.trail, other.trail, not run.in_float32, run.trace).first
+    stage = "" if first is None else f"{first.stage} at step {first.step}: {first.what}"  # stock TRL has no trail
+    if run.trace and reference.trace == other.trace:
+        return ("differs", stage or only_log) if result.metric_error else ("same bits", "")
     if run.trace:
-        reason = _first_different_hash(reference.trace, other.trace) or only_log * (result.metric_error > 0.0)
-        return "differs" if reason else "same bits", reason
+        return "differs", stage or "the state of the optimizer differs"
     same_gradient, same_update = result.gradient_error <= GRADIENT_TOLERANCE, result.update_error <= tolerance
     if same_gradient and same_update and result.metric_error <= METRIC_TOLERANCE:
         return "same", ""
@@ -205,32 +199,18 @@ def _verdict(
     what = f"{name} differs by {start:.1e} in the first log line," if near else "the gradient differs by"
     limit = bounds.start if near else bounds.gradient
     beyond = "" if run.in_float32 or (near and begins) else f"{what} more than 16-bit rounding ({limit:g})"
-    if cause := _known_cause(run, reference, other, beyond):
+    if cause := _known_cause(run, reference, other, beyond or stage):
         return "differs", cause
     if same_update:
         return "differs", only_log if same_gradient else "the gradient differs, but the update hides it"
     return "differs", describe_difference(reference.delta, other.delta)
 
 
-def _first_different_hash(reference: list[dict[str, str]], other: list[dict[str, str]]) -> str:
-    """Name the first step and tensor whose hashes differ; empty if there is none."""
-    for step, (a, b) in enumerate(zip(reference, other, strict=False), start=1):
-        if different := sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name)):
-            return f"the first difference is in {different[0]} after step {step}"
-    return "" if len(reference) == len(other) else f"{len(reference)} against {len(other)} steps"
-
-
-def _known_cause(run: Run, reference: RunResult, other: RunResult, beyond: str) -> str:
-    """Why a split differs, if settings or the log show it; `beyond`: what 16-bit rounding does not explain."""
-    logs = enumerate(zip(reference.log, other.log, strict=False), start=1)
-    changed = (step for step, (a, b) in logs if any(_relative_gap(a.get(k), b.get(k)) > 1e-6 for k in _SAMPLED))
-    step = next(changed, 0)
-    if run.trainer == STOCK and step == 1:
+def _known_cause(run: Run, reference: RunResult, other: RunResult, otherwise: str) -> str:
+    """Why a split differs, if that is known."""
+    one, two = reference.log[0], other.log[0]
+    if run.trainer == STOCK and any(relative(one.get(k), two.get(k)) > 1e-6 for k in _SAMPLED):
         return "the first rollout differs (each process has its own sampling seed)"
     if run.config.get("allow_split_dependent"):
         return "allow_split_dependent=True: dropout or batch statistics depend on the micro-batch"
-    if beyond:
-        return beyond
-    if step > 1:
-        return f"completions differ from step {step} on, by rounding or a fault; --steps {step - 1} tells which"
-    return ""
+    return otherwise

@@ -17,6 +17,7 @@ from ...compat import create_model_from_path, processing_class_of
 from ...config import GRPOConfig
 from ...rewards.worker import unpack
 from ...run.fingerprint import state_hashes
+from ...run.trail import TRAIL, read_trail
 from ...trainer import GRPOTrainer
 from ..stock import STOCK, stock_config
 from .runs import RUNS, Run, RunResult
@@ -76,6 +77,8 @@ def _train(run: Run, trainer: trl.GRPOTrainer) -> RunResult:
             trainer.evaluate()
     result.delta = {name: (p.detach().double() - before[name]).cpu() for name, p in parameters.items()}
     result.log = trainer.state.log_history
+    if (path := Path(str(trainer.args.output_dir)) / TRAIL).is_file():
+        result.trail = read_trail(path)
     return result
 
 

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, LaunchError
+from grpo_ext.run.trail import ReadTrail
 from grpo_ext.tools.check import runs, splits
 from grpo_ext.tools.check.comparison import (
     CheckReport,
@@ -100,7 +101,7 @@ NORM = "grad_norm differs by 1.0e-02 in the first log line, more than 16-bit rou
         (True, 4.05, {"norm": 0.2004, "update": 1.2, "loss": 9.0}, "rounding", ""),  # other completions in later steps
         (True, 4.05, {"sampling/ratio_max": 1.3}, "rounding", ""),  # of sampler and trainer: rounding itself
         (True, 4.05, {"norm": 0.202}, "differs", NORM),
-        (True, 4.05, {"entropy": 2.02}, "differs", "entropy differs by 1.0e-02 in the first log line"),
+        (True, 4.05, {"entropy": 2.02}, "differs", "entropy differs by 9.9e-03 in the first log line"),
         (True, 4.05, {"update": 1.6}, "differs", "largest difference"),
         (True, 4.6, {}, "differs", "the gradient differs by more than 16-bit rounding (0.1)"),
     ],
@@ -114,13 +115,30 @@ def test_verdicts(half, gradient, changes, expected, reason):
     assert bool(result.reason) is bool(reason)
 
 
-def test_a_token_that_was_sampled_differently_is_named_with_its_step():
+def trail(*losses: float, tokens: str = "b") -> ReadTrail:
+    """One whose second rollout batch has these tokens."""
+    part = {"count": 1, "rows": [5], "group": 1, "prompts": ["a"], "rewards": {}}
+    rollouts = {
+        step: {"rounds": [{**part, "completions": [ids]}], "chosen": None, "advantages": [0.5]}
+        for step, ids in enumerate(("b", tokens), 1)
+    }
+    return ReadTrail(rollouts, {step: {"values": {"loss": loss}} for step, loss in enumerate(losses, 1)})
+
+
+def test_a_split_that_differs_is_reported_with_its_first_stage():
     one, other = with_gradient(1.0), with_gradient(1.0, update=1.5)
-    one.log[1]["num_tokens"], other.log[1]["num_tokens"] = 40, 41
-    from_step = "completions differ from step 2 on, by rounding or a fault; --steps 1 tells which"
-    assert verdict(one, other).reason == from_step
-    one.log[0]["num_tokens"], other.log[0]["num_tokens"] = 40, 41
+    one.trail, other.trail = trail(1.0, 1.0), trail(1.0, 9.0, tokens="c")
+    assert verdict(one, other).reason == "completions at step 2: generation 0 of row 5 has other tokens"
+    other.trail = trail(1.5, 9.0, tokens="c")
+    assert verdict(one, other).reason == "values at step 1: loss is 1 and 1.5"
+    other.trail = one.trail
     assert verdict(one, other).reason.startswith("largest difference")
+
+
+def test_stock_trl_is_told_that_its_first_rollout_differs():
+    one, other = with_gradient(1.0), with_gradient(1.0, update=1.5)
+    assert verdict(one, other, trainer=STOCK).reason.startswith("largest difference")
+    one.log[0]["num_tokens"], other.log[0]["num_tokens"] = 40, 41
     assert verdict(one, other, trainer=STOCK).reason.startswith("the first rollout differs")
 
 
@@ -134,16 +152,17 @@ def test_a_run_that_learned_nothing_is_not_ok():
 def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
     trace = [{"parameter/a": "1", "optimizer/a/exp_avg": "2"}, {"parameter/a": "3", "optimizer/a/exp_avg": "4"}]
     other = [trace[0], {"parameter/a": "3", "optimizer/a/exp_avg": "5"}]
-    one = RunResult("a", delta(1.0), [{"loss": 1.0}], trace=trace)
+    one = RunResult("a", delta(1.0), [{"loss": 1.0}], trace=trace, trail=trail(1.0, 1.0))
 
-    def reason(trace, loss=1.0):
-        result = verdict(one, RunResult("b", delta(1.0), [{"loss": loss}], trace=trace), trace=True)
+    def reason(trace, logged=1.0, loss=1.0):
+        two = RunResult("b", delta(1.0), [{"loss": logged}], trace=trace, trail=trail(1.0, loss))
+        result = verdict(one, two, trace=True)
         assert result.verdict == ("differs" if result.reason else "same bits")
         return result.reason
 
     assert reason(trace) == ""
-    assert reason(other) == "the first difference is in optimizer/a/exp_avg after step 2"
-    assert reason(trace[:1]) == "2 against 1 steps"
+    assert reason(other) == "the state of the optimizer differs"
+    assert reason(other, loss=1.0 + 1e-12) == "values at step 2: loss is 1 and 1.000000000001"  # rounding too
     assert reason(trace, 1.0 + 1e-12) == "only the log differs, most in loss"
 
 
@@ -248,3 +267,22 @@ def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
     assert not report.ok
     assert "allow_split_dependent" in str(report.results[1])
     assert report.results[1].gradient_error > 1e-2
+
+
+class _Later:
+    """Adds one to every reward from its fourth call on: in the second run of a process."""
+
+    __name__ = "later"
+    calls = 0
+
+    def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        self.calls += 1
+        return [reward + (self.calls > 3) for reward in letter_reward(prompts, completions)]
+
+
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_the_first_stage_of_trained_runs_is_named(fork_launches, tmp_path, bitwise):
+    run = replace(saved(tmp_path, {**TRAINED, "learning_rate": 1e-3}), rewards=(_Later(),))
+    report = check(run, [Split(8), Split(4)], steps=3, bitwise=bitwise)
+    assert [r.verdict for r in report.results] == ["reference", "differs"]
+    assert report.results[1].reason.startswith("rewards at step 1: later gave "), str(report.results[1])
