@@ -176,7 +176,7 @@ def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
         comparison.meaning = _meaning(comparison, first, meaning, besides)
         notes += [*_where_texts_part(first, a.folder, b.folder), *_rewards(a.folder, b.folder)]
     ends = [f"{max(r.trail.steps)}{'' if 'ended' in r.start else ' (killed, or still training)'}" for r in (a, b)]
-    if ends != [str(comparison.steps)] * 2:
+    if ends[0] != ends[1] or " " in ends[0]:
         notes.append(f"The last step of A is {ends[0]}, that of B {ends[1]}; {comparison.steps} steps were compared.")
     comparison.notes += notes
     return comparison

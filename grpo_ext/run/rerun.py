@@ -115,7 +115,8 @@ class StepAgain:
             raise ConfigError(f"{source} has no step {step}; its trail has the steps {known[0]} to {known[-1]}.")
         begins = [*[0] * (len(log.starts) - len(log.resumed_from)), *log.resumed_from]
         made_by = [start for start, begin in zip(log.starts, begins, strict=True) if begin < step]
-        run = dataclasses.replace(run, start=made_by[-1])  # the start that made the step
+        # the start that made the step; the run may go on
+        run = dataclasses.replace(run, start={**made_by[-1], "ended": "before"})
         if view.rollout_func is not None:
             raise ConfigError("a run with a rollout_func cannot be run again: what it samples is not known here.")
         if view.use_vllm and (view.args.bf16 or view.args.fp16):
@@ -168,7 +169,9 @@ class StepAgain:
         again = read_run(folder)
         until = {number: line for number, line in run.trail.steps.items() if number <= steps[-1]}
         before = dataclasses.replace(run, trail=dataclasses.replace(run.trail, steps=until))
-        rerun = Rerun(folder, steps, compare_runs(before, again))
+        comparison = compare_runs(before, again)
+        comparison.missing.clear()  # a rerun has no trail before its checkpoint
+        rerun = Rerun(folder, steps, comparison)
         values = again.trail.steps[steps[-1]]["values"]
         file = LineFile(STEP, "record of the step")
         file.begin(folder, None)

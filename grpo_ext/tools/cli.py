@@ -52,12 +52,11 @@ def integers(text: str, name: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    if path is not None:
-        try:
-            path.write_text(json.dumps(result, indent=1))
-        except OSError as error:
-            raise ConfigError(f"--json: {path} cannot be written ({error.strerror}).") from None
+def write_file(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}).") from None
 
 
 def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
@@ -150,7 +149,8 @@ def check(
         typer.echo(about)
         cuts = splits.splits_of(run.config["global_batch_size"], counts, sizes)
         report = splits.check(run, cuts, steps=steps, against=against, tolerance=tolerance, bitwise=bitwise)
-    write_json(json_file, report.as_dict())
+    if json_file is not None:
+        write_file("--json", json_file, json.dumps(report.as_dict(), indent=1))
     typer.echo(report.conclusion())
     if not report.ok:
         raise typer.Exit(1)
@@ -193,6 +193,7 @@ def diff(
     run_a: Annotated[Path, typer.Argument(help="Folder of a run: its output_dir.")],
     run_b: Annotated[Path, typer.Argument(help="Folder of another run.")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page here, with the curves of both runs.")] = None,
 ) -> None:
     """Say where and why two runs diverge.
 
@@ -203,7 +204,12 @@ def diff(
     from ..run.diff import diff as compare_runs
 
     comparison = compare_runs(run_a, run_b)
-    write_json(json_file, comparison.as_dict())
+    if json_file is not None:
+        write_file("--json", json_file, json.dumps(comparison.as_dict(), indent=1))
+    if html is not None:
+        from .report import comparison_page
+
+        write_file("--html", html, comparison_page(comparison.text, {"A": run_a, "B": run_b}))
     typer.echo(comparison.text)
     if comparison.verdict not in SAME:
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import timedelta
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ _PLOTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Gradient norm before clipping", "norm", ("grad_norm",)),
     ("Time by phase", "seconds per step", ("step_time", "time/.+")),
 )
+_BESIDE = ("reward", "eval_reward", "completions/mean_length", "entropy", "kl", "loss", "grad_norm")  # of two runs
 _MARK = "grpo-ext report"  # the page's generator
 # control characters, marks that change the direction of text, halves of a character: shown by their number
 _INVISIBLE = re.compile(
@@ -68,13 +70,23 @@ def _changes(log: LoggedRun) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def report(run: str | Path) -> Path:
-    """Write the report of a run into its folder and return the page; a ConfigError if there can be none."""
+def _require_libraries() -> None:
     try:
-        import jinja2
+        import jinja2  # noqa: F401
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"the report needs {error.name}; run `pip install matplotlib jinja2`.") from None
+
+
+def _visible(text: str) -> str:
+    return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def report(run: str | Path) -> Path:
+    """Write the report of a run into its folder and return the page; a ConfigError if there can be none."""
+    _require_libraries()
+    import jinja2
+
     log, series = load_run(run)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"shown": shown, "messages": messages_of}
@@ -91,8 +103,25 @@ def report(run: str | Path) -> Path:
     if page.exists() and f'content="{_MARK}"' not in page.read_text(errors="replace")[:2000]:
         raise ConfigError(f"{page} is not a report and would be overwritten; move it elsewhere.")
     page.parent.mkdir(exist_ok=True)
-    page.write_text(_INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text), encoding="utf-8")
+    page.write_text(_visible(text), encoding="utf-8")
     return page
+
+
+def comparison_page(text: str, runs: Mapping[str, str | Path]) -> str:
+    """A page with the text of a comparison, and the curves of the runs, by their names, beside each other."""
+    _require_libraries()
+    series = {name: load_run(folder)[1] for name, folder in runs.items()}
+    figures = []
+    for value in _BESIDE:
+        curves = {f"{value}, {name}": known[value] for name, known in series.items() if value in known}
+        if len(curves) == len(series):
+            figures.append(f'<img alt="{value}" src="data:image/png;base64,{_picture("", curves)}">')
+    title = escape(" and ".join(f"{name}: {folder}" for name, folder in runs.items()))
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    style = "<style>:root { color-scheme: light dark } body { font: 16px system-ui } * { max-width: 100% } "
+    style += "pre { white-space: pre-wrap }</style>"
+    body = f"<h1>{title}</h1><pre>{escape(text)}</pre>{''.join(figures)}"
+    return _visible(f'<!DOCTYPE html><html lang="en">{head}{style}{body}</html>')
 
 
 def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
@@ -16,6 +17,7 @@ from grpo_ext.run import trail
 from grpo_ext.run.diff import SAME, diff
 from grpo_ext.run.log import LOG
 from grpo_ext.run.trail import TRAIL, read_trail
+from grpo_ext.tools.cli import app
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model
 from tests.support.trainers import SAVE, make, on, parameters, passing_on
 
@@ -366,3 +368,19 @@ def test_entries_of_large_batches_are_blocks(monkeypatch):
     one, other = trail.blocks(range(10)), trail.blocks([*range(9), 7])
     assert len(one) == 4
     assert [a == b for a, b in zip(one, other)] == [True, True, True, False]
+
+
+def test_the_command_says_what_differs_on_a_page_too(tmp_path, base):
+    other = run(tmp_path / "<b>other", seed=9)
+    files = [tmp_path / name for name in ("page.html", "result.json")]
+    words = ["diff", str(base), str(other), "--html", str(files[0]), "--json", str(files[1])]
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, json.loads(files[1].read_text())["verdict"]) == (1, "different")
+    page = files[0].read_text()
+    assert "What decides them: seed" in page
+    assert "<b>" not in page
+    assert page.count('src="data:image/png;base64,') >= 4
+    words[2] = str(run(tmp_path / "same", per_device_train_batch_size=3))
+    assert CliRunner().invoke(app, words).exit_code == 0
+    words[4] = str(tmp_path / "none" / "page.html")
+    assert "--html" in str(CliRunner().invoke(app, words).exception)
