@@ -89,6 +89,7 @@ class Comparison:
     first: Difference | None = None
     meaning: str = ""
     largest: dict[str, float] = field(default_factory=dict)  # the largest difference that is rounding, by stage
+    begins: Difference | None = None  # the first that is rounding
     changed_completions: dict[int, float] = field(default_factory=dict)  # share that differs, by step
     missing: list[str] = field(default_factory=list)  # what a trail lacks, so that it was not compared
     notes: list[str] = field(default_factory=list)  # what differs besides the trails
@@ -96,13 +97,15 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        first = self.first
+        first, begins = self.first, self.begins
         lines = [_SENTENCES[self.verdict].format(first), *self.missing]
         sizes = ", ".join(f"{stage} {error:.1e}" for stage, error in self.largest.items() if error)
         if first is not None:
             lines += [f"{first.stage}: {first.what}", self.meaning]
-        elif sizes:
-            lines.append(f"Largest differences: {sizes}.")
+        elif begins is not None:
+            lines.append(
+                f"Rounding begins at step {begins.step}, {begins.stage}: {begins.what}. Largest: {sizes or 0}."
+            )
         if shares := [f"{share:.0%} at step {step}" for step, share in sorted(self.changed_completions.items())]:
             lines.append("Completions that differ: " + ", ".join(dict.fromkeys((shares[0], shares[-1]))) + ".")
         return "\n".join([*lines, *self.notes])
@@ -233,8 +236,7 @@ def _meaning(comparison: Comparison, first: Difference, meaning: Changes, beside
         weights = f"The weights were {alike} after step {last}, when they were last compared. " if last >= 0 else ""
         causes = [name for name, _, _ in besides] or ["the sampler itself (an override, an engine), or other kernels"]
         return f"{weights}What may have sampled differently: {', '.join(causes)}."
-    sentence, otherwise = _MEANINGS[first.stage]
-    return f"{sentence}: {', '.join(known or [otherwise])}."
+    return f"{_MEANINGS[first.stage][0]}: {', '.join(known or _MEANINGS[first.stage][1:])}."
 
 
 def compare_trails(a: ReadTrail, b: ReadTrail, half: bool, exact: bool = False) -> Comparison:
@@ -265,7 +267,7 @@ def compare_trails(a: ReadTrail, b: ReadTrail, half: bool, exact: bool = False) 
             if stage == "weights" and gradient <= _LEAST["grad_norm"] * _LIMITS["values"][half]:
                 error = 0.0  # the gradients are rounding, of which Adam makes steps of any size
             if error <= _LIMITS.get(stage, (0.0, 0.0))[half] and not exact:
-                comparison.verdict = "rounding"
+                comparison.verdict, comparison.begins = "rounding", comparison.begins or difference
                 comparison.largest[stage] = max(comparison.largest.get(stage, 0.0), error)
             else:
                 comparison.first, comparison.verdict = difference, "different"

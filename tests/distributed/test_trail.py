@@ -25,3 +25,16 @@ def test_one_and_two_processes_have_one_trail(tmp_path, case):
         *(s for s in steps if s and s % 2 == 0),
         *([max(steps)] if max(steps) % 2 else []),
     ]
+
+
+def test_a_run_that_is_resumed_on_two_processes_has_the_trail_of_one(tmp_path):
+    bench, saves = Bench(tmp_path), {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    one, two = (str(tmp_path / str(processes)) for processes in (1, 2))
+    assert run_all([bench.run("dapo", 4, output_dir=one, **saves)], 1)[0].error is None
+    resume = f"{one}/checkpoint-1"
+    assert run_all([bench.run("dapo", 3, output_dir=two, resume_from=resume, **saves)], 2)[0].error is None
+    found = diff(one, two)
+    assert (found.verdict, found.missing) == ("rounding", []), found.text
+    assert found.begins is not None
+    assert found.begins.step == 2
+    assert found.steps == max(read_trail(Path(two) / TRAIL).steps) > 2

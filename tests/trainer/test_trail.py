@@ -204,7 +204,9 @@ def test_a_bit_of_the_weights_is_found(tmp_path, bits):
     assert equal[:4] == [True] * 4  # at the start and after three steps
     assert equal[4] is False
     assert found.verdict == "rounding"
-    assert "weights" in found.largest
+    assert found.begins is not None
+    assert (found.begins.stage, found.begins.step) == ("weights", 4)
+    assert "Rounding begins at step 4, weights: first in " in found.text
 
 
 @pytest.mark.parametrize(
