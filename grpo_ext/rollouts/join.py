@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..algorithms.digests import digest
 from ..batching.prompt_order import RolloutRequest
 from ..errors import RolloutError
 from ..rewards.worker import RewardCall
@@ -36,6 +37,7 @@ class Entry:
     tool_calls: int
     tool_failures: int
     kept_mass: float  # of all tokens together; NaN where unknown
+    masked_out: str | None  # the digest of a completion that is masked out, of which the batch has one token
 
 
 @dataclass
@@ -113,8 +115,8 @@ def join(
 def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Share:
     transcripts = local.real_transcripts
     columns: dict[str, Column] = {}
+    masked = local.settings.sampling.masked(transcripts)
     if transcripts:
-        masked = local.settings.sampling.masked(transcripts)
         columns = trl_columns(local, transcripts) | images.columns_of(transcripts, masked)
     entries = [
         Entry(
@@ -127,10 +129,17 @@ def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Shar
             tool_calls=transcript.tool_calls,
             tool_failures=transcript.tool_failures,
             kept_mass=_kept_mass(transcript),
+            masked_out=digest_of(transcript.ids, 0) if out else None,
         )
-        for transcript in transcripts
+        for transcript, out in zip(transcripts, masked, strict=True)
     ]
     return Share(columns, entries, local.rewards_BF, local.reward_calls, local.first)
+
+
+def digest_of(ids: Sequence[int], mask: int) -> str:
+    """The digest of a completion in the trail, with one mask for all of its tokens."""
+    row = torch.tensor(ids)
+    return digest(row, torch.full_like(row, mask))
 
 
 def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:
