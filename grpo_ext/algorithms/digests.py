@@ -26,16 +26,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_GROUPS = 16
 
 
-def digest(*parts: Any) -> str:
-    """8 bytes in hex of tensors (as 64-bit integers; floats by their bits), texts and bytes."""
+def digest(*parts: torch.Tensor | str) -> str:
+    """8 bytes in hex of texts, and of tensors of integers, whatever their size."""
     hasher = hashlib.blake2b(digest_size=8)
     for part in parts:
-        if isinstance(part, torch.Tensor):
-            kind = "<f8" if part.is_floating_point() else "<i8"
-            part = (part.double() if kind == "<f8" else part.long()).cpu().numpy().astype(kind).tobytes()
-        elif isinstance(part, str):
-            part = part.encode()
-        hasher.update(len(part).to_bytes(8, "little") + part)
+        content = part.encode() if isinstance(part, str) else part.long().cpu().numpy().astype("<i8").tobytes()
+        hasher.update(len(content).to_bytes(8, "little") + content)
     return hasher.hexdigest()
 
 
@@ -124,8 +120,6 @@ def layer_groups(names: Iterable[str]) -> dict[str, str]:
     return {name: group(*place) for name, place in places.items()}
 
 
-def distance(one: Sequence[float | None], other: Sequence[float | None]) -> float:
+def distance(one: Sequence[Any], other: Sequence[Any]) -> float:
     """An estimate of the distance of two sets of weights from their projections; infinite where one is not finite."""
-    pairs = list(zip(one, other, strict=True))
-    squares = [(a - b) ** 2 for a, b in pairs if a is not None and b is not None]
-    return math.sqrt(sum(squares) / len(squares)) if len(squares) == len(pairs) else math.inf
+    return math.inf if None in one or None in other else math.dist(one, other) / math.sqrt(len(one))

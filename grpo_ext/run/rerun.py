@@ -32,7 +32,7 @@ from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
 from .checkpoint import checkpoints, why_not_resumable
-from .diff import Comparison, RunOnDisk, changes, compare_runs, listed, read_run
+from .diff import SAME, Comparison, RunOnDisk, changes, compare_runs, listed, read_run
 from .fingerprint import fingerprint_of
 from .keeper import RunKeeper
 from .log import LOG, LineFile, read_log
@@ -41,7 +41,6 @@ from .trail import ReadTrail
 RERUNS, STEP = "rerun", "step.jsonl"
 _NEEDED = (DefaultFlowCallback, SyncRefModelCallback, ProgressCallback, PrinterCallback)
 _COLUMNS = ("prompt_ids", "completion_ids", "advantages")
-_ALIKE = {"same bits": "the same bits", "rounding": "the same up to rounding"}
 
 logger = get_logger(__name__)
 
@@ -56,9 +55,8 @@ class Rerun:
 
     @property
     def text(self) -> str:
-        which = _named(self.steps)
-        alike = _ALIKE.get(self.comparison.verdict)
-        return f"{which}: {alike}" if alike else f"{which}: not the same. {self.comparison.text}"
+        alike = SAME.get(self.comparison.verdict)
+        return f"{_named(self.steps)}: {alike or f'not the same. {self.comparison.text}'}"
 
 
 @dataclass

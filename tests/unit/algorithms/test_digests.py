@@ -21,7 +21,7 @@ def drawn(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_digests_are_those_of_every_machine():
     assert digest(torch.tensor([1, 2, 3])) == "d91a3b8fd232c860"
-    assert digest("a", b"b") == "cfb9cbd0aeeea44e"
+    assert digest("a", "b") == "cfb9cbd0aeeea44e"
     assert digest_of(torch.arange(5.0)).as_list()[0] == "c6c9762e0c400000"
 
 
