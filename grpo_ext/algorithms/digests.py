@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,27 +97,19 @@ def _table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return _factors(0, _BLOCK).to(device), _signs(0, _BLOCK).double().to(device)
 
 
-def layer_groups(names: Iterable[str]) -> dict[str, str]:
-    """The group of each parameter: neighbouring layers together, so that a usual model has at most 16."""
-    places: dict[str, tuple[str, int | None]] = {}
-    for name in names:
-        match = re.search(r"^(.*?)\.(\d+)\.", name)
-        places[name] = (match[1], int(match[2])) if match else (name.rpartition(".")[0] or name, None)
-    stacks: dict[str, int] = {}
-    for stack, layer in places.values():
-        if layer is not None:
-            stacks[stack] = max(stacks.get(stack, 0), layer + 1)
-    others = len({stack for stack, layer in places.values() if layer is None})
-    together = math.ceil(sum(stacks.values()) / max(_MOST_GROUPS - others - len(stacks), 1))
+def layer_of(name: str) -> str:
+    """The layer of a parameter: its name up to the first number, or without the last part."""
+    match = re.match(r".*?\.\d+(?=\.)", name)
+    return match[0] if match else name.rpartition(".")[0] or name
 
-    def group(stack: str, layer: int | None) -> str:
-        if layer is None:
-            return stack
-        first = layer - layer % together
-        last = min(first + together, stacks[stack]) - 1
-        return f"{stack}.{first}" if first == last else f"{stack}.{first}-{last}"
 
-    return {name: group(*place) for name, place in places.items()}
+def layer_groups(names: Collection[str]) -> dict[str, str]:
+    """The group of each parameter: neighbouring layers together, so that there are at most 16 groups."""
+    layers = list(dict.fromkeys(map(layer_of, names)))
+    size = max(math.ceil(len(layers) / _MOST_GROUPS), 1)
+    parts = [layers[start : start + size] for start in range(0, len(layers), size)]
+    groups = {layer: " to ".join(dict.fromkeys((part[0], part[-1]))) for part in parts for layer in part}
+    return {name: groups[layer_of(name)] for name in names}
 
 
 def distance(one: Sequence[Any], other: Sequence[Any]) -> float:
