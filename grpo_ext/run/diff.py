@@ -161,8 +161,8 @@ def diff(one: str | Path, other: str | Path) -> Comparison:
 
 
 def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
-    meaning, besides = changes(a.settings, b.settings), changes(a.besides, b.besides)
-    notes = [f"{title}: {listed(c)}" for title, c in (("Settings", meaning), ("Besides the settings", besides)) if c]
+    settings, besides = changes(a.settings, b.settings), changes(a.besides, b.besides)
+    notes = [f"{title}: {listed(c)}" for title, c in (("Settings", settings), ("Besides the settings", besides)) if c]
     sizes = [(run.start.get("geometry") or {}).get("global_batch_size") for run in (a, b)]
     if sizes[0] != sizes[1]:
         what = f"steps of {sizes[0]} and of {sizes[1]} completions (global_batch_size) cannot be compared."
@@ -173,9 +173,9 @@ def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
     if (first := comparison.first) is not None:
         uncertain = bool(comparison.largest) or a.half or b.half or bool(besides)
         few = first.stage == "completions" and first.of > 1 and first.count * 2 <= first.of
-        if uncertain and few and not _among(meaning, (*_SETTINGS["completions"], *_SETTINGS["weights"])):
+        if uncertain and few and not _among(settings, (*_SETTINGS["completions"], *_SETTINGS["weights"])):
             comparison.verdict = "few tokens"
-        comparison.meaning = _meaning(comparison, first, meaning, besides)
+        comparison.meaning = _meaning(comparison, first, settings, besides)
         notes += [*_where_texts_part(first, a.folder, b.folder), *_rewards(a.folder, b.folder)]
     ends = [f"{max(r.trail.steps)}{'' if 'ended' in r.start else ' (killed, or still training)'}" for r in (a, b)]
     if ends[0] != ends[1] or " " in ends[0]:
@@ -219,17 +219,17 @@ def _among(changes: Changes, names: Sequence[str]) -> list[str]:
     return [name for name, _, _ in changes if name.split(".")[0] in names]
 
 
-def _meaning(comparison: Comparison, first: Difference, meaning: Changes, besides: Changes) -> str:
+def _meaning(comparison: Comparison, first: Difference, settings: Changes, besides: Changes) -> str:
     """A sentence on the likely cause of the first difference."""
     if first.step == 0:
         return "The runs begin with different weights: another model or adapter, or a trainer that had trained before."
-    optimizer = _among(meaning, _SETTINGS["weights"])
+    optimizer = _among(settings, _SETTINGS["weights"])
     if optimizer and "weights" in comparison.largest and first.stage in ("completions", "values"):
         return f"The weights had begun to differ, and the optimizer has other settings: {', '.join(optimizer)}."
     others = {name for names in _SETTINGS.values() for name in names}
-    known = _among(meaning, _SETTINGS.get(first.stage, ()))
+    known = _among(settings, _SETTINGS.get(first.stage, ()))
     if first.stage == "values":
-        known = [name for name, _, _ in meaning if name.split(".")[0] not in others]
+        known = [name for name, _, _ in settings if name.split(".")[0] not in others]
     if first.stage == "completions" and not known:
         last, alike = comparison.weights_known, SAME["rounding" if comparison.largest else "same bits"]
         weights = f"The weights were {alike} after step {last}, when they were last compared. " if last >= 0 else ""
@@ -320,8 +320,8 @@ def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Dif
         yield Difference(step, "advantages", "dynamic sampling put other groups in place")
     elif changed := _unequal(a["advantages"], b["advantages"]):
         place = min(changed)
-        what = f"{_both(*changed[place])} for completion {place} of the batch"
-        yield _listed(step, "advantages", what, changed, a["advantages"])
+        where = _place(a["rounds"][0], place) if a.get("chosen") is None else f"entry {place} of the batch"
+        yield _listed(step, "advantages", f"{_both(*changed[place])} for {where}", changed, a["advantages"])
 
 
 def _prompt(a: dict[str, Any], b: dict[str, Any], entry: int) -> str:

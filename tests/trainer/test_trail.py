@@ -124,7 +124,9 @@ def test_a_difference_of_advantages_of_tokens_has_a_size(tmp_path):
     found = diff(one, near)
     assert found.verdict == "rounding", found.text
     assert 0 < found.largest["advantages"] < 1e-5
-    assert first_of(diff(one, far)) == ("advantages", 1)
+    found = diff(one, far)
+    assert first_of(found) == ("advantages", 1)
+    assert re.search(r"advantages: .* and .* for generation \d of row \d", found.text)
 
 
 def test_a_model_in_half_precision_differs_by_its_rounding(tmp_path):
