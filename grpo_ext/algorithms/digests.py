@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,16 +26,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_GROUPS = 16
 
 
-def digest(*parts: Any) -> str:
-    """8 bytes in hex of tensors (as 64-bit integers; floats by their bits), texts and bytes."""
+def digest(*parts: torch.Tensor | str) -> str:
+    """8 bytes in hex of texts, and of tensors of integers, whatever their size."""
     hasher = hashlib.blake2b(digest_size=8)
     for part in parts:
-        if isinstance(part, torch.Tensor):
-            kind = "<f8" if part.is_floating_point() else "<i8"
-            part = (part.double() if kind == "<f8" else part.long()).cpu().numpy().astype(kind).tobytes()
-        elif isinstance(part, str):
-            part = part.encode()
-        hasher.update(len(part).to_bytes(8, "little") + part)
+        content = part.encode() if isinstance(part, str) else part.long().cpu().numpy().astype("<i8").tobytes()
+        hasher.update(len(content).to_bytes(8, "little") + content)
     return hasher.hexdigest()
 
 
@@ -101,31 +97,21 @@ def _table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return _factors(0, _BLOCK).to(device), _signs(0, _BLOCK).double().to(device)
 
 
-def layer_groups(names: Iterable[str]) -> dict[str, str]:
-    """The group of each parameter: neighbouring layers together, so that a usual model has at most 16."""
-    places: dict[str, tuple[str, int | None]] = {}
-    for name in names:
-        match = re.search(r"^(.*?)\.(\d+)\.", name)
-        places[name] = (match[1], int(match[2])) if match else (name.rpartition(".")[0] or name, None)
-    stacks: dict[str, int] = {}
-    for stack, layer in places.values():
-        if layer is not None:
-            stacks[stack] = max(stacks.get(stack, 0), layer + 1)
-    others = len({stack for stack, layer in places.values() if layer is None})
-    together = math.ceil(sum(stacks.values()) / max(_MOST_GROUPS - others - len(stacks), 1))
-
-    def group(stack: str, layer: int | None) -> str:
-        if layer is None:
-            return stack
-        first = layer - layer % together
-        last = min(first + together, stacks[stack]) - 1
-        return f"{stack}.{first}" if first == last else f"{stack}.{first}-{last}"
-
-    return {name: group(*place) for name, place in places.items()}
+def layer_of(name: str) -> str:
+    """The layer of a parameter: its name up to the first number, or without the last part."""
+    match = re.match(r".*?\.\d+(?=\.)", name)
+    return match[0] if match else name.rpartition(".")[0] or name
 
 
-def distance(one: Sequence[float | None], other: Sequence[float | None]) -> float:
+def layer_groups(names: Collection[str]) -> dict[str, str]:
+    """The group of each parameter: neighbouring layers together, so that there are at most 16 groups."""
+    layers = list(dict.fromkeys(map(layer_of, names)))
+    size = max(math.ceil(len(layers) / _MOST_GROUPS), 1)
+    parts = [layers[start : start + size] for start in range(0, len(layers), size)]
+    groups = {layer: " to ".join(dict.fromkeys((part[0], part[-1]))) for part in parts for layer in part}
+    return {name: groups[layer_of(name)] for name in names}
+
+
+def distance(one: Sequence[Any], other: Sequence[Any]) -> float:
     """An estimate of the distance of two sets of weights from their projections; infinite where one is not finite."""
-    pairs = list(zip(one, other, strict=True))
-    squares = [(a - b) ** 2 for a, b in pairs if a is not None and b is not None]
-    return math.sqrt(sum(squares) / len(squares)) if len(squares) == len(pairs) else math.inf
+    return math.inf if None in one or None in other else math.dist(one, other) / math.sqrt(len(one))

@@ -10,6 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from .log import LOG, read_log
 from .trail import TRAIL, ReadTrail, read_trail
 
 Verdict = Literal["same bits", "rounding", "few tokens", "different"]
-SAME: tuple[Verdict, ...] = ("same bits", "rounding")
+SAME: dict[Verdict, str] = {"same bits": "the same bits", "rounding": "the same up to rounding"}
 Changes = list[tuple[str, Any, Any]]  # name, both values
 _SENTENCES: dict[Verdict, str] = {
     "same bits": "The runs have the same bits.",
@@ -103,9 +104,7 @@ class Comparison:
         if first is not None:
             lines += [f"{first.stage}: {first.what}", self.meaning]
         elif begins is not None:
-            lines.append(
-                f"Rounding begins at step {begins.step}, {begins.stage}: {begins.what}. Largest: {sizes or 0}."
-            )
+            lines += [f"Rounding begins at step {begins.step}, {begins.stage}: {begins.what}. Largest: {sizes or 0}."]
         if shares := [f"{share:.0%} at step {step}" for step, share in sorted(self.changed_completions.items())]:
             lines.append("Completions that differ: " + ", ".join(dict.fromkeys((shares[0], shares[-1]))) + ".")
         return "\n".join([*lines, *self.notes])
@@ -162,8 +161,8 @@ def diff(one: str | Path, other: str | Path) -> Comparison:
 
 
 def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
-    meaning, besides = changes(a.settings, b.settings), changes(a.besides, b.besides)
-    notes = [f"{title}: {listed(c)}" for title, c in (("Settings", meaning), ("Besides the settings", besides)) if c]
+    settings, besides = changes(a.settings, b.settings), changes(a.besides, b.besides)
+    notes = [f"{title}: {listed(c)}" for title, c in (("Settings", settings), ("Besides the settings", besides)) if c]
     sizes = [(run.start.get("geometry") or {}).get("global_batch_size") for run in (a, b)]
     if sizes[0] != sizes[1]:
         what = f"steps of {sizes[0]} and of {sizes[1]} completions (global_batch_size) cannot be compared."
@@ -174,9 +173,9 @@ def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
     if (first := comparison.first) is not None:
         uncertain = bool(comparison.largest) or a.half or b.half or bool(besides)
         few = first.stage == "completions" and first.of > 1 and first.count * 2 <= first.of
-        if uncertain and few and not _among(meaning, (*_SETTINGS["completions"], *_SETTINGS["weights"])):
+        if uncertain and few and not _among(settings, (*_SETTINGS["completions"], *_SETTINGS["weights"])):
             comparison.verdict = "few tokens"
-        comparison.meaning = _meaning(comparison, first, meaning, besides)
+        comparison.meaning = _meaning(comparison, first, settings, besides)
         notes += [*_where_texts_part(first, a.folder, b.folder), *_rewards(a.folder, b.folder)]
     ends = [f"{max(r.trail.steps)}{'' if 'ended' in r.start else ' (killed, or still training)'}" for r in (a, b)]
     if ends[0] != ends[1] or " " in ends[0]:
@@ -191,7 +190,7 @@ def _where_texts_part(first: Difference, *folders: Path) -> Iterator[str]:
     if first.stage == "completions" and all(path.is_file() for path in paths):
         tables = [pandas.read_parquet(path)[["prompt", "completion"]].astype(str).values for path in paths]
         pairs = ((a[1], b[1]) for a, b in zip(*tables, strict=False) if a[0] == b[0] and a[1] != b[1])
-        for one, other in [*pairs][:1]:
+        for one, other in islice(pairs, 1):
             place = next(i for i in range(len(one) + 1) if one[i : i + 1] != other[i : i + 1])
             yield f"The texts part at character {place}: {one[place:][:20]!r} and {other[place:][:20]!r}."
 
@@ -220,19 +219,19 @@ def _among(changes: Changes, names: Sequence[str]) -> list[str]:
     return [name for name, _, _ in changes if name.split(".")[0] in names]
 
 
-def _meaning(comparison: Comparison, first: Difference, meaning: Changes, besides: Changes) -> str:
+def _meaning(comparison: Comparison, first: Difference, settings: Changes, besides: Changes) -> str:
     """A sentence on the likely cause of the first difference."""
     if first.step == 0:
         return "The runs begin with different weights: another model or adapter, or a trainer that had trained before."
-    optimizer = _among(meaning, _SETTINGS["weights"])
+    optimizer = _among(settings, _SETTINGS["weights"])
     if optimizer and "weights" in comparison.largest and first.stage in ("completions", "values"):
         return f"The weights had begun to differ, and the optimizer has other settings: {', '.join(optimizer)}."
     others = {name for names in _SETTINGS.values() for name in names}
-    known = _among(meaning, _SETTINGS.get(first.stage, ()))
+    known = _among(settings, _SETTINGS.get(first.stage, ()))
     if first.stage == "values":
-        known = [name for name, _, _ in meaning if name.split(".")[0] not in others]
+        known = [name for name, _, _ in settings if name.split(".")[0] not in others]
     if first.stage == "completions" and not known:
-        last, alike = comparison.weights_known, "the same up to rounding" if comparison.largest else "the same bits"
+        last, alike = comparison.weights_known, SAME["rounding" if comparison.largest else "same bits"]
         weights = f"The weights were {alike} after step {last}, when they were last compared. " if last >= 0 else ""
         causes = [name for name, _, _ in besides] or ["the sampler itself (an override, an engine), or other kernels"]
         return f"{weights}What may have sampled differently: {', '.join(causes)}."
@@ -301,27 +300,28 @@ def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Dif
     for one, other in zip(a["rounds"], b["rounds"], strict=False):
         for kind in ("rows", "prompts"):
             if changed := _unequal(one[kind], other[kind]):
-                yield Difference(step, "prompts", _prompt(one, other, changed[0]), len(changed), len(one[kind]))
+                yield _listed(step, "prompts", _prompt(one, other, min(changed)), changed, one[kind])
                 return
         if changed := _unequal(one["completions"], other["completions"]):
-            what = f"{_place(one, changed[0])} has other tokens"
-            yield Difference(step, "completions", what, len(changed), len(one["completions"]))
+            what = f"{_place(one, min(changed))} has other tokens"
+            yield _listed(step, "completions", what, changed, one["completions"])
             return
         for name in dict.fromkeys([*one["rewards"], *other["rewards"]]):
             values = one["rewards"].get(name), other["rewards"].get(name)
             if values[0] is None or values[1] is None:
                 yield Difference(step, "rewards", f"only one of the runs has the reward {name!r}")
             elif changed := _unequal(*values):
-                what = f"{name} gave {_pair(*values, changed[0])} for {_place(one, changed[0])}, the same completion"
-                yield Difference(step, "rewards", what, len(changed), len(values[0]), _largest(*values))
+                place = min(changed)
+                what = f"{name} gave {_both(*changed[place])} for {_place(one, place)}, the same completion"
+                yield _listed(step, "rewards", what, changed, values[0])
     if len(a["rounds"]) != len(b["rounds"]):
         yield Difference(step, "completions", f"dynamic sampling took {len(a['rounds'])} and {len(b['rounds'])} rounds")
     elif a.get("chosen") != b.get("chosen"):
         yield Difference(step, "advantages", "dynamic sampling put other groups in place")
     elif changed := _unequal(a["advantages"], b["advantages"]):
-        both = a["advantages"], b["advantages"]
-        what = f"{_pair(*both, changed[0])} for completion {changed[0]} of the batch"
-        yield Difference(step, "advantages", what, len(changed), len(both[0]), _largest(*both))
+        place = min(changed)
+        where = _place(a["rounds"][0], place) if a.get("chosen") is None else f"entry {place} of the batch"
+        yield _listed(step, "advantages", f"{_both(*changed[place])} for {where}", changed, a["advantages"])
 
 
 def _prompt(a: dict[str, Any], b: dict[str, Any], entry: int) -> str:
@@ -373,24 +373,22 @@ def _of_weights(step: int, a: ReadTrail, b: ReadTrail, start: dict[str, Any], si
     yield Difference(step, "weights", what, len(changed), len(one), error)
 
 
-def _unequal(a: Sequence[Any], b: Sequence[Any]) -> list[int]:
-    """The places where two lists differ."""
-    shorter = min(len(a), len(b))
-    return [i for i in range(max(len(a), len(b))) if i >= shorter or a[i] != b[i]]
+def _unequal(a: Sequence[Any], b: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
+    """The pairs of two lists that differ, by their place; what one of them lacks is "nothing"."""
+    pairs = enumerate(zip_longest(a, b, fillvalue="nothing"))
+    return {place: pair for place, pair in pairs if pair[0] != pair[1]}
 
 
-def _pair(a: Sequence[Any], b: Sequence[Any], place: int) -> str:
-    return _both(*(values[place] if place < len(values) else "nothing" for values in (a, b)))
+def _listed(step: int, stage: str, what: str, changed: dict[int, tuple[Any, Any]], of: Sequence[Any]) -> Difference:
+    """A difference of lists: as large as that of the two values that are furthest apart."""
+    error = max(relative(*pair) for pair in changed.values()) if stage in _LIMITS else math.inf
+    return Difference(step, stage, what, len(changed), len(of), error)
 
 
 def _both(a: Any, b: Any) -> str:
     """Two values, with as many digits as tell them apart."""
     texts = [[f"{v:.{digits}g}" if isinstance(v, float) else str(v) for v in (a, b)] for digits in range(4, 18)]
     return " and ".join(next((text for text in texts if text[0] != text[1]), texts[0]))
-
-
-def _largest(a: Sequence[Any], b: Sequence[Any]) -> float:
-    return max((relative(x, y) for x, y in zip(a, b, strict=True)), default=0.0) if len(a) == len(b) else math.inf
 
 
 def relative(a: Any, b: Any, least: float = 1.0) -> float:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..algorithms.digests import digest
 from ..compat import SyncRefModelCallback
@@ -32,7 +31,7 @@ from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
 from .checkpoint import checkpoints, why_not_resumable
-from .diff import Comparison, RunOnDisk, changes, compare_runs, listed, read_run
+from .diff import SAME, Comparison, RunOnDisk, changes, compare_runs, listed, read_run
 from .fingerprint import fingerprint_of
 from .keeper import RunKeeper
 from .log import LOG, LineFile, read_log
@@ -41,7 +40,6 @@ from .trail import ReadTrail
 RERUNS, STEP = "rerun", "step.jsonl"
 _NEEDED = (DefaultFlowCallback, SyncRefModelCallback, ProgressCallback, PrinterCallback)
 _COLUMNS = ("prompt_ids", "completion_ids", "advantages")
-_ALIKE = {"same bits": "the same bits", "rounding": "the same up to rounding"}
 
 logger = get_logger(__name__)
 
@@ -56,9 +54,8 @@ class Rerun:
 
     @property
     def text(self) -> str:
-        which = _named(self.steps)
-        alike = _ALIKE.get(self.comparison.verdict)
-        return f"{which}: {alike}" if alike else f"{which}: not the same. {self.comparison.text}"
+        alike = SAME.get(self.comparison.verdict)
+        return f"{_named(self.steps)}: {alike or f'not the same. {self.comparison.text}'}"
 
 
 @dataclass
@@ -86,13 +83,12 @@ class StepAgain:
         kept = [callback for callback in callbacks if callback in ours or isinstance(callback, _NEEDED)]
         if left_out := [type(callback).__name__ for callback in callbacks if callback not in kept]:
             logger.info(f"Without the callbacks {', '.join(left_out)}.")
-        quiet: dict[str, Any] = dict.fromkeys(("save_strategy", "eval_strategy"), "no")
-        quiet |= dict.fromkeys(("eval_on_start", "load_best_model_at_end", "push_to_hub", "log_completions"), False)
-        quiet |= {"output_dir": str(folder), "trail": True}
+        quiet = dict.fromkeys(("eval_on_start", "load_best_model_at_end", "push_to_hub", "log_completions"), False)
+        here = {"output_dir": str(folder), "trail": True, "save_strategy": "no", "eval_strategy": "no"}
         allowed = [*(view.args.allow_changed_on_resume or ()), "stopped_early"]
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(assigned(view.args, **quiet, allow_changed_on_resume=allowed))
+                stack.enter_context(assigned(view.args, **quiet, **here, allow_changed_on_resume=allowed))
                 if self.keeper.user_args is not None:
                     stack.enter_context(assigned(self.keeper.user_args, output_dir=str(folder)))
                 rewards = None if call_rewards else self._rewards_of(run.trail)
@@ -128,7 +124,7 @@ class StepAgain:
         folder = next(path for name in names if not (path := source / RERUNS / name).exists())
         start, checkpoint = 0, None
         for path in reversed(checkpoints(source)):
-            number = int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
+            number = int(path.name.rpartition("-")[2])
             if number < step and _linked(path, folder / path.name):
                 start, checkpoint = number, str(folder / path.name)
                 break

@@ -94,11 +94,12 @@ def _advantage(row: torch.Tensor) -> float:
 
 def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
     batch = part.batch
-    ids, masks = _rows(batch["completion_ids"]), _rows(batch["completion_mask"])
     # a user's override may return rows with padding, which depends on the layout
+    masks = [mask[: 1 + max(mask.nonzero().flatten().tolist(), default=0)] for mask in _rows(batch["completion_mask"])]
+    ids = [row[: len(mask)] for row, mask in zip(_rows(batch["completion_ids"]), masks, strict=True)]
     rows = zip(_rows(batch["prompt_ids"]), _rows(batch["prompt_mask"]), strict=True)
     prompts = [digest(row[mask.bool()]) for row, mask in rows]
-    completions = [digest(row, mask.long()) for row, mask in zip(ids, masks, strict=True)]
+    completions = [digest(row, mask) for row, mask in zip(ids, masks, strict=True)]
     names = [f"{n} ({k})" if (k := functions[:i].count(n)) else n for i, n in enumerate(functions)]  # different ones
     rewards = {name: part.rewards_BF[:, number].tolist() for number, name in enumerate(names)}
     return {

@@ -4,7 +4,6 @@ Differs from logged values: nothing is averaged. Filled by `assemble_loss` for e
 once the parameters hold the gradient of the step.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..algorithms.digests import layer_of
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
 from ..batching.micro_batches import MicroBatch
 from ..errors import ConfigError, MemoryShortageError
@@ -74,8 +74,8 @@ class StepRecord:
         parameters = {name: p for name, p in policy.named_parameters() if p.grad is not None}
         squares: dict[str, float] = {}
         for name, parameter in parameters.items():
-            layer = match[0] if (match := re.match(r".*?\.\d+(?=\.)", name)) else name.rpartition(".")[0] or name
-            squares[layer] = squares.get(layer, 0.0) + _dot(gradient := _whole(parameter.grad), gradient)
+            gradient, layer = _whole(parameter.grad), layer_of(name)
+            squares[layer] = squares.get(layer, 0.0) + _dot(gradient, gradient)
         self.layers = {layer: square**0.5 / scale for layer, square in squares.items()}
         others = sorted({*range(len(attempt.rollout))} - {*attempt.plan.rows})
         mine = [] if sharded else others[accelerator.process_index :: accelerator.num_processes]

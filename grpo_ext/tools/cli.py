@@ -201,9 +201,9 @@ def diff(
     """
     load_libraries()
     from ..run.diff import SAME
-    from ..run.diff import diff as compare_runs
+    from ..run.diff import diff as compare
 
-    comparison = compare_runs(run_a, run_b)
+    comparison = compare(run_a, run_b)
     if json_file is not None:
         write_file("--json", json_file, json.dumps(comparison.as_dict(), indent=1))
     if html is not None:

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import timedelta
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -78,32 +77,32 @@ def _require_libraries() -> None:
         raise ConfigError(f"the report needs {error.name}; run `pip install matplotlib jinja2`.") from None
 
 
-def _visible(text: str) -> str:
+def _page(title: str, **parts: Any) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"shown": shown, "messages": messages_of}
+    template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    text = template.render(title=title, mark=_MARK, strengths=STRENGTHS, **parts)
     return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def report(run: str | Path) -> Path:
     """Write the report of a run into its folder and return the page; a ConfigError if there can be none."""
     _require_libraries()
-    import jinja2
-
     log, series = load_run(run)
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"shown": shown, "messages": messages_of}
-    environment.globals |= {"mark": _MARK, "name": str(run), "strengths": STRENGTHS}
-    template = environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     pictures = {title: _picture(unit, curves) for title, (unit, curves) in plots_of(series).items()}
     scores = ("reward", *first_and_last(series), HELD_OUT, "eval_reward")
     time = timedelta(seconds=round(log.seconds))
     about = {"status": _status(log), "changes": _changes(log), "scores": scores, "time": time}
     about |= {"warnings": warnings_of(series, str(run)), "reruns": reruns_of(Path(run))}
     rollouts = rollouts_of(Path(run), {entry["step"] for entry in log.entries})
-    text = template.render(log=log, series=series, pictures=pictures, rollouts=rollouts, **about)
+    text = _page(f"Run {run}", log=log, series=series, pictures=pictures, rollouts=rollouts, **about)
     page = Path(run).resolve() / "report" / "index.html"
     if page.exists() and f'content="{_MARK}"' not in page.read_text(errors="replace")[:2000]:
         raise ConfigError(f"{page} is not a report and would be overwritten; move it elsewhere.")
     page.parent.mkdir(exist_ok=True)
-    page.write_text(_visible(text), encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
     return page
 
 
@@ -111,17 +110,13 @@ def comparison_page(text: str, runs: Mapping[str, str | Path]) -> str:
     """A page with the text of a comparison, and the curves of the runs, by their names, beside each other."""
     _require_libraries()
     series = {name: load_run(folder)[1] for name, folder in runs.items()}
-    figures = []
+    pictures = {}
     for value in _BESIDE:
         curves = {f"{value}, {name}": known[value] for name, known in series.items() if value in known}
         if len(curves) == len(series):
-            figures.append(f'<img alt="{value}" src="data:image/png;base64,{_picture("", curves)}">')
-    title = escape(" and ".join(f"{name}: {folder}" for name, folder in runs.items()))
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    style = "<style>:root { color-scheme: light dark } body { font: 16px system-ui } * { max-width: 100% } "
-    style += "pre { white-space: pre-wrap }</style>"
-    body = f"<h1>{title}</h1><pre>{escape(text)}</pre>{''.join(figures)}"
-    return _visible(f'<!DOCTYPE html><html lang="en">{head}{style}{body}</html>')
+            pictures[value] = _picture("", curves)
+    title = " and ".join(f"{name}: {folder}" for name, folder in runs.items())
+    return _page(title, text=text, pictures=pictures, log=LoggedRun())
 
 
 def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:

@@ -180,7 +180,7 @@ def _verdict(
         return "nothing learned", why
     if other is reference:
         return "reference", ""
-    first = compare_trails(reference.trail, other.trail, not run.in_float32, run.trace).first
+    first = compare_trails(reference.trail, other.trail, half=not run.in_float32, exact=run.trace).first
     stage = "" if first is None else f"{first.stage} at step {first.step}: {first.what}"  # stock TRL has no trail
     if run.trace and reference.trace == other.trace:
         return ("differs", stage or only_log) if result.metric_error else ("same bits", "")

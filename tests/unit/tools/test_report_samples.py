@@ -7,8 +7,8 @@ import pytest
 from grpo_ext.tools.report import report
 from tests.support.pages import Page, line, make_run, opened, rerun_line, write_rerun, write_table
 
-HOSTILE = '</script></pre><b>bold</b><img src=x onerror="a=1">{{ 7*7 }}\u202eabc\x00&amp;'
-SHOWN = '</script></pre><b>bold</b><img src=x onerror="a=1">{{ 7*7 }}\\u202eabc\\u0000&amp;'
+MARKUP = '</script></pre><b>bold</b><img src=x onerror="a=1">{{ 7*7 }}'
+HOSTILE, SHOWN = MARKUP + "\u202eabc\x00&amp;", MARKUP + "\\u202eabc\\u0000&amp;"
 HALF = "\ud83d"  # of a surrogate pair: cannot be written in UTF-8
 
 
@@ -135,8 +135,10 @@ def test_what_a_rerun_does_not_know_is_left_out(tmp_path):
 
 
 @pytest.fixture
-def hostile(run):
+def hostile(tmp_path):
     """A run whose texts are hostile in all places, and long; with one step that was run again."""
+    names = (f"rewards/{MARKUP}/mean", "rewards/_a$b{/mean")  # the second is half a formula
+    run = make_run(tmp_path / "run", [line(n, **dict.fromkeys(names, n)) for n in (1, 5)], loss_type=HOSTILE)
     calls = [{"function": {"name": HOSTILE, "arguments": {HOSTILE: HOSTILE}}}]
     talk = [{"role": HOSTILE, "content": HOSTILE, "tool_calls": calls}]
     columns = {"completion": [talk], "exact": [1.0], HOSTILE: [HOSTILE], "advantage": [1.0]}
@@ -153,8 +155,10 @@ def test_foreign_text_stays_text_and_long_completions_leave_the_page_small(hosti
     page = Page(path)
     assert not {"script", "b"} & {*page.tags}
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    assert page.tags.count("img") == 1  # the plot of the gradient norm
+    assert [value[:5] for tag, name, value in page.attributes if (tag, name) == ("img", "src")] == ["data:"]  # a plot
     assert page.text.count(SHOWN) >= 10
+    for text in (f"loss_type {SHOWN}", f"rewards/{MARKUP}/mean 1 5 1 5", "rewards/_a$b{/mean 1 5 1 5"):
+        assert text in page.text
     assert "\\ud83d" in page.text
     assert path.stat().st_size < 400_000
 

@@ -42,23 +42,13 @@ def started(run: Path, rank: int = 0) -> dict[str, Any]:
 
 
 def test_the_script_runs_where_it_ran_with_its_settings_and_further_options(run):
-    words = [
-        "rerun",
-        str(run),
-        "--step",
-        "12",
-        "--gradients",
-        "--per_device_train_batch_size",
-        "3",
-        "--forward",
-        "padded",
-    ]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    further = ["--per_device_train_batch_size", "3", "--forward", "padded"]
+    assert CliRunner().invoke(app, ["rerun", str(run), "--step", "12", "--gradients", *further]).exit_code == 0
     about = started(run)
     assert yaml.safe_load(about["settings"]) == {"learning_rate": 1e-5, "rewards": ["a:b"]}
     options = " ".join(about["argv"])
     assert f"--output_dir {run} --rerun 12 --rerun_gradients True --rerun_rewards False" in options
-    assert options.endswith("--per_device_train_batch_size 3 --forward padded")
+    assert options.endswith(" ".join(further))
     assert (about["folder"], about["world"]) == (str(run.parent), None)
 
 
