@@ -33,7 +33,7 @@ from grpo_ext.demo.task import EMBEDDED, Demo, DemoTask
 from grpo_ext.errors import ConfigError, GrpoExtError, ProcessError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints, record_start, run_to_resume
-from grpo_ext.run.diff import SAME
+from grpo_ext.run.trail_comparison import SAME
 from grpo_ext.runtime.collectives import from_main_process
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console
@@ -263,11 +263,13 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
     before = held_out.show("Before", policy)
     held_out.start()
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    seconds = time.perf_counter() - held_out.began
+    seconds, steps = time.perf_counter() - held_out.began, trainer.state.global_step
     after = held_out.show("After", policy)
     log(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
     seconds_by_step = dict(zip(by_step, [0.0, *held_out.seconds], strict=True))
+    by_step.setdefault(steps, after)
+    seconds_by_step.setdefault(steps, seconds - held_out.measuring)
     figures: dict[str, Any] = {"exact_match_by_step": by_step, "seconds_by_step": seconds_by_step}
     metrics = Path(str(trainer.args.output_dir)) / "metrics.json"
     if training.resume_from_checkpoint and metrics.is_file():  # this run has ended before

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,26 +21,27 @@ import torch
 from accelerate.logging import get_logger
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
 
-from ..algorithms.digests import digest
 from ..compat import SyncRefModelCallback
 from ..errors import ConfigError
+from ..rollouts.join import digest_of
 from ..rollouts.local import RewardsCall
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import assigned
-from ..runtime.collectives import from_main_process, gather_lists
+from ..runtime.collectives import from_main_process, gather_lists, shards_parameters
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
 from .checkpoint import checkpoints, why_not_resumable
-from .diff import SAME, Comparison, RunOnDisk, changes, compare_runs, listed, read_run
+from .diff import RunOnDisk, changes, compare_runs, listed, read_run
 from .fingerprint import fingerprint_of
 from .keeper import RunKeeper
 from .log import LOG, LineFile, read_log
-from .trail import ReadTrail
+from .trail import MOST_ENTRIES, ReadTrail
+from .trail_comparison import SAME, Comparison
 
 RERUNS, STEP = "rerun", "step.jsonl"
 _NEEDED = (DefaultFlowCallback, SyncRefModelCallback, ProgressCallback, PrinterCallback)
-_COLUMNS = ("prompt_ids", "completion_ids", "advantages")
+_CANNOT = "cannot be run again"
 
 logger = get_logger(__name__)
 
@@ -54,8 +56,13 @@ class Rerun:
 
     @property
     def text(self) -> str:
-        alike = SAME.get(self.comparison.verdict)
-        return f"{_named(self.steps)}: {alike or f'not the same. {self.comparison.text}'}"
+        which, found = _named(self.steps), self.comparison
+        if found.verdict not in SAME:
+            return f"{which}: not the same (A is the run, B the rerun).\n{found.text}"
+        sizes = f" (largest: {found.sizes})" if found.verdict == "rounding" else ""
+        known = found.weights_known >= self.steps[0]
+        weights = "" if known else "; weights were not compared, because the run has no digest of theirs here"
+        return f"{which}: {SAME[found.verdict]}{sizes}{weights}"
 
 
 @dataclass
@@ -77,10 +84,13 @@ class StepAgain:
             ConfigError: the run has no trail or not this step, is another run, or samples in a way of its own.
         """
         view, accelerator = self.view, self.view.accelerator
-        run, folder, checkpoint, first = from_main_process(accelerator, lambda: self._begin(step))
+        self._refuse(step, gradients)
+        begin = functools.partial(self._begin, step, call_rewards)
+        run, folder, checkpoint, first = from_main_process(accelerator, begin)
         record = StepRecord(gradients)
         ours, callbacks = (self.keeper, self.keeper.watch, self.rollouts.worker.clock), view.callback_handler.callbacks
         kept = [callback for callback in callbacks if callback in ours or isinstance(callback, _NEEDED)]
+        kept = [callback for callback in kept if getattr(callback, "measure", None) is None]  # of a user's `Console`
         if left_out := [type(callback).__name__ for callback in callbacks if callback not in kept]:
             logger.info(f"Without the callbacks {', '.join(left_out)}.")
         quiet = dict.fromkeys(("eval_on_start", "load_best_model_at_end", "push_to_hub", "log_completions"), False)
@@ -91,7 +101,7 @@ class StepAgain:
                 stack.enter_context(assigned(view.args, **quiet, **here, allow_changed_on_resume=allowed))
                 if self.keeper.user_args is not None:
                     stack.enter_context(assigned(self.keeper.user_args, output_dir=str(folder)))
-                rewards = None if call_rewards else self._rewards_of(run.trail)
+                rewards = None if call_rewards else self._known_rewards(run.trail)
                 stack.enter_context(view.only_training(rewards))
                 ending = _Ending(step, self.planner, record)
                 stack.enter_context(assigned(view.callback_handler, callbacks=[*kept, ending]))
@@ -99,10 +109,22 @@ class StepAgain:
             record.gather()
             return from_main_process(accelerator, lambda: self._end(run, folder, range(first, step + 1), record))
         finally:
-            if checkpoint is not None and accelerator.is_main_process:
-                shutil.rmtree(checkpoint, ignore_errors=True)
+            self.planner.record = None
+            for path in checkpoints(folder) if accelerator.is_main_process else ():
+                shutil.rmtree(path, ignore_errors=True)
 
-    def _begin(self, step: int) -> tuple[RunOnDisk, Path, str | None, int]:
+    def _refuse(self, step: Any, gradients: bool) -> None:
+        view = self.view
+        if not isinstance(step, int):
+            raise ConfigError(f"step={step!r} is not a whole number.")
+        if view.rollout_func is not None:
+            raise ConfigError(f"a run with a rollout_func {_CANNOT}: what it samples is not known here.")
+        if view.use_vllm and (view.args.bf16 or view.args.fp16):
+            raise ConfigError(f"a run of vLLM in half precision {_CANNOT}, because it samples other tokens each time.")
+        if gradients and shards_parameters(view.accelerator):
+            raise ConfigError("the gradient of a completion needs whole parameters: not under FSDP and DeepSpeed.")
+
+    def _begin(self, step: int, call_rewards: bool) -> tuple[RunOnDisk, Path, str | None, int]:
         """The run, the new folder, the checkpoint in it (None: from the start), and the first step to train."""
         view, source = self.view, Path(str(self.view.args.output_dir))
         run, log = read_run(source), read_log(source / LOG)
@@ -110,53 +132,61 @@ class StepAgain:
             known = sorted(run.trail.steps.keys() - {0}) or [0]
             raise ConfigError(f"{source} has no step {step}; its trail has the steps {known[0]} to {known[-1]}.")
         begins = [*[0] * (len(log.starts) - len(log.resumed_from)), *log.resumed_from]
-        made_by = [start for start, begin in zip(log.starts, begins, strict=True) if begin < step]
-        # the start that made the step; the run may go on
-        run = dataclasses.replace(run, start={**made_by[-1], "ended": "before"})
-        if view.rollout_func is not None:
-            raise ConfigError("a run with a rollout_func cannot be run again: what it samples is not known here.")
-        if view.use_vllm and (view.args.bf16 or view.args.fp16):
-            raise ConfigError("vLLM does not sample the same completions again in half precision; use bf16=False.")
+
+        def made_by(number: int) -> RunOnDisk:
+            made = [start for start, begin in zip(log.starts, begins, strict=True) if begin < number]
+            return dataclasses.replace(run, start={**made[-1], "ended": "before"})  # the run may go on
+
         fingerprint = json.loads(json.dumps(fingerprint_of(view, self.keeper.geometry)))
-        if changed := changes(run.settings, dataclasses.replace(run, start=fingerprint).settings):
+        settings = dataclasses.replace(run, start=fingerprint).settings
+        if changed := changes(made_by(step).settings, settings):
             raise ConfigError(f"this is not the run of {source}, so its steps would be others: {listed(changed)}.")
         names = (f"step-{step}", *(f"step-{step}-{number}" for number in range(2, 1000)))
         folder = next(path for name in names if not (path := source / RERUNS / name).exists())
         start, checkpoint = 0, None
+        # rewards are computed where the completions are sampled
+        latest = max(n for n in (1, *run.trail.rollouts) if n <= step) if call_rewards else step
         for path in reversed(checkpoints(source)):
             number = int(path.name.rpartition("-")[2])
-            if number < step and _linked(path, folder / path.name):
+            if number < latest and _linked(path, folder / path.name):
                 start, checkpoint = number, str(folder / path.name)
                 break
+        for number in range(start + 1, step):
+            if changed := changes(made_by(number).settings, settings):
+                shutil.rmtree(folder, ignore_errors=True)
+                raise ConfigError(
+                    f"step {step} of {source} {_CANNOT}: no checkpoint lies between it and step {number}, which the "
+                    f"run made with other settings before it was resumed ({listed(changed)})."
+                )
         if checkpoint is None and view.state.global_step:
             raise ConfigError(
                 f"{source} has no checkpoint before step {step}, and this trainer has trained already; build the "
                 "trainer anew, or save checkpoints (save_strategy='steps')."
             )
         folder.mkdir(parents=True, exist_ok=True)
-        pace = log.seconds / log.entries[-1]["step"] if log.entries else math.nan
-        time = "" if math.isnan(pace) else f", about {max(pace * (step - start), 1.0):.0f} s at the run's pace"
+        logged = log.entries[-1]["step"] if log.entries else 0
+        time = f", about {max(log.seconds / logged * (step - start), 1.0):.0f} s at the run's pace" if logged else ""
         begin = "the start" if checkpoint is None else Path(checkpoint).name
         which = _named(range(start + 1, step + 1))
         logger.info(f"Running {which} of {source} again from {begin}{time}, in {folder}.")
-        return run, folder, checkpoint, start + 1
+        return made_by(step), folder, checkpoint, start + 1
 
-    def _rewards_of(self, trail: ReadTrail) -> Callable[..., torch.Tensor]:
+    def _known_rewards(self, trail: ReadTrail) -> Callable[..., torch.Tensor]:
         """A `_calculate_rewards` that returns the trail's rewards of the same completions, and computes all others."""
-        view, calculate = self.view, self.view.calculate_rewards
+        view, calculate, calls = self.view, self.view.calculate_rewards, Counter[int]()
 
         def rewards(inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
             call = self.rollouts.worker.calls.innermost(RewardsCall)
-            real = [] if call is not None and call.local.request.stands_in else map(torch.tensor, ids)
-            # a completion that is masked out has one token, with mask 0
-            pairs = [(digest(row, torch.ones_like(row)), digest(row[:1], torch.zeros_like(row[:1]))) for row in real]
-            found = gather_lists(pairs)
-            for part in trail.rollouts.get(view.state.global_step + 1, {}).get("rounds", ()):
-                known = part["count"] == len(part["completions"]) == len(found)
-                known = known and len(part["rewards"]) == len(view.reward_funcs)
-                if known and all(one in pair for one, pair in zip(part["completions"], found, strict=True)):
-                    columns = [[math.nan if x is None else x for x in column] for column in part["rewards"].values()]
-                    return torch.tensor(columns).T.to(view.accelerator.device)
+            real = [] if call is not None and call.local.request.stands_in else ids
+            found = gather_lists([(digest_of(row, 1), digest_of(row, 0)) for row in real])  # 0: it is masked out
+            step = view.state.global_step + 1
+            rounds = trail.rollouts.get(step, {}).get("rounds", ())[calls[step] :][:1]
+            calls[step] += 1
+            for part in rounds:
+                if part["count"] > MOST_ENTRIES:
+                    logger.warning_once("The trail has sums of rewards of so many completions: functions are called.")
+                elif (known := _rewards_of(part, found, len(view.reward_funcs))) is not None:
+                    return known.to(view.accelerator.device)
             return calculate(inputs, prompts, completions, ids)
 
         return rewards
@@ -172,32 +202,38 @@ class StepAgain:
         file = LineFile(STEP, "record of the step")
         file.begin(folder, None)
         about = {name: values.get(name) for name in ("loss", "grad_norm", "learning_rate")}
-        file.append({"step": steps[-1], **about, "layers": record.layers, "verdict": rerun.text})
+        about |= {"verdict": comparison.verdict, "text": rerun.text, "layers": record.layers}
+        file.append({"step": steps[-1], **about})
         trail = ReadTrail(run.trail.rollouts | again.trail.rollouts)
         origins = _origins(trail, steps[-1], self.view.geometry.global_batch_size)
         for line in self._lines(record, origins or [{}] * len(record.rollout)):
             file.append(line)
-        logger.info(f"{rerun.text}. Tokens, rewards and gradients: {folder / STEP}")
+        logger.info(f"{rerun.text}\nAll that the step computed: {folder / STEP}. The trainer has the weights after it.")
         return rerun
 
     def _lines(self, record: StepRecord, origins: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """What is recorded of each completion."""
         decode, data = self.view.tokenizer.decode, self.view.train_dataset
-        columns = [[part.tolist() for part in record.rollout[name]] for name in _COLUMNS]
-        text_of = functools.cache(lambda token: decode([token]))
-        for row, (origin, prompt, ids, advantage) in enumerate(zip(origins, *columns, strict=True)):
-            of_tokens = record.tokens.get(row, {}).items()
-            tokens = {name: None if values is None else values[: len(ids)] for name, values in of_tokens}
-            data_row = {} if (number := origin.get("prompt_row")) is None else dict(data[number])
+        batch, text_of = record.rollout, functools.cache(lambda token: decode([token]))
+        prompts = [
+            ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+        ]
+        lengths = [max(length, 1) for length in batch.completion_lengths]  # one that is masked out has one token
+        columns = (prompts, lengths, batch["completion_ids"], batch["advantages"])
+        for place, (origin, prompt, length, row, advantages) in enumerate(zip(origins, *columns, strict=True)):
+            ids, advantage = row[:length].tolist(), advantages.tolist()
+            of_tokens = record.tokens.get(place, {}).items()
+            tokens = {name: None if values is None else values[:length] for name, values in of_tokens}
+            data_row = {} if (number := origin.get("row")) is None else dict(data[number])
             yield {
-                "row": row,
+                "place": place,
                 **origin,
                 "prompt": decode(prompt),
                 "answer": data_row.get("answer", data_row.get("solution")),
                 "completion": decode(ids, skip_special_tokens=True),
-                "advantage": advantage,
+                "advantage": advantage[:length] if isinstance(advantage, list) else advantage,
                 "share": None if tokens.get("share") is None else math.fsum(tokens["share"] or ()),
-                "gradient": record.gradients.get(row),
+                "gradient": record.gradients.get(place),
                 "tokens": {"ids": ids, "text": list(map(text_of, ids)), **tokens},
             }
 
@@ -215,6 +251,7 @@ class _Ending(TrainerCallback):
             self.planner.record = self.record
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log = True  # each step by itself
         if state.global_step == self.step:
             self.planner.record, self.record.moved = None, True
             self.record.forward_again()
@@ -242,6 +279,15 @@ def _linked(checkpoint: Path, copy: Path) -> bool:
     return False
 
 
+def _rewards_of(part: Mapping[str, Any], completions: Sequence[tuple[str, str]], functions: int) -> torch.Tensor | None:
+    """The rewards (B, F) that a trail has of a round; None where it has other completions (either digest of each)."""
+    known = len(part["completions"]) == len(completions) and len(part["rewards"]) == functions
+    if not known or not all(one in pair for one, pair in zip(part["completions"], completions, strict=True)):
+        return None
+    columns = part["rewards"].values()
+    return torch.tensor([[math.nan if value is None else value for value in values] for values in columns]).T
+
+
 def _origins(trail: ReadTrail, step: int, size: int) -> list[dict[str, Any]]:
     """The prompt's row, the generation and the rewards of each completion of a step; empty where the trail sums up."""
     first = max((number for number in trail.rollouts if number <= step), default=0)
@@ -253,7 +299,7 @@ def _origins(trail: ReadTrail, step: int, size: int) -> list[dict[str, Any]]:
             prompt, generation = divmod(place, part["group"])
             number = part["rows"][prompt] if prompt < len(part["rows"]) else None
             rewards = {name: values[place] for name, values in part["rewards"].items()}
-            made.append({"prompt_row": number, "generation": generation, "rewards": rewards})
+            made.append({"row": number, "generation": generation, "rewards": rewards})
     batch = made if line["chosen"] is None else [made[place] for place in line["chosen"]]
     start = (step - first) % max(math.ceil(len(batch) / size), 1) * size
     return batch[start : start + size]

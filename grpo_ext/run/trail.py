@@ -100,6 +100,8 @@ def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
     rows = zip(_rows(batch["prompt_ids"]), _rows(batch["prompt_mask"]), strict=True)
     prompts = [digest(row[mask.bool()]) for row, mask in rows]
     completions = [digest(row, mask) for row, mask in zip(ids, masks, strict=True)]
+    for place, entry in enumerate(part.entries[: len(completions)]):
+        completions[place] = entry.masked_out or completions[place]
     names = [f"{n} ({k})" if (k := functions[:i].count(n)) else n for i, n in enumerate(functions)]  # different ones
     rewards = {name: part.rewards_BF[:, number].tolist() for number, name in enumerate(names)}
     return {

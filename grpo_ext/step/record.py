@@ -4,8 +4,7 @@ Differs from logged values: nothing is averaged. Filled by `assemble_loss` for e
 once the parameters hold the gradient of the step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..algorithms.digests import layer_of
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
 from ..batching.micro_batches import MicroBatch
-from ..errors import ConfigError, MemoryShortageError
+from ..errors import MemoryShortageError
 from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
 from ..runtime.collectives import gather_lists
 from .inputs import LossInputs
@@ -82,23 +81,31 @@ class StepRecord:
         further = [MicroBatch((row,)) for row in mine]
 
         def forward(parts: Sequence[MicroBatch]) -> None:
-            for micro_batch in _running(attempt, step, parts, attempt.forwards.without_gradients(policy)):
-                run(micro_batch)
+            with attempt.forwards.without_gradients(policy):
+                _run(attempt, step, parts, run)
 
         forward(further)
         self.forward_again = lambda: forward([*attempt.plan.micro_batches, *further])
         if not self.with_gradients:
             return
-        if sharded:
-            raise ConfigError("the gradient of a completion needs whole parameters: not under FSDP and DeepSpeed.")
-        length, trained = sum(squares.values()) ** 0.5, list(parameters.values())
-        rows = [MicroBatch((row,)) for part in attempt.plan.micro_batches if part.weight for row in part.rows]
-        for micro_batch in _running(attempt, step, rows, nullcontext()):
-            own = torch.autograd.grad(run(micro_batch) * scale, trained, allow_unused=True)
-            pairs = [(part, p.grad) for part, p in zip(own, trained, strict=True) if part is not None]
-            norm = sum(_dot(part, part) for part, _ in pairs) ** 0.5
+        length = sum(squares.values()) ** 0.5
+        whole = [(parameter, parameter.grad) for parameter in parameters.values()]
+
+        def backward(micro_batch: LossInputs) -> None:
+            for parameter, _ in whole:
+                parameter.grad = None
+            (run(micro_batch) * scale).backward()
+            pairs = [(parameter.grad, of_step) for parameter, of_step in whole if parameter.grad is not None]
+            norm = sum(_dot(own, own) for own, _ in pairs) ** 0.5
             cosine = sum(_dot(*pair) for pair in pairs) / (norm * length) if norm and length else 0.0
             self.gradients[micro_batch.part.rows[0]] = {"norm": norm / scale, "cosine": cosine}
+
+        rows = [MicroBatch((row,)) for part in attempt.plan.micro_batches if part.weight for row in part.rows]
+        try:
+            _run(attempt, step, rows, backward)
+        finally:
+            for parameter, of_step in whole:
+                parameter.grad = of_step
 
     def gather(self) -> None:
         """Take what the other processes have recorded; a collective."""
@@ -107,13 +114,12 @@ class StepRecord:
             self.gradients |= gradients
 
 
-def _running(
-    attempt: "Attempt", step: StepContext, parts: Sequence[MicroBatch], within: AbstractContextManager[Any]
-) -> Iterator[LossInputs]:
-    """The micro-batches of the same step, cut in another way, to run in the same form."""
+def _run(attempt: "Attempt", step: StepContext, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
+    """Run the same step, cut in another way, in the same form."""
     other = replace(attempt, plan=replace(attempt.plan, micro_batches=parts), gradients=None)
-    with within, other.running():
-        yield from other.micro_batches(step)
+    with other.running():
+        for micro_batch in other.micro_batches(step):
+            run(micro_batch)
     if other.shortage is not None:
         raise MemoryShortageError(f"the step fits into memory, and its record does not ({other.shortage}).")
 

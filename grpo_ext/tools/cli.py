@@ -200,8 +200,8 @@ def diff(
     Exit status: 0 for the same bits or rounding, 1 for a difference, 2 if nothing can be compared.
     """
     load_libraries()
-    from ..run.diff import SAME
     from ..run.diff import diff as compare
+    from ..run.trail_comparison import SAME
 
     comparison = compare(run_a, run_b)
     if json_file is not None:

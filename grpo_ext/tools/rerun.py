@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,27 +21,46 @@ _NOT_AGAIN = ("output_dir", "resume_from_checkpoint", "rerun", "report_to", "pus
 
 def rerun(run: Path, options: Sequence[str], processes: int) -> int:
     """Run the script of a run with further options; returns its exit status."""
+    if not run.is_dir():
+        raise ConfigError(f"{run} does not exist; name the output_dir of a run.")
+    if fixed := [option for option in options if option.split("=")[0] in ("--output_dir", "--config")]:
+        raise ConfigError(f"{', '.join(fixed)}: a step runs again in the run's folder, with the run's settings.")
     path, missing = run.resolve() / RECIPE, "build its trainer in a script, and call trainer.rerun(step=N)"
     if not path.is_file():
         raise ConfigError(f"{path} is missing, because recipes/grpo.py did not start this run; {missing}.")
-    recipe = json.loads(path.read_text())
-    if not Path(recipe["script"]).is_file():
-        raise ConfigError(f"{recipe['script']}, which started this run, is gone; {missing}.")
-    settings = {name: value for name, value in recipe["settings"].items() if not name.startswith(_NOT_AGAIN)}
+    try:
+        recipe = json.loads(path.read_text())
+        script, home, known = Path(recipe["script"]), Path(recipe["folder"]), dict(recipe["settings"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not as it was written ({type(error).__name__}: {error}); {missing}.") from None
+    if gone := [str(place) for place in (script, home) if not place.exists()]:
+        raise ConfigError(f"{', '.join(gone)}, from which this run was started, is gone; {missing}.")
+    settings = {name: value for name, value in known.items() if not name.startswith(_NOT_AGAIN)}
     with tempfile.TemporaryDirectory(prefix="grpo_ext_rerun_") as folder, contextlib.ExitStack() as ending:
+        # the signal ends the processes below too
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        ending.callback(signal.signal, signal.SIGTERM, before)
         file = Path(folder, "settings.yaml")
         file.write_text(yaml.safe_dump(settings))
-        command = [sys.executable, recipe["script"], "--config", str(file), "--output_dir", str(path.parent), *options]
+        command = [sys.executable, str(script), "--config", str(file), "--output_dir", str(path.parent), *options]
         workers, environments = [], [{**os.environ}]
         if processes > 1:
             from .check.runs import ranked  # imports torch
 
             environments = ranked(environments[0], processes)
         for environment in environments:
-            workers.append(subprocess.Popen(command, env=environment, cwd=recipe["folder"]))
-            ending.callback(workers[-1].kill)
+            workers.append(subprocess.Popen(command, env=environment, cwd=home))
+            ending.callback(_end, workers[-1])
         while None in (statuses := [worker.poll() for worker in workers]) and not any(statuses):
             time.sleep(0.1)
         if None in statuses:
             time.sleep(2.0)  # the others have a moment to say what they know
         return next((status for status in statuses if status), 0)
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    worker.terminate()
+    try:
+        worker.wait(30)
+    except subprocess.TimeoutExpired:
+        worker.kill()

@@ -7,6 +7,7 @@ import bisect
 import contextlib
 import heapq
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ Ends = tuple[Sequence[Any], int, Sequence[Any]]  # head, how many are left out, 
 
 def rollouts_of(folder: Path, steps: Collection[int]) -> dict[int, list[dict[str, Any]]]:
     """Rows of the first, the middle and the last table that was written at one of `steps`, by step."""
-    paths = {int(path.stem.partition("_")[2]): path for path in folder.glob("completions/completions_*[0-9].parquet")}
+    named = ((re.fullmatch(r"completions_(\d+)", path.stem), path) for path in folder.glob("completions/*.parquet"))
+    paths = {int(match[1]): path for match, path in named if match}
     order = [step for step in sorted(paths) if step in steps]
     rollouts = {}
     for step in dict.fromkeys(order[place] for place in (0, len(order) // 2, -1) if order):
-        with contextlib.suppress(OSError, ValueError):  # a file that a kill has cut
+        with contextlib.suppress(OSError, ValueError, KeyError):  # cut by a kill, or not TRL's
             rows = pyarrow.parquet.read_table(paths[step]).to_pylist()
             different = {hash(repr((row["prompt"], row["completion"]))): row for row in rows}.values()
             ranked = sorted(different, key=lambda row: row["advantage"] or 0.0, reverse=True)
@@ -54,7 +56,7 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
         head, left, tail = _ends_of(range(len(of_line)), _TOKENS)
         tokens = [(*_token(line["tokens"], place), _colour(of_line[place], most)) for place in (*head, *tail)]
         line["shown"] = tokens[: len(head)], left, tokens[len(head) :]
-    return sorted(reruns, key=lambda rerun: rerun[0]["step"])
+    return sorted(reruns, key=lambda rerun: (rerun[0]["step"], len(rerun[0]["folder"]), rerun[0]["folder"]))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

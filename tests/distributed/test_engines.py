@@ -273,7 +273,7 @@ def test_a_step_runs_again(launches, folder, engine, processes):
     assert gap(several["saved"], several["again"]) <= 1e-6
     lines = (folder / f"{engine}_{processes}" / "saved" / "rerun" / "step-3" / STEP).read_text().splitlines()
     about, *rows = map(json.loads, lines)
-    assert about["verdict"] == "step 3: the same bits"
+    assert about["text"] == "step 3: the same bits"
     if engine in ("fsdp2", "ddp"):  # DeepSpeed holds no gradient by parameter
         assert math.hypot(*about["layers"].values()) == pytest.approx(about["grad_norm"], rel=1e-5)
     assert math.fsum(row["share"] or 0.0 for row in rows) == pytest.approx(about["loss"], abs=1e-6)

@@ -79,7 +79,7 @@ def rerun_line(texts, advantage=1.0, changes=None, **others):
     tokens = {"ids": [*range(100, 100 + count)], "text": texts, "mask": [1] * count, "sampler": None}
     tokens |= {"old": [-2.0] * count, "training": [-2.0] * count, "after": [-2.0 + change for change in changes]}
     tokens |= {"ratio": [1.0] * count, "entropy": [0.25] * count, "kl": None, "clipped": [False] * count}
-    about = {"row": 0, "prompt_row": 17, "generation": 3, "prompt": "question", "answer": None, "gradient": None}
+    about = {"place": 0, "row": 17, "generation": 3, "prompt": "question", "answer": None, "gradient": None}
     about |= {"completion": "".join(texts), "rewards": {"exact": 1.0}, "advantage": advantage, "share": -0.01}
     tokens |= {"share": [0.125] * count} | others.pop("tokens", {})
     return about | others | {"tokens": tokens}
@@ -89,7 +89,7 @@ def write_rerun(folder, lines, **about):
     """A step that was run again, in a folder of its own."""
     folder.mkdir(parents=True)
     step = {"step": 12, "loss": 0.01, "grad_norm": 0.3, "layers": {"model.layers.0": 0.1}}
-    step |= {"verdict": "steps 11 to 12: the same bits", **about}
+    step |= {"verdict": "same bits", "text": "steps 11 to 12: the same bits", **about}
     (folder / "step.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (step, *lines)))
 
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from grpo_ext.errors import ConfigError
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import ConfigError, MemoryShortageError
 from grpo_ext.run.checkpoint import checkpoints
 from grpo_ext.run.rerun import STEP, Rerun
+from grpo_ext.step.record import StepRecord
 from tests.support.float64 import float64_throughout
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import always_calling
-from tests.support.trainers import LORA, make, on, watched
+from tests.support.trainers import LORA, make, on, passing_on, watched
 
 RUN: dict[str, Any] = {
     **{"report_to": "none", "max_steps": 20, "logging_steps": 1, "global_batch_size": 16, "disable_tqdm": True},
@@ -118,7 +120,7 @@ def test_rewards_are_those_of_the_run(tmp_path):
     assert [row["rewards"]["letter_reward"] for row in rows] == pytest.approx(
         letter_reward([row["prompt"] for row in rows], [row["completion"] for row in rows])
     )
-    assert [row["prompt_row"] for row in rows][::4] != [None] * 4
+    assert [row["row"] for row in rows][::4] != [None] * 4
     assert rerun(folder, 6, {"call_rewards": True}, **changes).comparison.verdict == "same bits"
     assert calls
 
@@ -198,10 +200,12 @@ def test_gradients_of_completions_add_up(tmp_path, changes):
 def test_what_cannot_be_run_again_says_why(tmp_path, base):
     with pytest.raises(ConfigError, match=r"no step 21; its trail has the steps 1 to 20"):
         rerun(base, 21)
-    with pytest.raises(ConfigError, match=r"not the run of .*data\.rows_sha256"):
+    with pytest.raises(ConfigError, match=r"not the run of .*hash of its rows"):
         rerun(base, 3, train_dataset=prompts(12, seed=5))
     with pytest.raises(ConfigError, match=r"not the run of .*settings\.beta|not the run of .*beta 0\.0 -> 0\.1"):
         rerun(base, 3, beta=0.1)
+    with pytest.raises(ConfigError, match="not a whole number"):
+        rerun(base, "3")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rollout_func"):
         rerun(base, 3, rollout_func=lambda prompts, trainer: {})
     with pytest.raises(ConfigError, match="has no trail"):
@@ -250,3 +254,94 @@ def test_a_step_runs_again_with_the_settings_that_made_it(tmp_path):
     assert rerun(tmp_path / "run", 4, **saves, epsilon=0.3).comparison.verdict == "same bits"
     with pytest.raises(ConfigError, match=r"epsilon 0\.3 -> 0\.2"):
         rerun(tmp_path / "run", 4, **saves)
+
+
+def cut_rewards(completions: list[str], **columns: Any) -> list[float]:
+    """No variance in most groups, so that dynamic sampling takes further rounds."""
+    return [float(text.count("a") + text.count("b") > 1) for text in completions]
+
+
+@pytest.mark.parametrize("case", ["dynamic", "plain"])
+def test_completions_that_begin_alike_and_are_masked_out_are_told_apart(tmp_path, case):
+    changes = {**SHORT, "mask_truncated_completions": True, "max_completion_length": 3, "temperature": 0.2}
+    changes |= {"dynamic_sampling": True, "reward": cut_rewards} if case == "dynamic" else {}
+    folder = run(tmp_path / "run", **changes)
+    assert rerun(folder, 6, **changes).comparison.verdict == "same bits"
+    found = rerun(folder, 6, {"call_rewards": True}, **changes, cls=_LaterTokens).comparison
+    assert found.first is not None
+    assert (found.first.stage, found.first.step) == ("completions", 4)
+
+
+class _LaterTokens(GRPOTrainer):
+    """Other tokens after the first."""
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        ids, *others = super()._generate_single_turn(*args, **kwargs)
+        return [[*row[:1], *((token + 1) % 30 + 5 for token in row[1:])] for row in ids], *others
+
+
+def test_rewards_are_called_again_from_where_the_completions_are_sampled(tmp_path):
+    def edited(completions, **columns):
+        return [value + 1 for value in letter_reward(completions, completions)]
+
+    edited.__name__ = letter_reward.__name__
+    sizes = {**SHORT, "num_iterations": 3, "rollout_batch_size": 16, "save_steps": 1}
+    folder = run(tmp_path / "run", **sizes)
+    again = rerun(folder, 6, {"call_rewards": True}, **sizes, reward=edited)
+    assert again.steps == range(4, 7)
+    assert again.comparison.first is not None
+    assert (again.comparison.first.stage, again.comparison.first.step) == ("rewards", 4)
+    assert rerun(folder, 6, **sizes, reward=edited).steps == range(6, 7)
+
+
+def test_steps_on_the_way_that_had_other_settings_are_named(tmp_path):
+    saves = {"max_steps": 6, "save_steps": 2}
+    run(tmp_path / "run", **saves)
+    later = {**saves, "epsilon": 0.3, "allow_changed_on_resume": ["epsilon"]}
+    make(tmp_path / "run", **{**RUN, **later}).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    with pytest.raises(ConfigError, match=r"no checkpoint lies between it and step 3.*epsilon 0\.2 -> 0\.3"):
+        rerun(tmp_path / "run", 6, **later)
+    assert not (tmp_path / "run" / "rerun" / "step-6").exists()
+
+
+def test_a_rerun_that_fails_leaves_nothing_on_the_trainer(tmp_path, monkeypatch):
+    folder, fails = run(tmp_path / "run", **SHORT), [True]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return letter_reward(*args, **kwargs)
+
+    trainer = make(folder, **SHORT)
+    take = StepRecord.take
+    monkeypatch.setattr(StepRecord, "take", lambda record, *args: take(record, *args[:2], failing))
+    with pytest.raises(MemoryShortageError, match="its record does not"):
+        trainer.rerun(5, gradients=True)
+    assert trainer._step_planner.record is None
+    assert not checkpoints(folder / "rerun" / "step-5")
+
+
+def test_weights_that_were_not_compared_are_said(tmp_path):
+    changes = {**SHORT, "logging_steps": 5}
+    folder = run(tmp_path / "run", **changes)
+    assert "weights were not compared" in rerun(folder, 4, **changes).text
+    assert "weights" not in rerun(folder, 5, **changes).text
+
+
+def test_the_gradients_of_reentrant_checkpointing(tmp_path):
+    kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    folder = run(tmp_path / "run", **{**SHORT, **kwargs})
+    about, rows = recorded(rerun(folder, 5, {"gradients": True}, **{**SHORT, **kwargs}))
+    own = [row["gradient"] for row in rows if row["gradient"] is not None]
+    assert math.fsum(part["norm"] * part["cosine"] for part in own) == pytest.approx(about["grad_norm"], rel=1e-4)
+
+
+def test_the_padding_of_an_override_is_not_recorded(tmp_path):
+    changes = {**SHORT, "cls": passing_on("_generate_and_score_completions")}
+    folder = run(tmp_path / "run", **changes)
+    again = rerun(folder, 5, **changes)
+    assert again.comparison.verdict == "same bits"
+    for row in recorded(again)[1]:
+        assert "<pad>" not in row["prompt"]
+        assert set(row["tokens"]["mask"]) == {1}

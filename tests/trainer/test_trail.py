@@ -14,9 +14,10 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.run import log as run_log
 from grpo_ext.run import trail
-from grpo_ext.run.diff import SAME, Comparison, diff
+from grpo_ext.run.diff import diff
 from grpo_ext.run.log import LOG
 from grpo_ext.run.trail import TRAIL, read_trail
+from grpo_ext.run.trail_comparison import SAME, Comparison
 from grpo_ext.tools.cli import app
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model
 from tests.support.trainers import SAVE, make, on, parameters, passing_on
@@ -178,7 +179,7 @@ def test_a_run_that_has_not_ended_is_said(tmp_path, base):
 def test_the_text_is_short_and_shows_rewards_and_where_completions_part(tmp_path):
     folders = [run(tmp_path / str(cls), cls=cls, log_completions=True) for cls in (GRPOTrainer, _OtherToken)]
     text = diff(*folders).text
-    assert "The texts part at character 0: '" in text
+    assert "At step 5 the texts part at character 0: '" in text
     assert "Rewards of A and B: step 1: " in text
     assert "; step 6: " in text
     text = diff(folders[0], run(tmp_path / "data", train_dataset=other_row(), learning_rate=2e-3)).text

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...run.diff import compare_trails, relative
+from ...run.trail_comparison import compare_trails, relative
 from ..stock import OURS, STOCK
 from .runs import Run, RunResult
 

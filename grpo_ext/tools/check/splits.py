@@ -116,6 +116,8 @@ def check(
     """
     if against not in (None, STOCK):
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")
+    if len(splits) < 2 and against is None:
+        raise ConfigError(f"{splits[0]} alone has nothing to be compared with; name two splits, or --against trl.")
     config = {**run.config, "max_steps": steps, "logging_steps": 1}
     if bitwise:
         config["bitwise_invariant"] = True

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.run.diff import compare_trails, relative
 from grpo_ext.run.trail import TRAIL, ReadTrail, read_trail
+from grpo_ext.run.trail_comparison import compare_trails, relative
 
 
 def trail(*places: float, first: int = 0, norm: float = 1.0, **values: Any) -> ReadTrail:

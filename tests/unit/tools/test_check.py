@@ -255,7 +255,9 @@ def test_wrong_sizes_and_names_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="against='verl' is unknown"):
         check(run_of(SIZES), [Split(8)], against="verl")
     with pytest.raises(ConfigError, match="global_batch_size=15"):
-        check(run_of({**SIZES, "global_batch_size": 15}), [Split(8)])
+        check(run_of({**SIZES, "global_batch_size": 15}), [Split(8), Split(3)])
+    with pytest.raises(ConfigError, match="1 x 8 alone has nothing to be compared with"):
+        check(run_of(SIZES), [Split(8)])
 
 
 def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):

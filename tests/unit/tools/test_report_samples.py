@@ -92,21 +92,21 @@ def test_a_token_is_coloured_by_what_the_step_did_to_it(run):
     values = ["old -2", "training -2", "after -1", "ratio 1", "entropy 0.25", "clipped 0", "share 0.125", "advantage 2"]
     assert first.splitlines() == ["token 0, id 100", *values]
     assert last.splitlines()[0] == "token 6, id 106"
-    for text in ("Step 12, in 12 steps 11 to 12: the same bits", "model.layers.0 0.1", "advantage for each token"):
+    for text in ("12: steps 11 to 12: the same bits", "model.layers.0 0.1", "advantage for each token"):
         assert text in page.text
 
 
 def test_the_completions_that_weigh_most_are_shown_by_the_ends_of_their_tokens(run):
     lines = [
-        rerun_line([f"t{number}."] * 500, gradient={"norm": number / 10, "cosine": -0.5}, prompt_row=number)
+        rerun_line([f"t{number}."] * 500, gradient={"norm": number / 10, "cosine": -0.5}, row=number)
         for number in range(20)
     ]
     for name, step in (("a", 7), ("b", 30), ("c", 4)):
         write_rerun(run / "rerun" / name, lines if step == 30 else [rerun_line(["x"])], step=step)
     with open(run / "rerun" / "a" / "step.jsonl", "a") as file:
-        file.write('{"row": 1, "prompt_row"')  # it is being written
+        file.write('{"place": 1, "row"')  # it is being written
     page = Page(report(run))
-    assert page.text.index("Step 4, in c") < page.text.index("Step 7, in a") < page.text.index("Step 30, in b")
+    assert page.text.index("c: steps") < page.text.index("a: steps") < page.text.index("b: steps")
     for number in range(20):
         assert page.text.count(f"t{number}.") == (400 if number >= 4 else 0)
     assert page.text.count("... 100 tokens left out ...") == 16
@@ -124,7 +124,7 @@ def test_the_folder_of_a_rerun_has_a_page_without_a_log(tmp_path):
 
 def test_what_a_rerun_does_not_know_is_left_out(tmp_path):
     line = rerun_line(["yes"])
-    for name in ("prompt_row", "generation", "rewards"):  # the trail of a large rollout batch sums up
+    for name in ("row", "generation", "rewards"):  # the trail of a large rollout batch sums up
         del line[name]
     line["tokens"] = {name: line["tokens"][name] for name in ("ids", "text")}  # on no process
     write_rerun(tmp_path / "12", [line], layers={})
@@ -146,7 +146,7 @@ def hostile(tmp_path):
     texts = [HOSTILE, HALF, "\n", "", *["word" * 100] * 5000]
     lines = [rerun_line(texts, prompt=HOSTILE, answer=HOSTILE, rewards={HOSTILE: 1.0}, share=0.5)]
     lines += [rerun_line(["a", "b", "c"], 1.0, [1.0, -1.0, 0.0], prompt=talk)]
-    write_rerun(run / "rerun" / "12", lines, verdict=HOSTILE, layers={HOSTILE: 1.0})
+    write_rerun(run / "rerun" / "12", lines, text=HOSTILE, layers={HOSTILE: 1.0})
     return run
 
 
