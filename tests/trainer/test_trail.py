@@ -184,7 +184,7 @@ def test_the_text_is_short_and_shows_rewards_and_where_completions_part(tmp_path
     assert "; step 6: " in text
     text = diff(folders[0], run(tmp_path / "data", train_dataset=other_row(), learning_rate=2e-3)).text
     assert "0.001 -> 0.002" in text
-    assert re.search(r"data.rows_sha256 '[0-9a-f]{12}' -> '[0-9a-f]{12}'", text)
+    assert re.search(r"data \(the hash of its rows\) '[0-9a-f]{12}' -> '[0-9a-f]{12}'", text)
 
 
 def test_a_setting_of_the_loss_is_named(tmp_path):

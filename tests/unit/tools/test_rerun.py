@@ -1,6 +1,11 @@
 """`grpo-ext rerun` starts the script of a run again, with its settings, on any number of processes."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ from typer.testing import CliRunner
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.rerun import RECIPE
+from tests.support.launch import ROOT
 
 SCRIPT = """
 import json, os, sys, time
@@ -67,3 +73,34 @@ def test_a_run_that_no_script_can_repeat_names_the_method(run, missing, what):
     assert isinstance(result.exception, ConfigError)
     assert what in str(result.exception)
     assert "trainer.rerun(step=N)" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "what"),
+    [
+        (None, ["--output_dir", "elsewhere"], "--output_dir: a step runs again in the run's folder"),
+        (None, ["--config=other.yaml"], "with the run's settings"),
+        ("{", [], "recipe.json is not as it was written"),
+        ('{"script": "a"}', [], "KeyError: 'folder'"),
+    ],
+)
+def test_what_cannot_be_started_says_why(run, recipe, options, what):
+    if recipe is not None:
+        (run / RECIPE).write_text(recipe)
+    result = CliRunner().invoke(app, ["rerun", str(run), "--step", "2", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert what in str(result.exception)
+    assert not (run.parent / "rank_0.json").exists()
+
+
+def test_a_signal_ends_what_was_started(run):
+    (run.parent / "script.py").write_text("import pathlib, time; pathlib.Path('began').touch(); time.sleep(60)")
+    command = [sys.executable, "-m", "grpo_ext.tools.cli", "rerun", str(run), "--step", "2"]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True) as process:
+        while not (run.parent / "began").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):  # nothing of its group is left
+        os.killpg(process.pid, 0)
