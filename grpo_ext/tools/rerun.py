@@ -45,9 +45,9 @@ def rerun(run: Path, options: Sequence[str], processes: int) -> int:
         command = [sys.executable, str(script), "--config", str(file), "--output_dir", str(path.parent), *options]
         workers, environments = [], [{**os.environ}]
         if processes > 1:
-            from .check.runs import ranked  # imports torch
+            from .check.runs import on_cpus, ranked  # imports torch
 
-            environments = ranked(environments[0], processes)
+            environments = ranked(environments[0] | on_cpus(processes), processes)
         for environment in environments:
             workers.append(subprocess.Popen(command, env=environment, cwd=home))
             ending.callback(_end, workers[-1])

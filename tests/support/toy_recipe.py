@@ -79,5 +79,5 @@ def train(recipe: Any, argv: list[str]) -> list[dict[str, Any]]:
     """Parse and run as the script does, in this process and with the libraries' remarks; the log lines."""
     demo, script, training, model = recipe.parse(argv)
     assert not demo, "the run names its model and data"
-    recipe.run(script, training, model)
+    recipe.run(script, training, model, [])
     return json.loads((Path(training.output_dir) / "metrics.json").read_text())["log_history"]

@@ -142,9 +142,12 @@ def ranked(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
         return [environment]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
-    if torch.cuda.device_count() < processes:
-        common["ACCELERATE_USE_CPU"] = "true"
     return [{**environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def on_cpus(processes: int) -> dict[str, str]:
+    """The variable by which Accelerate joins processes on CPUs, where there are fewer GPUs than processes."""
+    return {"ACCELERATE_USE_CPU": "true"} if processes > 1 and torch.cuda.device_count() < processes else {}
 
 
 def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
@@ -152,4 +155,4 @@ def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
     if all(Path(run.model_path).is_dir() for run in runs):
         environment["HF_HUB_OFFLINE"] = "1"
-    return environment
+    return environment | on_cpus(processes)
