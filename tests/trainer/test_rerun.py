@@ -90,7 +90,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-FEW = ("lag", "LoRA", "dynamic sampling", "tools", "half precision")  # what `make test` runs
+FEW = ("lag", "LoRA", "dynamic sampling", "half precision")  # what `make test` runs
 
 
 @pytest.mark.parametrize(
