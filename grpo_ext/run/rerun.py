@@ -135,7 +135,7 @@ class StepAgain:
 
         def made_by(number: int) -> RunOnDisk:
             made = [start for start, begin in zip(log.starts, begins, strict=True) if begin < number]
-            return dataclasses.replace(run, start={**made[-1], "ended": "before"})  # the run may go on
+            return dataclasses.replace(run, start={**(made or log.starts)[-1], "ended": "before"})  # it may go on
 
         fingerprint = json.loads(json.dumps(fingerprint_of(view, self.keeper.geometry)))
         settings = dataclasses.replace(run, start=fingerprint).settings
@@ -206,7 +206,9 @@ class StepAgain:
         file.append({"step": steps[-1], **about})
         trail = ReadTrail(run.trail.rollouts | again.trail.rollouts)
         origins = _origins(trail, steps[-1], self.view.geometry.global_batch_size)
-        for line in self._lines(record, origins or [{}] * len(record.rollout)):
+        if len(origins) != len(record.rollout):  # unknown, or an override has changed the rows
+            origins = [{} for _ in record.rollout["completion_ids"]]
+        for line in self._lines(record, origins):
             file.append(line)
         logger.info(f"{rerun.text}\nAll that the step computed: {folder / STEP}. The trainer has the weights after it.")
         return rerun
