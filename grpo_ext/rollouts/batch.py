@@ -147,6 +147,11 @@ class RolloutBatch:
         """Tokens of each completion, up to the last that attention sees; 0 for one that is masked out."""
         return [stop for _, stop in _spans(self["completion_mask"])]
 
+    @property
+    def recorded_lengths(self) -> list[int]:
+        """Tokens of each completion that a run's records take, without padding; 1 for one that is masked out."""
+        return [max(length, 1) for length in self.completion_lengths]
+
     @functools.cached_property
     def group_lengths(self) -> dict[int, tuple[int, ...]]:
         pairs = sorted(zip(self.groups, self.completion_lengths, strict=True), key=lambda pair: pair[0])

@@ -56,11 +56,8 @@ class LineFile:
     def append(self, line: Mapping[str, Any]) -> None:
         if self.path is None:
             return
-        with self.failing():
-            text = json.dumps(line, default=_plain)
-            strict = json.dumps(json.loads(text, parse_constant=lambda name: None))  # no NaN, no Infinity
-            with open(self.path, "ab") as file:
-                file.write(strict.encode() + b"\n")
+        with self.failing(), open(self.path, "ab") as file:
+            file.write(json.dumps(finite(line)).encode() + b"\n")
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -70,6 +67,22 @@ class LineFile:
         except Exception as error:
             logger.warning(f"{self.path} cannot be written ({error}); the training continues without a {self.what}.")
             self.path = None
+
+
+def finite(value: Any) -> Any:
+    """A value in JSON's types, with None for NaN and infinity."""
+    return json.loads(json.dumps(value, default=_plain), parse_constant=lambda name: None)
+
+
+def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """The lines of a file and their numbers, from 1, without those that a kill has cut."""
+    with Path(path).open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                continue
+            yield number, line
 
 
 class RunLog:
@@ -112,12 +125,11 @@ class LoggedRun:
 def read_log(path: str | Path) -> LoggedRun:
     """The log of a run, which may still be running."""
     run, seconds, before = LoggedRun(), 0.0, 0  # seconds of the training call so far, and entries before it
-    for raw in Path(path).read_bytes().splitlines():
+    for _, line in json_lines(path):
         try:
-            line = json.loads(raw)
             step = int(line["step"])
         except (ValueError, TypeError, KeyError):
-            continue  # an empty line, or one that a kill has cut
+            continue
         if "values" in line:
             run.entries.append(line)
             run.seconds += line["time"] - seconds

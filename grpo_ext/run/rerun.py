@@ -7,6 +7,7 @@ begins at the newest checkpoint before the step, or at the start, and writes not
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -141,7 +142,7 @@ class StepAgain:
         settings = dataclasses.replace(run, start=fingerprint).settings
         if changed := changes(made_by(step).settings, settings):
             raise ConfigError(f"this is not the run of {source}, so its steps would be others: {listed(changed)}.")
-        names = (f"step-{step}", *(f"step-{step}-{number}" for number in range(2, 1000)))
+        names = itertools.chain([f"step-{step}"], (f"step-{step}-{number}" for number in itertools.count(2)))
         folder = next(path for name in names if not (path := source / RERUNS / name).exists())
         start, checkpoint = 0, None
         # rewards are computed where the completions are sampled
@@ -220,8 +221,7 @@ class StepAgain:
         prompts = [
             ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
         ]
-        lengths = [max(length, 1) for length in batch.completion_lengths]  # one that is masked out has one token
-        columns = (prompts, lengths, batch["completion_ids"], batch["advantages"])
+        columns = (prompts, batch.recorded_lengths, batch["completion_ids"], batch["advantages"])
         for place, (origin, prompt, length, row, advantages) in enumerate(zip(origins, *columns, strict=True)):
             ids, advantage = row[:length].tolist(), advantages.tolist()
             of_tokens = record.tokens.get(place, {}).items()

@@ -4,7 +4,6 @@ Two runs that part can be compared in the order in which a step is made: prompts
 loss, weights (`grpo-ext diff`). Written by the main process. Digests are of 8 bytes and the same on every machine.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..algorithms.digests import PROJECTIONS, WeightDigest, digest, layer_groups
 from ..errors import ConfigError
 from ..forward.tiled_log_probs import gathered
-from ..rollouts.batch import Ragged
 from ..rollouts.join import Round
 from ..rollouts.rounds import ScoredBatch
-from .log import LineFile
+from ..runtime.collectives import whole
+from .log import LineFile, json_lines
 
 TRAIL = "trail.jsonl"
 MOST_ENTRIES = 1024  # of a rollout batch's completions; in a larger one an entry stands for several
@@ -54,7 +52,7 @@ class Trail:
                 "sampled_by": sampled_by,
                 "rounds": [_round(part, scored.settings.functions.names) for part in scored.rounds],
                 "chosen": None if scored.chosen is None else blocks(scored.chosen),
-                "advantages": blocks([_advantage(row) for row in _rows(scored.batch["advantages"])]),
+                "advantages": blocks([_advantage(row) for row in scored.batch["advantages"]]),
             }
             self._file.append(line)
 
@@ -72,16 +70,11 @@ def digests_of(model: torch.nn.Module, here: bool, projects: bool) -> dict[str, 
     found: dict[str, WeightDigest] = {}
     for name, group in layer_groups(trained).items():
         with gathered(trained[name]):
-            values: Any = trained[name].detach()
-            values = values.full_tensor() if isinstance(values, DTensor) else values
+            values = whole(trained[name].detach())
             if here:
                 one = found.setdefault(group, WeightDigest() if projects else WeightDigest(projections=None))
                 one.add(name, values)
     return {group: one.as_list() for group, one in found.items()}
-
-
-def _rows(column: Any) -> list[torch.Tensor]:
-    return list(column) if isinstance(column, Ragged) else list(torch.as_tensor(column))
 
 
 def _advantage(row: torch.Tensor) -> float:
@@ -95,11 +88,9 @@ def _advantage(row: torch.Tensor) -> float:
 def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
     batch = part.batch
     # a user's override may return rows with padding, which depends on the layout
-    masks = [mask[: 1 + max(mask.nonzero().flatten().tolist(), default=0)] for mask in _rows(batch["completion_mask"])]
-    ids = [row[: len(mask)] for row, mask in zip(_rows(batch["completion_ids"]), masks, strict=True)]
-    rows = zip(_rows(batch["prompt_ids"]), _rows(batch["prompt_mask"]), strict=True)
-    prompts = [digest(row[mask.bool()]) for row, mask in rows]
-    completions = [digest(row, mask) for row, mask in zip(ids, masks, strict=True)]
+    prompts = [digest(row[mask.bool()]) for row, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+    columns = (batch["completion_ids"], batch["completion_mask"], batch.recorded_lengths)
+    completions = [digest(row[:length], mask[:length]) for row, mask, length in zip(*columns, strict=True)]
     for place, entry in enumerate(part.entries[: len(completions)]):
         completions[place] = entry.masked_out or completions[place]
     names = [f"{n} ({k})" if (k := functions[:i].count(n)) else n for i, n in enumerate(functions)]  # different ones
@@ -110,7 +101,7 @@ def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
         "group": part.request.num_generations,
         "prompts": blocks(prompts[:: part.request.num_generations]),
         "completions": blocks(completions),
-        "lengths": blocks([len(row) for row in ids]),
+        "lengths": blocks(batch.recorded_lengths),
         "rewards": {name: blocks(values) for name, values in rewards.items()},
     }
 
@@ -141,11 +132,7 @@ class ReadTrail:
 def read_trail(path: str | Path) -> ReadTrail:
     """The trail of a run, which may still be running; a ConfigError for a line that was damaged by hand."""
     trail = ReadTrail()
-    for number, raw in enumerate(Path(path).read_bytes().splitlines(), 1):
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            continue  # a line that a kill has cut
+    for number, line in json_lines(path):
         if not _whole(line):
             raise ConfigError(f"{path}: line {number} is not as it was written. Restore the file, or remove the line.")
         if "begin" in line:

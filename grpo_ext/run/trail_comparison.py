@@ -4,7 +4,6 @@ The runs themselves, with settings, versions and the likely cause of a differenc
 """
 
 import dataclasses
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from ..algorithms.digests import distance
+from .log import finite
 from .trail import ReadTrail
 
 Verdict = Literal["same bits", "rounding", "few tokens", "different"]
@@ -84,8 +84,7 @@ class Comparison:
         return "\n".join([*lines, *self.notes])
 
     def as_dict(self) -> dict[str, Any]:
-        plain = json.dumps(dataclasses.asdict(self))
-        return {**json.loads(plain, parse_constant=lambda name: None), "text": self.text}  # no Infinity in JSON
+        return {**finite(dataclasses.asdict(self)), "text": self.text}
 
 
 def compare_trails(a: ReadTrail, b: ReadTrail, half: bool, exact: bool = False) -> Comparison:

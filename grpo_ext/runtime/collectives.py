@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather, gather_object, recursively_apply
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
 
 from .. import errors
 from ..errors import ConfigError, GrpoExtError, ProcessError, RolloutError, quiet
@@ -341,6 +342,11 @@ def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[]
     if failure is not None:
         raise failure.with_traceback(None)
     return value
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A tensor; a collective where FSDP holds a part of it on each process."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:

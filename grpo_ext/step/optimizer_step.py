@@ -97,7 +97,7 @@ class Attempt:
             yield collate(self.rollout, part, step, self.collation, self.settings)
 
     def end(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
-        """Raise where the loss of a step is not finite; its micro-batches `run` again to find where that began."""
+        """Raise where the loss is not finite (`run` finds where that began); fill the record of a step run again."""
         if not math.isfinite(loss):
             forwards, what = self.forwards, f"the loss of step {number} is {loss}"
             policy = forwards.accelerator.unwrap_model(self.model)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..algorithms.digests import layer_of
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
 from ..batching.micro_batches import MicroBatch
 from ..errors import MemoryShortageError
 from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
-from ..runtime.collectives import gather_lists
+from ..runtime.collectives import gather_lists, whole
 from .inputs import LossInputs
 from .statistics import StepContext
 
@@ -73,7 +72,7 @@ class StepRecord:
         parameters = {name: p for name, p in policy.named_parameters() if p.grad is not None}
         squares: dict[str, float] = {}
         for name, parameter in parameters.items():
-            gradient, layer = _whole(parameter.grad), layer_of(name)
+            gradient, layer = whole(parameter.grad), layer_of(name)
             squares[layer] = squares.get(layer, 0.0) + _dot(gradient, gradient)
         self.layers = {layer: square**0.5 / scale for layer, square in squares.items()}
         others = sorted({*range(len(attempt.rollout))} - {*attempt.plan.rows})
@@ -89,13 +88,13 @@ class StepRecord:
         if not self.with_gradients:
             return
         length = sum(squares.values()) ** 0.5
-        whole = [(parameter, parameter.grad) for parameter in parameters.values()]
+        of_step = [(parameter, parameter.grad) for parameter in parameters.values()]
 
         def backward(micro_batch: LossInputs) -> None:
-            for parameter, _ in whole:
+            for parameter, _ in of_step:
                 parameter.grad = None
             (run(micro_batch) * scale).backward()
-            pairs = [(parameter.grad, of_step) for parameter, of_step in whole if parameter.grad is not None]
+            pairs = [(parameter.grad, gradient) for parameter, gradient in of_step if parameter.grad is not None]
             norm = sum(_dot(own, own) for own, _ in pairs) ** 0.5
             cosine = sum(_dot(*pair) for pair in pairs) / (norm * length) if norm and length else 0.0
             self.gradients[micro_batch.part.rows[0]] = {"norm": norm / scale, "cosine": cosine}
@@ -104,8 +103,8 @@ class StepRecord:
         try:
             _run(attempt, step, rows, backward)
         finally:
-            for parameter, of_step in whole:
-                parameter.grad = of_step
+            for parameter, gradient in of_step:
+                parameter.grad = gradient
 
     def gather(self) -> None:
         """Take what the other processes have recorded; a collective."""
@@ -122,10 +121,6 @@ def _run(attempt: "Attempt", step: StepContext, parts: Sequence[MicroBatch], run
             run(micro_batch)
     if other.shortage is not None:
         raise MemoryShortageError(f"the step fits into memory, and its record does not ({other.shortage}).")
-
-
-def _whole(gradient: Any) -> torch.Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def _dot(one: torch.Tensor, other: torch.Tensor) -> float:

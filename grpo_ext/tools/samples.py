@@ -8,12 +8,13 @@ import contextlib
 import heapq
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 
+from ..run.log import json_lines
 from ..run.rerun import RERUNS, STEP
 
 STRENGTHS = (0.01, 0.05, 0.2, 0.5)  # a token's colour by the size of its change, as shares of the page's largest
@@ -47,7 +48,9 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
     """
     reruns = []
     for path in (folder / STEP, *folder.glob(f"{RERUNS}/*/{STEP}")):
-        lines = _lines(path)
+        if not path.is_file():
+            continue
+        lines = (line for _, line in json_lines(path))
         if about := next(lines, None):
             reruns.append((about | {"folder": path.parent.name}, heapq.nlargest(_LARGEST, lines, key=_size)))
     changes = [(line, _changes(line)) for _, largest in reruns for line in largest]
@@ -57,13 +60,6 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
         tokens = [(*_token(line["tokens"], place), _colour(of_line[place], most)) for place in (*head, *tail)]
         line["shown"] = tokens[: len(head)], left, tokens[len(head) :]
     return sorted(reruns, key=lambda rerun: (rerun[0]["step"], len(rerun[0]["folder"]), rerun[0]["folder"]))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        for raw in file:
-            with contextlib.suppress(ValueError):  # a line that a kill has cut
-                yield json.loads(raw)
 
 
 def _size(line: Mapping[str, Any]) -> float:
