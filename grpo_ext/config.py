@@ -21,7 +21,15 @@ from .batching.sizes import BatchGeometry, geometry_of
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
-from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_metric, check_bitwise, check_values
+from .setting_rules import (
+    asks_for,
+    check_ahead,
+    check_algorithm,
+    check_best_metric,
+    check_bitwise,
+    check_sequence_parallel,
+    check_values,
+)
 
 
 class Replay(NamedTuple):
@@ -133,6 +141,12 @@ class GRPOConfig(trl.GRPOConfig):
     micro_batch_tokens: int | None = setting(
         "The most tokens in one forward on one device, a shared prompt counted once; per_device_train_batch_size "
         "still limits the completions. Default: no limit."
+    )
+    sequence_parallel_size: int = setting(
+        "Processes that share the tokens of every micro-batch, for completions that do not fit on one device: each "
+        "holds a slice of the activations. Divides the number of processes and of attention heads. Does not change "
+        "the batch sizes. 1: every process has its own micro-batches.",
+        default=1,
     )
 
     # What need not be computed: each can be turned off, and none changes the update.
@@ -275,6 +289,7 @@ class GRPOConfig(trl.GRPOConfig):
         check_values(settings)
         check_algorithm(settings)
         check_ahead(settings)
+        check_sequence_parallel(settings)
         if self.bitwise_invariant:
             check_bitwise(settings)
             if not torch.cuda.is_initialized():

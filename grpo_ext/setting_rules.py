@@ -122,6 +122,23 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
         )
 
 
+def check_sequence_parallel(settings: Mapping[str, Any]) -> None:
+    require_whole("sequence_parallel_size", size := settings["sequence_parallel_size"])
+    if size == 1:
+        return
+    forward, lag = settings["forward"], settings["rollout_lag"]
+    others = {
+        f"forward={forward!r} (only packs share their tokens)": forward not in ("auto", "packed"),
+        "bitwise_invariant=True (a weight's gradient is a sum over tokens, and each process rounds its part)": settings[
+            "bitwise_invariant"
+        ],
+        "DeepSpeed (use FSDP2 or DDP)": asks_for("deepspeed", settings),
+        f"rollout_lag={lag} (the thread that samples ahead may hold no collective)": lag,
+        "torch_compile=True": settings["torch_compile"],
+    }
+    refuse_combination(f"sequence_parallel_size={size}", others, "Turn one of the two off.")
+
+
 def check_lag(lag: Any, sharded: bool) -> None:
     require_whole("rollout_lag", lag, least=0)
     if lag and sharded:

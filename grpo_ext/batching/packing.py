@@ -40,6 +40,7 @@ class PackLayout:
         )
         self.readers: set[object] = set()  # attention layers that read this layout; a model without any ignores it
         self.shared: dict[Hashable, Any] = {}  # made by the first attention layer for all: masks, arguments of kernels
+        self.group: Any = None  # the `SequenceGroup` whose members hold a slice of the tokens each
 
 
 @dataclass(frozen=True)

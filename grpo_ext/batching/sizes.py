@@ -63,6 +63,7 @@ class BatchGeometry:
     num_processes: int  # processes the run is laid onto
     rollout_chunk_size: int  # of a chunk of the rollout batch, in whole groups
     together: bool = False  # a process samples all its chunks in one `generate` call
+    sequence_parallel_size: int = 1  # processes that share the tokens of a micro-batch
 
     @property
     def prompts_per_rollout(self) -> int:
@@ -75,7 +76,12 @@ class BatchGeometry:
     @property
     def accumulation_steps(self) -> int:
         """Micro-batches of the busiest process in a full step."""
-        return ceil_div(ceil_div(self.global_batch_size, self.num_processes), self.micro_batch_size)
+        return ceil_div(self.trained_share, self.micro_batch_size)
+
+    @property
+    def trained_share(self) -> int:
+        """Completions of a full step that the busiest process trains on, with those that share its micro-batches."""
+        return ceil_div(self.global_batch_size, self.num_processes // self.sequence_parallel_size)
 
     @property
     def sampled_share(self) -> int:
@@ -120,6 +126,7 @@ SETTINGS: dict[str, int | None] = {
     "generation_batch_size": None,
     "steps_per_generation": None,
     "rollout_chunk_size": None,
+    "sequence_parallel_size": 1,
 }
 
 
@@ -140,6 +147,12 @@ def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometr
     for name, value in sizes.items():
         if value is not None:
             require_whole(name, value)
+    shared = sizes["sequence_parallel_size"]
+    if num_processes % shared:
+        divisors = [str(n) for n in range(1, num_processes + 1) if num_processes % n == 0]
+        raise ConfigError(
+            f"sequence_parallel_size={shared} does not divide {num_processes} process(es); use {', '.join(divisors)}."
+        )
     step = _global_batch(sizes)
     rollout, bitwise = _rollout_batch(sizes, step), bool(settings.get("bitwise_invariant", False))
     return BatchGeometry(
@@ -151,6 +164,7 @@ def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometr
         num_processes=num_processes,
         rollout_chunk_size=_chunk_size(sizes["rollout_chunk_size"], generations, rollout, bitwise),
         together=sizes["rollout_chunk_size"] is None and not bitwise,
+        sequence_parallel_size=shared,
     )
 
 
@@ -159,7 +173,7 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
     micro_batch, processes = sizes["per_device_train_batch_size"], sizes["num_processes"]
     if requested is None:
         return micro_batch * steps * processes
-    derived = ceil_div(ceil_div(requested, processes), micro_batch)
+    derived = ceil_div(ceil_div(requested, processes // sizes["sequence_parallel_size"]), micro_batch)
     if steps not in (1, derived):
         raise ConfigError(
             f"gradient_accumulation_steps={steps} contradicts global_batch_size={requested}: with "

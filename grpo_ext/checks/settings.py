@@ -113,7 +113,8 @@ def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
     if unknown:
         raise ConfigError(
             f"{', '.join(unknown)}: each process has its own rows here, and nothing else is known to add up to the "
-            "right update; train with data parallelism, FSDP2 (fsdp_version: 2) or ZeRO."
+            "right update; train with data parallelism, FSDP2 (fsdp_version: 2) or ZeRO, and share long completions "
+            "between processes with sequence_parallel_size."
         )
 
 

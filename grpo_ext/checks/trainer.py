@@ -23,6 +23,7 @@ from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
 from ..forward.reference import weight_sums
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
+from ..forward.token_slice import refuse_heads
 from ..rollouts.equal_shares import check_equal_shares, why_equal
 from ..rollouts.images import ImageSource
 from ..rollouts.settings import CHANGE_ROWS, advantage_rule, own_sampling, suppressed_in, template_of, why_not_by_key
@@ -175,6 +176,8 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     if config.rollout_lag:
         _check_ahead(view, config)
     settings.check_replay(view)
+    if config.sequence_parallel_size > 1:
+        _check_sequence_parallel(view, rollouts, config.sequence_parallel_size)
     built = built_for(view, rollouts.images)
     rollouts.refuse_changes_by(functools.partial(refuse_changes, view, rollouts.images, built, set()))
     return uncovered + check_lengths(view, config.allow_split_dependent)
@@ -198,6 +201,18 @@ def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:
     }
     refuse_combination(f"rollout_lag={config.rollout_lag}", others, "Change that, or use rollout_lag=0.")
     sharing_copy(view.model, set(), next(view.model.parameters()).device)  # raises where it cannot
+
+
+def _check_sequence_parallel(view: TrainerView, rollouts: Rollouts, size: int) -> None:
+    if view.takes_images:
+        raise ConfigError(
+            f"sequence_parallel_size={size} and a model that takes images, which runs no packs; where there are none, "
+            "pass its tokenizer as processing_class, or use sequence_parallel_size=1."
+        )
+    forwards = rollouts.worker.forwards
+    for model in view.models:
+        refuse_heads(base_model_of(model), size, view.accelerator.num_processes)
+        forwards.refuse_whole_packs(model, forwards.choice.planned(model))
 
 
 def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
@@ -315,6 +330,12 @@ def refuse_changes(view: TrainerView, images: ImageSource, built: Mapping[str, A
 
 
 def refuse_overrides(view: TrainerView) -> None:
+    size = view.args.sequence_parallel_size
+    if size > 1 and (method := view.overridden("compute_loss", "_compute_loss", settings.LOGPS)):
+        raise ConfigError(
+            f"sequence_parallel_size={size} and {method}: each of {size} processes would add what it computes, and the "
+            "gradient would count it that many times. Use sequence_parallel_size=1."
+        )
     if method := view.overridden("_tool_call_loop"):
         raise ConfigError(
             f"{method} would not be called: this trainer answers tools transcript by transcript. Override "

@@ -64,12 +64,12 @@ def experts_per_token(model: Any) -> int:
 def attention_sizes(config: Any) -> tuple[int, int]:
     """Heads times head dimension and numbers cached for a token, summed over attention layers; 0 if unknown."""
     layers = list(_attention_layers(config))
-    return sum(width for width, _, _ in layers), sum(cached for _, cached, _ in layers)
+    return sum(width for _, width, *_ in layers), sum(cached for _, _, cached, _ in layers)
 
 
 def cached_numbers(config: Any, tokens: int) -> int:
     """The numbers in the cache of a sequence; a layer with a window holds at most the window."""
-    return sum(cached * min(tokens, window or tokens) for _, cached, window in _attention_layers(config))
+    return sum(cached * min(tokens, window or tokens) for *_, cached, window in _attention_layers(config))
 
 
 def layer_windows(config: Any) -> set[int | None]:
@@ -77,8 +77,13 @@ def layer_windows(config: Any) -> set[int | None]:
     return {window for *_, window in _attention_layers(config)}
 
 
-def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
-    """Yields heads times head dimension, numbers cached for a token and window in tokens, for each attention layer."""
+def head_counts(config: Any) -> list[int]:
+    """The query heads of each attention layer."""
+    return [heads for heads, *_ in _attention_layers(config)]
+
+
+def _attention_layers(config: Any) -> Iterator[tuple[int, int, int, int | None]]:
+    """Yields of each attention layer: heads, times head dimension, numbers cached for a token, window in tokens."""
     kinds, text = layer_kinds(config), config.get_text_config()
     alike = [text] * (_number(text, "num_hidden_layers") or 0)
     for number, layer in enumerate(text.per_layer_config if getattr(text, "is_heterogeneous", False) else alike):
@@ -94,7 +99,7 @@ def _attention_layers(config: Any) -> Iterator[tuple[int, int, int | None]]:
         names = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
         windows = names.get(kind, () if kinds else ("sliding_window", "attention_chunk_size"))
         cached = (_number(layer, "num_key_value_heads") or heads) * both
-        yield heads * both // 2, cached, _number(layer, *windows)
+        yield heads, heads * both // 2, cached, _number(layer, *windows)
 
 
 def weight_sizes(model: Any) -> tuple[int, int]:

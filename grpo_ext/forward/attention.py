@@ -22,6 +22,7 @@ from ..runtime.attributes import assigned
 from ..runtime.transfer import to_device
 from .architecture import layer_windows
 from .shared_prefix import Part, SharedPrefixAttention, joint_parts, parts_of, takes_varlen
+from .token_slice import OfHeads, States, to_heads, to_tokens
 
 PACKED = "grpo_ext_packed"
 LAYOUT = "grpo_ext_pack"  # keyword that carries the layout through the model to its attention layers
@@ -30,8 +31,6 @@ SUPPORTED = ("sdpa", "eager")
 # one more call of the attention kernel costs as much as this many (query, key) pairs. CPU: measured, 8 heads of 64.
 # Accelerator: an estimate, not measured: 20 microseconds at 100 TFLOP/s
 _CALL_COST, _ACCELERATOR_CALL_COST = 2000, 500_000
-
-_States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value
 
 
 class PackRefused(ModelError):
@@ -93,7 +92,7 @@ def _mask_of(
     return layout.shared[key]
 
 
-def _share_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _States:
+def _share_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> States:
     """Views (heads of keys, queries of each, n, D): no key and no value is repeated in memory."""
     shared = query[0].unflatten(0, (key.size(1), -1))
     key, value = (x[0, :, None].expand(-1, shared.size(1), -1, -1) for x in (key, value))
@@ -110,8 +109,9 @@ def packed_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention over a pack, for transformers' `AttentionInterface`: the output (1, N, H, D), and None for the weights.
 
-    Query, key and value are (1, H, N, D); key and value may have fewer heads. Raises PackRefused where the model
-    does not pass the layout to its attention layers, or builds its own mask.
+    Query, key and value are (1, H, N, D); key and value may have fewer heads. Of a pack over several processes N
+    counts the tokens of a slice. Raises PackRefused where the model does not pass the layout to its attention layers,
+    or builds its own mask.
     """
     name, has_mask = cast(Any, module).config.grpo_ext_attention, isinstance(attention_mask, torch.Tensor)
     if LAYOUT not in options and has_mask:
@@ -134,14 +134,26 @@ def packed_attention_forward(
         and not any(options.get(extra) is not None for extra in ("softcap", "position_bias", "s_aux"))
         and query.size(-1) == value.size(-1)
     )
+    states = query, key, value
+    if layout.group is not None:
+        if options.get("position_bias") is not None:
+            raise PackRefused(f"{type(module).__name__} has a bias for each head and position")
+        # cast before the exchange, but not where gradients of several calls are added up before the cast
+        states = to_heads(layout.group, _as_sdpa_takes_them(*states) if plain and window is None else states)
     if plain:
-        return _plain(layout, window, (query, key, value), options.get("scaling")), None
-    mask_of = partial(_mask_of, layout, window, query.device, query.dtype)
-    attend = partial(_reference(module, name), module, **options)
-    return _by_group(layout, (query, key, value), lambda *states, mask: attend(*states, mask)[0], mask_of), None
+        out = _plain(layout, window, states, options.get("scaling"))
+    else:
+        mask_of = partial(_mask_of, layout, window, query.device, query.dtype)
+        kernel, layer = _reference(module, name), cast(Any, module)
+        if layout.group is not None:
+            layer = OfHeads(module, layout.group, states)
+            options = layer.options(options)
+        attend = partial(kernel, layer, **options)
+        out = _by_group(layout, states, lambda *states, mask: attend(*states, mask)[0], mask_of)
+    return out if layout.group is None else to_tokens(layout.group, out), None
 
 
-def _plain(layout: PackLayout, window: int | None, states: _States, scale: float | None) -> torch.Tensor:
+def _plain(layout: PackLayout, window: int | None, states: States, scale: float | None) -> torch.Tensor:
     device, cast_states = states[0].device, _as_sdpa_takes_them(*states)
     if takes_varlen(*cast_states):
         if (window, device) not in layout.shared:
@@ -163,7 +175,7 @@ def _plain(layout: PackLayout, window: int | None, states: _States, scale: float
 
 def _by_group(
     layout: PackLayout,
-    states: _States,
+    states: States,
     attend: Callable[..., torch.Tensor],
     mask_of: Callable[[PackedGroup], torch.Tensor],
     by_flash: Callable[[PackedGroup, Sequence[torch.Tensor]], torch.Tensor] | None = None,  # on CPUs
@@ -197,7 +209,7 @@ def _segments(
             yield query[:, :, segment], keys, values, mask[..., before.stop : end, :end]
 
 
-def _as_sdpa_takes_them(*states: torch.Tensor) -> _States:
+def _as_sdpa_takes_them(*states: torch.Tensor) -> States:
     """Autocast casts for `scaled_dot_product_attention`, but not for its kernels."""
     device = states[0].device.type
     if torch.is_autocast_enabled(device):

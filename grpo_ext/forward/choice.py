@@ -16,6 +16,7 @@ from ..batching.micro_batches import Form
 from ..errors import MemoryShortageError
 from ..runtime.collectives import gather_lists, together
 from ..runtime.out_of_memory import is_out_of_memory
+from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
 from .form_check import why_form_fails
 from .forms import why_no_prefix, why_not_packed
@@ -69,8 +70,9 @@ class ForwardChoice:
         sharded: bool = False,  # a forward is a collective
         checkpointing_kwargs: dict[str, Any] | None = None,  # of gradient checkpointing; None without it
         refused: Mapping[Form, str] | None = None,  # forms that no model of the run takes, with the reason
+        group: SequenceGroup | None = None,  # whose members share the tokens of packs
     ) -> None:
-        self.forms, self.device, self.sharded = tuple(forms), device, sharded
+        self.forms, self.device, self.sharded, self.group = tuple(forms), device, sharded, group
         self.checkpointing_kwargs, self.refused = checkpointing_kwargs, refused or {}
         self._models: WeakKeyDictionary[Any, _ModelForms] = WeakKeyDictionary()  # by the causal language model
         self._warned: set[str] = set()
@@ -127,7 +129,7 @@ class ForwardChoice:
 
     def _warn_of_padding(self, forms: _ModelForms) -> None:
         # policy and reference often have the same reasons
-        if forms.reasons and forms.best == "padded" and forms.reasons not in self._warned:
+        if self.group is None and forms.reasons and forms.best == "padded" and forms.reasons not in self._warned:
             self._warned.add(forms.reasons)
             logger.warning(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
 
@@ -139,7 +141,8 @@ class ForwardChoice:
         if (longest := max(max(rows.prompts_B) for rows in batches)) > _TAKES_LONG:
             logger.info(f"Comparing {_NAMES[form]} with padded batches on rows of over {longest} tokens, once.")
         try:
-            reasons = (why_form_fails(form, model, rows, self.device, self.checkpointing_kwargs) for rows in batches)
+            options = self.device, self.checkpointing_kwargs, self.group
+            reasons = (why_form_fails(form, model, rows, *options) for rows in batches)
             return next(filter(None, reasons), None)
         except RuntimeError as error:
             if not is_out_of_memory(error):

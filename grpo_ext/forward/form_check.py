@@ -18,6 +18,7 @@ import torch
 from ..batching.micro_batches import Form
 from ..batching.sizes import ceil_div
 from ..runtime.out_of_memory import is_out_of_memory
+from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
 from .attention import PackRefused
 from .forms import FormBatch, lay_out, run_batch
@@ -50,6 +51,7 @@ def why_form_fails(
     rows: TokenRows,
     device: torch.device | str = "cpu",
     checkpointing_kwargs: dict[str, Any] | None = None,  # of the run's gradient checkpointing; None without it
+    group: SequenceGroup | None = None,  # whose members share the tokens of a pack
 ) -> str | None:
     """The reason why a model does not run a form, as a clause; None where its modules' outputs agree with padding.
 
@@ -68,7 +70,7 @@ def why_form_fails(
                 raise
             return f"{name} fails on an image made for the comparison ({_first_line(error)})"
         try:
-            batch = lay_out(form, policy, rows, device)
+            batch = lay_out(form, policy, rows, device, group=group)
             outputs, logps = run(batch)
             if form == "prefix" and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
                 return f"{name} loses the cache under gradient checkpointing"
@@ -117,14 +119,15 @@ def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
     # in the prefix form the batch of the completions comes last
-    index, outputs = batch.targets.predictor_S[later_S] - (batch.counts_BL.numel() - shape.numel()), Outputs()
+    index, outputs = batch.targets.predictor_S - (batch.counts_BL.numel() - shape.numel()), Outputs()
 
     def record(module: Any, args: Any, output: Any, name: str) -> None:
         value = output[0] if isinstance(output, tuple) else output
         if _is_numbers(value) and value.dim() > 2 and value.shape[:2] == shape:
             channels = value.flatten(0, 1).flatten(1)
             thin = channels[index.to(value.device), :: ceil_div(channels.size(1), _CHANNELS)]
-            outputs[name] = thin.to(torch.promote_types(thin.dtype, torch.float32))
+            thin = thin if batch.slice is None else batch.slice.whole(thin)
+            outputs[name] = thin[later_S.to(thin.device)].to(torch.promote_types(thin.dtype, torch.float32))
 
     with ExitStack() as hooks:
         for name, module in _compared_modules(policy):

@@ -8,6 +8,7 @@ under left padding. In every form only positions that predict a completion token
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 
 from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
+from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, layer_kinds
 from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, joint_parts_by_window, packed_attention, plain_attention
@@ -27,6 +29,7 @@ from .routing import LIVE, Routing
 from .rows import TokenRows
 from .sampling_masks import SamplingMasks
 from .shared_prefix import Part
+from .token_slice import TokenSlice
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # arguments of a model, `Targets.predictor_S`, `FormBatch.counts_BL` and `FormBatch.source_N`, on the CPU
@@ -76,6 +79,7 @@ class FormBatch:
     # on the CPU: the place of each token of the flattened batch among the tokens of all rows; -1 for padding, but a
     # pack is filled up with the first token
     source_N: torch.Tensor
+    slice: TokenSlice | None = None  # of a pack over several processes: tensors above are of this process's tokens
 
 
 def lay_out(
@@ -88,37 +92,43 @@ def lay_out(
     multiple: int = 1,
     suppressed: Sequence[torch.Tensor] = (),
     record_experts: bool = False,
+    group: SequenceGroup | None = None,
 ) -> FormBatch:
     """Lay completions out in a form, and move them to `device` in one copy.
 
     The length of a pack, or the widths of prompts and completions, are multiples of `multiple` tokens. `rows.kept_B`
-    refers to `suppressed`. Experts are recorded where `rows` have none to replay.
+    refers to `suppressed`. Experts are recorded where `rows` have none to replay. With a `group`, the batch of a pack
+    holds this process's slice.
     """
     parts: dict[int | None, list[Part]] = {}
+    tokens_S, mine, among_S = rows.targets(), None, None
     if form == "packed":
-        layout = _packed(rows, with_router, multiple)
+        layout = _packed(rows, with_router, multiple if group is None else math.lcm(multiple, group.size))
+        if group is not None:
+            layout, mine = _sliced(layout, group)
+            tokens_S, among_S = tokens_S[mine.mine_S], mine.mine_S
         if torch.device(device).type == "cuda":
             parts = joint_parts_by_window(layout[0][LAYOUT], policy.config)
     elif form == "prefix":
         layout = _prefix(policy, rows, with_router, multiple)
     else:
         layout = _padded(policy, rows, multiple)
-    masks = None if rows.kept_B is None else SamplingMasks.of(rows.kept_B, suppressed)
+    masks = None if rows.kept_B is None else SamplingMasks.of(rows.kept_B, suppressed, among_S)
     *on_device, source_N = layout
     experts_NC = rows.experts_NC
     if experts_NC is not None:
         experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=LIVE)[source_N]  # -1: padding
-    tensors = on_device, rows.targets(), rows.places(), parts, masks, experts_NC
+    tensors = on_device, tokens_S, rows.places(), parts, masks, experts_NC
     (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC = to_device(tensors, device)
     routes = record_experts or experts_NC is not None
-    routing = Routing(experts_NC, counts_BL.flatten()) if routes else None
+    routing = Routing(experts_NC, counts_BL.flatten(), group) if routes else None
     for window, calls in parts.items():
         inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
     outputs = {"entropy": with_entropy, "router": with_router}
     targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, masks=masks, routing=routing, **outputs)
-    return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N)
+    return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N, mine)
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
@@ -128,7 +138,11 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
         logps_S, entropies_S, routers = model(**batch.inputs, **{TARGETS: batch.targets})
     if batch.form == "packed" and not batch.inputs[LAYOUT].readers:
         raise PackRefused(f"{type(policy).__name__} does not attend through transformers' attention interface")
-    router = RouterOutput(routers, batch.counts_BL) if routers else None
+    group = None
+    if batch.slice is not None:
+        group, values = batch.slice.group, [logps_S] if entropies_S is None else [logps_S, entropies_S]
+        logps_S, entropies_S = [*batch.slice.whole(torch.stack(values, dim=1)).unbind(1), None][:2]
+    router = RouterOutput(routers, batch.counts_BL, group) if routers else None
     return LogProbs(logps_S, entropies_S, router, batch.places_2S, batch.targets.routing)
 
 
@@ -140,9 +154,15 @@ def run_rows(
     output = run_batch(model, batch)
     if output.routing is None or not options.get("record_experts"):
         return output
-    recorded_NC, real_N = output.routing.take().cpu(), batch.counts_BL.flatten().cpu() > 0
-    experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE)
-    experts_NC[batch.source_N[real_N]] = recorded_NC[real_N]
+    recorded_NC = output.routing.take()
+    experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE, device="cpu")
+    placed = [recorded_NC, batch.counts_BL.flatten()[:, None] > 0, batch.source_N[:, None]]
+    placed_NX = torch.cat([part.to(recorded_NC.device, torch.int32) for part in placed], dim=1)
+    if batch.slice is not None:
+        placed_NX = batch.slice.group.gather(placed_NX).flatten(0, 1)
+    *experts, real_N, source_N = placed_NX.cpu().T
+    real_N = real_N.bool()
+    experts_NC[source_N[real_N]] = torch.stack(experts, dim=1)[real_N].to(experts_NC.dtype)
     return replace(output, experts_NC=experts_NC)
 
 
@@ -159,6 +179,16 @@ def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), LAYOUT: pack.layout}
     inputs["position_ids"] = pack.positions_N.unsqueeze(0)
     return inputs, pack.predictor_S, pack.counts_N.unsqueeze(0), pack.source_N
+
+
+def _sliced(layout: _Layout, group: SequenceGroup) -> tuple[_Layout, TokenSlice]:
+    """This process's tokens of a pack, whose layout stays that of the whole pack."""
+    inputs, predictor_S, counts_BL, source_N = layout
+    mine = TokenSlice.of(group, predictor_S, counts_BL.size(1))
+    inputs[LAYOUT].group = group
+    ours = {name: value[:, mine.tokens] if name != LAYOUT else value for name, value in inputs.items()}
+    predictor_S = predictor_S[mine.mine_S] - mine.tokens.start
+    return (ours, predictor_S, counts_BL[:, mine.tokens], source_N[mine.tokens]), mine
 
 
 def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _Layout:

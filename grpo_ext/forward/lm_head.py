@@ -20,6 +20,7 @@ from ..algorithms.losses import load_balancing_loss, router_statistics
 from ..compat import triton_head
 from ..errors import ModelError
 from ..runtime.attributes import replace_forward
+from ..runtime.sequence_group import SequenceGroup
 from .prefix_cache import Continuation, run_after_prompts
 from .routing import Routing, routed
 from .sampling_masks import SamplingMasks
@@ -63,6 +64,7 @@ def log_probs(
     """Log-probabilities and entropies, (S,) in nats, by the fastest method for the device."""
     whole = transform.vocabulary is None or transform.vocabulary >= weight_VH.size(0)
     plain = whole and masks is None and hidden_SH.dtype != torch.float64  # what TRL's kernel supports
+    plain = plain and len(targets_S) > 0
     # in bitwise mode torch refuses kernels whose bits change from run to run, but it does not know Triton's
     open_to_triton = hidden_SH.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
     # the kernel's entropy is NaN with banned tokens, whose logit is -inf
@@ -81,9 +83,18 @@ class RouterOutput(NamedTuple):
 
     logits: tuple[torch.Tensor, ...]
     counts_BL: torch.Tensor
+    group: SequenceGroup | None = None  # whose members hold the logits of other tokens
+
+    def statistics(self, top_k: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """`router_statistics` of the whole forward."""
+        chosen, probs, rows = router_statistics(self.logits, self.counts_BL, top_k)
+        if self.group is None:
+            return chosen, probs, rows
+        total = self.group.total(torch.cat([chosen, chosen.new_tensor([rows])]))
+        return total[:-1], self.group.total(probs), int(total[-1])
 
     def aux_loss(self, top_k: int) -> torch.Tensor:
-        chosen, probs, rows = router_statistics(self.logits, self.counts_BL, top_k)
+        chosen, probs, rows = self.statistics(top_k)
         return load_balancing_loss(probs, (chosen / max(rows, 1)).to(probs), rows)
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
 from ..runtime.attributes import assigned, replace_forward
+from ..runtime.sequence_group import SequenceGroup
 
 LIVE = -1  # instead of an expert: the router chooses
 _CHOICES = (torch.topk, torch.Tensor.topk)
@@ -48,23 +49,28 @@ class Router:
 class Routing:
     """The experts of a forward's tokens, to record or replay; not a dataclass: FSDP copies dataclass arguments."""
 
-    def __init__(self, experts_NC: torch.Tensor | None = None, counts_N: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        experts_NC: torch.Tensor | None = None,
+        counts_N: torch.Tensor | None = None,
+        group: SequenceGroup | None = None,  # whose members route the other tokens of the pack
+    ) -> None:
         self.experts_NC = experts_NC  # to replay, `LIVE` where the router chooses; None: record
         self.counts_N = counts_N  # how often the padded batch would have computed each token; None: nothing is counted
+        self.group = group
         self._choices = 0  # choices of all routers
         # by first token and first column, so that a layer that gradient checkpointing recomputes counts once
         self._recorded: dict[int, dict[int, torch.Tensor]] = {}
         self._counted: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    @property
-    def changed(self) -> torch.Tensor | int:
-        """Replayed choices where the live router would have chosen other experts."""
-        return sum(changed for changed, _ in self._counted.values())
+    def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replayed choices where the live router would have chosen other experts, and all of them.
 
-    @property
-    def replayed(self) -> torch.Tensor | int:
-        """Replayed choices, one for each router and token, weighted by `counts_N`."""
-        return sum(replayed for _, replayed in self._counted.values())
+        One for each router and token, weighted by `counts_N`.
+        """
+        counted = torch.stack([torch.stack(pair) for pair in self._counted.values()]).sum(0)
+        changed, replayed = counted if self.group is None else self.group.total(counted)
+        return changed, replayed
 
     def choose(self, router: Router, first: int, scores_NX: torch.Tensor, live: Any) -> Any:
         """Values and experts (N, K) that replace `topk`'s result `live`; `first`: the number of the first token."""

@@ -20,10 +20,12 @@ from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_or
 from ..batching.sizes import group_numbers
 from ..compat import images_among
 from ..config import GRPOConfig, forms_of
+from ..errors import ModelError
 from ..precision.weight_gradients import float32_weight_gradients
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
+from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, experts_per_token
 from .choice import ForwardChoice
@@ -64,14 +66,20 @@ class ForwardRunner:
         multiple: Any = args.pad_to_multiple_of
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
+        size = args.sequence_parallel_size
+        self.group = SequenceGroup.of(accelerator, size, args.ddp_timeout)  # whose members share the tokens of a pack
+        # processes that run the same micro-batches count as one trainer; its first member counts values of the step
+        self.trainers, self.trainer = accelerator.num_processes // size, accelerator.process_index // size
+        self.is_first = accelerator.process_index % size == 0
+        self.meets = self.sharded or size > 1  # a forward is a collective: who fails in it leaves others waiting
         self.float32_weight_gradients = args.float32_weight_gradients and accelerator.native_amp and not self.sharded
-        may_cut = not (self.sharded or args.bitwise_invariant)
+        may_cut = not (self.meets or args.bitwise_invariant)
         remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"
         self.memory = Halving("computing log-probabilities", remedy, may_cut)
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
-        forms = forms_of(args.forward), accelerator.device, self.sharded
-        self.choice = ForwardChoice(*forms, checkpointing, refused)
+        forms: Any = ("packed",) if self.group is not None else forms_of(args.forward)
+        self.choice = ForwardChoice(forms, accelerator.device, self.meets, checkpointing, refused, self.group)
         self._in_form: Any = None  # the model whose backward passes run in its form
 
     def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> ForwardRunner:
@@ -88,6 +96,15 @@ class ForwardRunner:
             if not self.choice.is_compared(model):
                 with self.without_gradients(model):
                     self.choice.compare(model, self.make_rows)
+                self.refuse_whole_packs(model, self.choice.form(model))
+
+    def refuse_whole_packs(self, model: Any, form: Form) -> None:
+        """Raise a ModelError where a model cannot run packs, of which several processes could share the tokens."""
+        if self.group is not None and form != "packed":
+            raise ModelError(
+                f"sequence_parallel_size={self.group.size} shares the tokens of packs, and this model runs as "
+                f"{self.choice.described(model)}. Use a model that runs packs, or sequence_parallel_size=1."
+            )
 
     @contextmanager
     def in_form_of(self, model: Any) -> Iterator[None]:
@@ -113,15 +130,23 @@ class ForwardRunner:
         self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scores of this process's part of a rollout batch, (S,), and recorded experts as in `LogProbs.experts_NC`."""
-        parts = self._run_chunks(model, rows, limits, with_entropy=False, record_experts=record_experts)
+        # members run the rows of all of them together, and each keeps its own
+        shares = [rows] if self.group is None else self.group.gather_objects(rows)
+        everyone = rows if self.group is None else TokenRows.joined(shares)
+        options: dict[str, Any] = {"record_experts": record_experts, "group": self.group}
+        parts = self._run_chunks(model, everyone, limits, with_entropy=False, **options)
         experts = [part.experts_NC for part in parts if part.experts_NC is not None]
-        return torch.cat([part.logps_S for part in parts]), torch.cat(experts) if experts else None
+        mine = 0 if self.group is None else self.group.member
+        logps_S = torch.cat([part.logps_S for part in parts]).split([sum(share.completions_B) for share in shares])
+        tokens = [len(share.ids_N) for share in shares]
+        return logps_S[mine], torch.cat(experts).split(tokens)[mine] if experts else None
 
     def micro_batch_log_probs(
         self, model: Any, columns: Mapping[str, Any], rows: TokenRows, with_router: bool
     ) -> MicroBatchScores:
         """Scores in the layout and on the device of the padded `columns`."""
-        output, mask_BT = self._forward(model, rows, with_router=with_router), columns["completion_mask"]
+        output = self._forward(model, rows, with_router=with_router, group=self.group)
+        mask_BT = columns["completion_mask"]
         assert output.entropies_S is not None
         shape = (output.places_2S, len(rows), mask_BT.size(1))
         logps, entropies = (in_columns(v, *shape).to(mask_BT.device) for v in (output.logps_S, output.entropies_S))
@@ -135,7 +160,7 @@ class ForwardRunner:
         sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple)
         return cut_in_order(sizes, batch_size or len(rows), max_tokens, form)
 
-    def _run_chunks(self, model: Any, rows: TokenRows, limits: ForwardLimits, **options: bool) -> list[LogProbs]:
+    def _run_chunks(self, model: Any, rows: TokenRows, limits: ForwardLimits, **options: Any) -> list[LogProbs]:
         """Run a rollout in chunks that fit into memory, in bitwise mode in canonical units."""
         if (unit := self.args.unit_rows) is None:
             chunks = self._cut(model, rows, limits.completions, limits.tokens)
@@ -151,13 +176,15 @@ class ForwardRunner:
             outputs += parts if number < len(chunks) else []
         return outputs
 
-    def _forward(self, model: Any, rows: TokenRows, **options: bool) -> LogProbs:
+    def _forward(self, model: Any, rows: TokenRows, **options: Any) -> LogProbs:
         """Run rows in one forward, with gradients where they are on; `options` are those of `lay_out`."""
         form, policy = self.choice.form(model), base_model_of(model)
         # outside `in_form_of`, a backward pass under gradient checkpointing would run the layers again in another form
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy
         if again or rows.attended_N is not None:
             form = "padded"
+        if options.get("group") is not None:
+            self.refuse_whole_packs(model, form)
         fixed: dict[str, Any] = {"multiple": self.multiple, "suppressed": self.suppressed}
         with self.accelerator.autocast():
             return run_rows(form, model, rows, self.accelerator.device, **fixed, **options)

@@ -20,6 +20,10 @@ class KeptIds(NamedTuple):
     counts_T: torch.Tensor
     ids_K: torch.Tensor  # int32, token after token
 
+    @classmethod
+    def neutral(cls, tokens: int) -> KeptIds:
+        return cls(torch.zeros(tokens, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
+
     def first(self, tokens: int) -> KeptIds:
         counts_T = self.counts_T[:tokens]
         return KeptIds(counts_T, self.ids_K[: int(counts_T.clamp(min=0).sum())])
@@ -34,9 +38,13 @@ class SamplingMasks(NamedTuple):
     suppressed: Sequence[torch.Tensor]
 
     @classmethod
-    def of(cls, kept_B: Sequence[KeptIds], suppressed: Sequence[torch.Tensor]) -> SamplingMasks | None:
-        """The masks of a batch; None where every token was sampled from the whole vocabulary."""
+    def of(
+        cls, kept_B: Sequence[KeptIds], suppressed: Sequence[torch.Tensor], among_S: torch.Tensor | None = None
+    ) -> SamplingMasks | None:
+        """The masks of a batch, or of some of its tokens; None where all were sampled from the whole vocabulary."""
         counts_S, ids_K = (torch.cat(column) for column in zip(*kept_B, strict=True))
+        if among_S is not None:
+            ids_K, counts_S = ids_K[among_S.repeat_interleave(counts_S.clamp(min=0))], counts_S[among_S]
         if not counts_S.any():
             return None
         counts = counts_S.clamp(min=0).long()

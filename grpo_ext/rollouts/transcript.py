@@ -31,8 +31,7 @@ class TokenRecord(NamedTuple):
 
     @classmethod
     def neutral(cls, tokens: int) -> TokenRecord:
-        counts, ids = torch.zeros(tokens, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-        return cls(torch.zeros(tokens), torch.ones(tokens), counts, ids)
+        return cls(torch.zeros(tokens), torch.ones(tokens), *KeptIds.neutral(tokens))
 
     @classmethod
     def of_kept(cls, kept_ids: Sequence[Sequence[int]], logps: Sequence[float | None] | None) -> TokenRecord:

@@ -72,7 +72,7 @@ KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_a
 # values that the optimizer's checkpoint holds: another value would have no effect, or could not be loaded
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
-LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together")
+LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together", "sequence_parallel_size")
 
 
 def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]:

@@ -384,7 +384,8 @@ class RunKeeper(TrainerCallback):
         try:
             yield
         except Exception as error:
-            together = self.accelerator.num_processes == 1 or isinstance(error, MemoryShortageError)
+            shortage = isinstance(error, MemoryShortageError) and not self.forwards.meets
+            together = self.accelerator.num_processes == 1 or shortage
             if together and self.view.control.should_save:
                 self.watch.evaluation_due = True
                 save()

@@ -28,7 +28,7 @@ from ..rollouts.join import digest_of
 from ..rollouts.local import RewardsCall
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import assigned
-from ..runtime.collectives import from_main_process, gather_lists, shards_parameters
+from ..runtime.collectives import from_main_process, gather_lists
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
@@ -122,8 +122,10 @@ class StepAgain:
             raise ConfigError(f"a run with a rollout_func {_CANNOT}: what it samples is not known here.")
         if view.use_vllm and (view.args.bf16 or view.args.fp16):
             raise ConfigError(f"a run of vLLM in half precision {_CANNOT}, because it samples other tokens each time.")
-        if gradients and shards_parameters(view.accelerator):
-            raise ConfigError("the gradient of a completion needs whole parameters: not under FSDP and DeepSpeed.")
+        if gradients and self.planner.forwards.meets:
+            raise ConfigError(
+                "the gradient of a completion is not on one process under FSDP, DeepSpeed and sequence_parallel_size."
+            )
 
     def _begin(self, step: int, call_rewards: bool) -> tuple[RunOnDisk, Path, str | None, int]:
         """The run, the new folder, the checkpoint in it (None: from the start), and the first step to train."""

@@ -123,13 +123,14 @@ class FixedPointGradients(NativeGradients):
 
 @contextmanager
 def accumulating(
-    accelerator: Accelerator, gradients: NativeGradients | None, count: int
+    accelerator: Accelerator, gradients: NativeGradients | None, count: int, meets: bool = False
 ) -> Iterator[Callable[[torch.Tensor], None]]:
     """A context for the backward passes of a step, which it yields; at its end one sum over the processes.
 
     The loss is scaled to undo two divisions: that of `accelerator.backward` by the accumulation steps (none under
     DeepSpeed), and the mean over processes of an engine that reduces in the backward pass. `gradients` is None where
-    the engine adds them up: DeepSpeed in its last backward, FSDP in every one. `count`: micro-batches of this process.
+    the engine adds them up: DeepSpeed in its last backward, FSDP in every one. `count`: micro-batches of this process;
+    `meets`: a backward pass is a collective.
     """
     collecting = nullcontext() if gradients is None else gradients.collecting()
     deepspeed = gradients is None and accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -143,7 +144,7 @@ def accumulating(
         steps = scale = 1 << count.bit_length()
     accelerator.step = 0
     accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
-    with collectives.together("the end of the micro-batches", gradients is None, again=True), accumulation, collecting:
+    with collectives.together("the end of the micro-batches", meets, again=True), accumulation, collecting:
         yield lambda loss: accelerator.backward(loss * scale, **options)
     if gradients is not None:
         gradients.finish(count)

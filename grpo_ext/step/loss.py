@@ -11,7 +11,6 @@ from ..algorithms.losses import (
     TokenLoss,
     clip_indicators,
     load_balancing_loss,
-    router_statistics,
     token_loss,
     token_weights,
 )
@@ -72,7 +71,7 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
     if (sampler_logps_BT := columns.get(SAMPLER_LOGPS)) is not None:
         _add_sampler_difference(batch, sampler_logps_BT, micro_batch)
     if routing is not None:
-        metrics.add("routing/changed_share", routing.changed, routing.replayed, weight)
+        metrics.add("routing/changed_share", *routing.counts(), weight)
     if cfg.log_ratios and batch.old_logps_BT is not None:
         _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, micro_batch)
     return loss * weight
@@ -114,7 +113,7 @@ def _router_loss(coefficient: float, router: RouterOutput | None, micro_batch: L
             "pass on compute_aux_loss and the tensors that it is given."
         )
     step = micro_batch.step
-    chosen, probs, rows = router_statistics(router.logits, router.counts_BL, step.top_k)
+    chosen, probs, rows = router.statistics(step.top_k)
     share, total = step.expert_share, step.router_rows
     if share is None:  # the batch is the whole step, or an override's
         share, total = chosen / max(rows, 1), rows * micro_batch.accumulation_steps

@@ -8,14 +8,14 @@ and plans attempts with them; `training_step` runs them.
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 
-from ..algorithms.losses import router_statistics
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..errors import MemoryShortageError
 from ..forward.runner import ForwardRunner
@@ -23,8 +23,8 @@ from ..precision.non_finite import explaining
 from ..rollouts.batch import RolloutBatch
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes, together, uneven_collectives
-from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory
-from .gradients import FixedPointGradients, NativeGradients
+from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
+from .gradients import FixedPointGradients, NativeGradients, accumulating
 from .inputs import Collation, LossInputs, collate
 from .record import StepRecord
 from .settings import StepSettings
@@ -60,14 +60,18 @@ class Attempt:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, forwards run in the model's form; an error or a lack of memory ends it on all processes."""
-        forwards, sharded = self.forwards, self.forwards.sharded
+        forwards, sharded, meets = self.forwards, self.forwards.sharded, self.forwards.meets
         fillers = "a process may repeat micro-batches with weight zero, to run as many as the others"
         refused = fillers if self.settings.equal_counts and not sharded else None
         uneven = uneven_collectives(forwards.accelerator, lambda: not self._current.weight, others_refused=refused)
         phase = self.clock.phase("train")
         try:
-            with phase, forwards.in_form_of(self.model), together("a step", sharded, again=True), uneven:
+            with phase, forwards.in_form_of(self.model), together("a step", meets, again=True), uneven:
                 yield
+        except RuntimeError as error:
+            if meets and is_out_of_memory(error):
+                raise shortage_of_one("a step", str(error), forwards.args.sequence_parallel_size) from None
+            raise
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
             if self.gradients is not None:
@@ -76,8 +80,8 @@ class Attempt:
     def measure(self, model: Any) -> StepContext:
         """Count the step, and measure what its loss needs, before any gradient."""
         settings, accelerator, top_k = self.settings, self.forwards.accelerator, self.settings.experts_per_token
-        step = count_step(self.rollout, StepMetrics(accelerator.device), top_k)
-        step.record = None if self.record is None else self.record.add
+        step = count_step(self.rollout, StepMetrics(accelerator.device, counted=self.forwards.is_first), top_k)
+        step.record = self.record.add if self.record is not None and self.forwards.is_first else None
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
             return step
         measured: list[MicroBatchStatistics] = []
@@ -85,11 +89,15 @@ class Attempt:
             for micro_batch in self.micro_batches(step):
                 columns = micro_batch.columns
                 scores = self.forwards.micro_batch_log_probs(model, columns, micro_batch.rows, settings.router)
-                router, mask_BT = scores.router, loss_mask(columns)
-                experts = None if router is None else router_statistics(router.logits, router.counts_BL, top_k)
+                mask_BT = loss_mask(columns)
+                experts = None if scores.router is None else scores.router.statistics(top_k)
                 measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies, mask_BT, experts))
         set_statistics(step, measured, settings.top_entropy_quantile)
         return step
+
+    def accumulating(self) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
+        forwards, count = self.forwards, len(self.plan.micro_batches)
+        return accumulating(forwards.accelerator, self.gradients, count, forwards.meets)
 
     def micro_batches(self, step: StepContext) -> Iterator[LossInputs]:
         for part in self.plan.micro_batches:
@@ -146,7 +154,7 @@ class StepPlanner:
             self._shrink(attempt, number)
 
     def _planned(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> StepPlan:
-        forwards, accelerator = self.forwards, self.forwards.accelerator
+        forwards = self.forwards
         limits = self.limits if settings.training else self.eval_limits
         form = "padded" if any(rollout.gaps) else forwards.choice.form(model)
         layout = MicroBatchLayout(
@@ -156,8 +164,8 @@ class StepPlanner:
             cost=self.cost,
             unit_rows=forwards.args.unit_rows,
             whole_groups=forwards.float32_weight_gradients and form != "padded",
-            processes=accelerator.num_processes,
-            rank=accelerator.process_index,
+            processes=forwards.trainers,
+            rank=forwards.trainer,
             equal_counts=forwards.sharded or settings.equal_counts,
         )
         sizes = rollout.sizes(forwards.multiple)

@@ -65,7 +65,7 @@ class StepRecord:
 
     def take(self, attempt: "Attempt", step: StepContext, run: Callable[[LossInputs], torch.Tensor]) -> None:
         """Record gradients, which the parameters hold, and the completions that add nothing to the step."""
-        accelerator, sharded, self.rollout = attempt.forwards.accelerator, attempt.forwards.sharded, attempt.rollout
+        forwards, accelerator, self.rollout = attempt.forwards, attempt.forwards.accelerator, attempt.rollout
         policy, scale = accelerator.unwrap_model(attempt.model), 1.0
         if accelerator.scaler is not None:  # fp16
             scale = float(accelerator.scaler.get_scale())
@@ -76,7 +76,7 @@ class StepRecord:
             squares[layer] = squares.get(layer, 0.0) + _dot(gradient, gradient)
         self.layers = {layer: square**0.5 / scale for layer, square in squares.items()}
         others = sorted({*range(len(attempt.rollout))} - {*attempt.plan.rows})
-        mine = [] if sharded else others[accelerator.process_index :: accelerator.num_processes]
+        mine = [] if forwards.sharded else others[forwards.trainer :: forwards.trainers]
         further = [MicroBatch((row,)) for row in mine]
 
         def forward(parts: Sequence[MicroBatch]) -> None:

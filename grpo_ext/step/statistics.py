@@ -34,6 +34,7 @@ class StepMetrics:
     device: torch.device
     kinds: dict[str, str] = field(default_factory=dict)  # by name: "total", "mean", "highest" or "lowest"
     terms: list[tuple[str, _Number, _Number]] = field(default_factory=list)  # name, sum or extreme, number of things
+    counted: bool = True  # not where another process has the same micro-batches, and counts them
 
     def add_total(self, name: str, part: _Number, weight: float) -> None:
         self._add("total", name, part, 0.0, weight)
@@ -44,7 +45,7 @@ class StepMetrics:
 
     def _add(self, kind: str, name: str, value: _Number, count: _Number, weight: float) -> None:
         self.kinds[name] = kind
-        if weight:
+        if weight and self.counted:
             self.terms.append((name, value.detach() if isinstance(value, torch.Tensor) else value, count))
 
     def add_tokens(self, name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
@@ -130,8 +131,9 @@ def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> S
 
 def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics], top_entropy_quantile: float) -> None:
     """Set the entropy threshold and the expert shares of a step; a collective."""
+    counted = [m for m in measured if m.part.weight and context.metrics.counted]
     if top_entropy_quantile < 1.0:
-        local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
+        local = [m.entropies_BT[m.mask_BT.bool()].float() for m in counted]
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
         if unknown := int(everyone.isnan().sum()):
             raise PrecisionError(
@@ -141,7 +143,7 @@ def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics
         context.entropy_threshold = threshold = entropy_threshold(everyone, top_entropy_quantile)
         tokens = int((everyone >= threshold).sum())
         context.counts = replace(context.counts, entropy_tokens=tokens)
-    experts = [(m.part.weight, m.experts) for m in measured if m.experts is not None]
+    experts = [(m.part.weight * context.metrics.counted, m.experts) for m in measured if m.experts is not None]
     if experts:
         chosen = functools.reduce(torch.add, (chosen * weight for weight, (chosen, _, _) in experts))
         rows = sum(rows for weight, (_, _, rows) in experts if weight)

@@ -1,0 +1,107 @@
+"""One pack over several processes: each holds a slice of its tokens; in attention each holds all tokens of some heads.
+
+Differs from TRL, which refuses context and sequence parallelism in GRPO. After Ulysses (Jacobs et al., arXiv
+2309.14509), around the attention of packs, which sees whole sequences as before. Shapes: H heads, h of them a member's,
+N tokens of the pack, n of a slice, D head dimension, S completion tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ModelError
+from ..runtime.sequence_group import SequenceGroup
+from .architecture import head_counts
+
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value
+
+
+@dataclass(frozen=True)
+class TokenSlice:
+    """The tokens of a pack that this member holds, and the completion tokens whose log-probabilities it computes."""
+
+    group: SequenceGroup
+    tokens: slice  # of the pack
+    mine_S: torch.Tensor  # bool; a log-probability belongs to the member that holds the position before its token
+    slots_S: torch.Tensor  # where `whole` finds each, among `longest` values of every member
+    longest: int
+
+    @classmethod
+    def of(cls, group: SequenceGroup, predictor_S: torch.Tensor, tokens: int) -> "TokenSlice":
+        length = tokens // group.size
+        holder_S = predictor_S.div(length, rounding_mode="floor")
+        counts = holder_S.bincount(minlength=group.size)
+        order_S = holder_S.argsort(stable=True)
+        within_S = torch.arange(len(order_S)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        longest = int(counts.max())
+        slots_S = torch.empty_like(order_S).index_copy(0, order_S, holder_S[order_S] * longest + within_S)
+        first = group.member * length
+        return cls(group, slice(first, first + length), holder_S == group.member, slots_S, longest)
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the completion tokens that this member holds -> of all, (S, ...); one exchange."""
+        missing = values.new_zeros(self.longest - len(values), *values.shape[1:])
+        gathered = self.group.gather(torch.cat([values, missing])).flatten(0, 1)
+        return gathered[self.slots_S.to(gathered.device)]
+
+
+def to_heads(group: SequenceGroup, states: States) -> States:
+    """Query, key and value (1, H, n, D) -> (1, h, N, D), in one exchange.
+
+    Key and value heads fewer than the members are repeated.
+    """
+    query, key, value = states
+    repeats = group.size // math.gcd(key.size(1), group.size)
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    parts = [x[0].unflatten(0, (group.size, -1)) for x in (query, key, value)]
+    received = group.swap(torch.cat([part.flatten(1) for part in parts], dim=1))
+    chunks = received.split([part[0].numel() for part in parts], dim=1)
+    whole = [
+        chunk.view(part.shape).transpose(0, 1).flatten(1, 2)[None].to(part.dtype)
+        for chunk, part in zip(chunks, parts, strict=True)
+    ]
+    return whole[0], whole[1], whole[2]
+
+
+def to_tokens(group: SequenceGroup, out: torch.Tensor) -> torch.Tensor:
+    """The output of attention (1, N, h, D) -> (1, n, H, D)."""
+    parts = out[0].unflatten(0, (group.size, -1))
+    return group.swap(parts.flatten(1)).view(parts.shape).transpose(0, 1).flatten(1, 2)[None]
+
+
+class OfHeads:
+    """An attention layer, as a kernel reads it that gets a member's heads."""
+
+    def __init__(self, module: nn.Module, group: SequenceGroup, states: States) -> None:
+        self._module, heads = module, states[0].size(1)
+        self._heads = slice(group.member * heads, (group.member + 1) * heads)
+        self.num_key_value_groups = heads // states[1].size(1)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value[self._heads] if name == "sinks" else value  # GPT-OSS: one for each head
+
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+        sinks = options.get("s_aux")
+        return options if sinks is None else {**options, "s_aux": sinks[self._heads]}
+
+
+def refuse_heads(model: Any, size: int, processes: int) -> None:
+    """Raise a ModelError where the attention heads of a model cannot be shared by `size` processes."""
+    heads = head_counts(model.config)
+    common = math.gcd(*heads)
+    if heads and common % size:
+        fit = [n for n in range(1, processes + 1) if common % n == 0 and processes % n == 0]
+        raise ModelError(
+            f"sequence_parallel_size={size}: {type(model).__name__} has {_listed(heads)} attention heads, which "
+            f"{size} processes cannot share evenly; on {processes} processes use {_listed(fit)}."
+        )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(set(numbers))))
