@@ -1,0 +1,204 @@
+"""What test_sequence_parallel.py runs on four processes, which share packs in pairs and all together.
+
+`slices.py FOLDER` saves what each task returns. Every process compares a pack that it runs whole with the same pack of
+which it holds a slice.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from grpo_ext.batching.micro_batches import Form
+from grpo_ext.forward import form_check, forms
+from grpo_ext.forward.architecture import base_model_of
+from grpo_ext.forward.forms import in_form, run_rows
+from grpo_ext.forward.routing import install_routers
+from grpo_ext.forward.sampling_masks import KeptIds
+from grpo_ext.runtime import sequence_group
+from grpo_ext.runtime.sequence_group import SequenceGroup
+from tests.distributed.tasks import save
+from tests.support.launch import leave
+from tests.support.packs import SHAPES, apart, rows_of, scoring
+from tests.unit.forward.test_packed import MODELS, model_of
+
+KINDS = (*MODELS, "gpt_oss", "deepseek_v3")
+LONG = ([16], [[48, 47, 31]])
+PACKED: Form = "packed"
+
+
+def model(kind: str) -> Any:
+    return model_of(kind) if kind in MODELS else scoring(kind, initializer_range=0.3)
+
+
+def scores(policy: Any, rows: Any, group: SequenceGroup | None, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities, entropies and the gradient of a loss on both, summed over the members."""
+    policy.zero_grad()
+    output = run_rows(PACKED, policy, rows, group=group, **options)
+    logps, entropies = output.logps_S, output.entropies_S
+    weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype)
+    loss = (weights * logps).sum() + 0.3 * (weights * entropies).sum()
+    if options.get("with_router"):
+        loss = loss + output.router.aux_loss(2)
+    with in_form(base_model_of(policy), PACKED):
+        loss.backward()
+    parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in policy.parameters()]
+    gradient = torch.cat([part.flatten() for part in parts])
+    return logps, entropies, gradient if group is None else group.total(gradient)
+
+
+def differences(policy: Any, rows: Any, group: SequenceGroup, **options: Any) -> list[float]:
+    whole, sliced = scores(policy, rows, None, **options), scores(policy, rows, group, **options)
+    return [apart(one, other) for one, other in zip(sliced, whole)]
+
+
+def of_kinds(group: SequenceGroup) -> dict[Any, list[float]]:
+    found: dict[Any, list[float]] = {}
+    for kind in KINDS:
+        policy = model(kind)
+        for shape in SHAPES if kind == "qwen2" else ("groups",):
+            found[kind, shape] = differences(policy, rows_of(*SHAPES[shape]), group)
+    policy = model("llama").train()
+    policy.gradient_checkpointing_enable()
+    found["checkpointing", "groups"] = differences(policy, rows_of(*SHAPES["groups"]), group)
+    found["router", "masked_out"] = differences(model("moe"), rows_of(*SHAPES["masked_out"]), group, with_router=True)
+    return found
+
+
+def replayed(group: SequenceGroup) -> dict[str, Any]:
+    """Kept ids and recorded experts over slices; a replay counts the choices of all members."""
+    rows = rows_of(*SHAPES["groups"])
+    generator = torch.Generator().manual_seed(1)
+    kept = []
+    for ids in rows.targets().split(list(rows.completions_B)):
+        others = torch.randint(3, 50, (len(ids), 3), generator=generator)
+        several = torch.cat([ids[:, None], others], dim=1).unique(dim=1)
+        counts = torch.full((len(ids),), several.size(1), dtype=torch.int32)
+        counts[0] = 0  # from the whole vocabulary
+        kept.append(KeptIds(counts, several[1:].flatten().int()))
+    masked = dataclasses.replace(rows, kept_B=kept)
+    routed = model("moe")
+    install_routers(routed)
+    with torch.no_grad():
+        recorded = [run_rows(PACKED, routed, rows, group=g, record_experts=True).experts_NC for g in (None, group)]
+        others = dataclasses.replace(rows, experts_NC=(recorded[0].int() + 1).remainder(4).to(recorded[0].dtype))
+        counts = [run_rows(PACKED, routed, others, group=g).routing.counts() for g in (None, group)]
+    return {
+        "masks": differences(model("qwen2"), masked, group),
+        "unmasked": apart(*(scores(model("qwen2"), r, None)[0] for r in (masked, rows))),
+        "experts": torch.equal(*recorded),
+        "counts": [[int(count) for count in pair] for pair in counts],
+        "routed": differences(routed, others, group),
+    }
+
+
+@contextmanager
+def shifted() -> Iterator[None]:
+    """Member 1 holds the tokens one place before its own."""
+    cut = forms._sliced
+
+    def wrong(layout: Any, group: SequenceGroup) -> Any:
+        whole = dict(layout[0])
+        (ours, *others), mine = cut(layout, group)
+        if group.member == 1:
+            tokens = slice(mine.tokens.start - 1, mine.tokens.stop - 1)
+            ours |= {name: whole[name][:, tokens] for name in ("input_ids", "position_ids")}
+        return (ours, *others), mine
+
+    with mock.patch.object(forms, "_sliced", wrong):
+        yield
+
+
+@contextmanager
+def summed_twice() -> Iterator[None]:
+    """The gradient of a gathered value is that of all members, which each of them has whole."""
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return len(grad) * grad[ctx.member], None, None, None
+
+    with mock.patch.object(sequence_group._Gather, "backward", staticmethod(backward)):
+        yield
+
+
+def controls(group: SequenceGroup) -> dict[str, list[float]]:
+    rows, found = rows_of(*SHAPES["groups"]), {}
+    for name, wrong in {"shifted": shifted, "summed_twice": summed_twice}.items():
+        with wrong():
+            found[name] = differences(model("qwen2"), rows, group)
+    return found
+
+
+def why_refused(group: SequenceGroup) -> list[str | None]:
+    """Of the comparison with padding: a model, and the same with the wrong tokens on a member."""
+    policy, rows = scoring("qwen2", initializer_range=0.3), rows_of(*SHAPES["groups"])
+    found = [form_check.why_form_fails(PACKED, policy, rows, group=group)]
+    with shifted():
+        found.append(form_check.why_form_fails(PACKED, policy, rows, group=group))
+    return found
+
+
+def exchanges(group: SequenceGroup) -> dict[str, Any]:
+    """All-to-alls of a forward, and of a backward with and without recomputation: how many, and bytes sent by each."""
+    sent: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def counted(received: torch.Tensor, parts: torch.Tensor, **options: Any) -> Any:
+        sent.append(parts.nbytes)
+        return exchange(received, parts, **options)
+
+    found: dict[str, Any] = {}
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        for name in ("plain", "checkpointing"):
+            policy = scoring("llama").train()
+            if name == "checkpointing":
+                policy.gradient_checkpointing_enable()
+            output = run_rows(PACKED, policy, rows_of(*LONG), group=group)
+            forward = [*sent]
+            sent.clear()
+            with in_form(policy, PACKED):
+                output.logps_S.sum().backward()
+            found[name] = forward, [*sent]
+            sent.clear()
+    return found
+
+
+def saved_bytes(group: SequenceGroup | None, tokens: int = 4096) -> int:
+    """Bytes that autograd holds at the end of a forward of one completion, weights left out."""
+    policy = scoring("llama", max_position_embeddings=8192).train()
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    saved: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage  # kept alive, so that no other tensor gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run_rows(PACKED, policy, rows_of([16], [[tokens]]), group=group)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+TASKS: dict[str, Callable[[SequenceGroup], Any]] = {
+    "kinds": of_kinds,
+    "replayed": replayed,
+    "controls": controls,
+    "refused": why_refused,
+    "exchanges": exchanges,
+    "saved": saved_bytes,
+}
+
+if __name__ == "__main__":
+    folder, accelerator = Path(sys.argv[1]), Accelerator(cpu=True)
+    groups = {size: SequenceGroup(accelerator, size, timedelta(seconds=60)) for size in (2, 4)}
+    result = {(name, size): task(group) for size, group in groups.items() for name, task in TASKS.items()}
+    save(folder, result | {"saved whole": saved_bytes(None)})
+    leave(folder)
