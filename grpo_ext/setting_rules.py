@@ -122,7 +122,20 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
         )
 
 
+def _refuse_mesh(mesh: Any) -> None:
+    """Raise a ConfigError where Accelerate's `ParallelismConfig`, or its launcher, splits tokens or layers."""
+    launched = os.environ if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true" else {}
+    for name in ("cp_size", "sp_size", "tp_size"):
+        size = max(getattr(mesh, name, 1) or 1, int(launched.get(f"PARALLELISM_CONFIG_{name.upper()}", 1)))
+        if size > 1:
+            raise ConfigError(
+                f"{name}={size} in Accelerate's ParallelismConfig: completions are laid out here after sampling, which "
+                f"it does not follow. Leave it out; sequence_parallel_size={size} shares completions between processes."
+            )
+
+
 def check_sequence_parallel(settings: Mapping[str, Any]) -> None:
+    _refuse_mesh(settings.get("parallelism_config"))
     require_whole("sequence_parallel_size", size := settings["sequence_parallel_size"])
     if size == 1:
         return

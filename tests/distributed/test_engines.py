@@ -53,6 +53,7 @@ class Job:
     whole: bool = False  # gradients are not reduced before the last micro-batch
     tools: bool = False  # which processes are done with in different turns
     again: str | None = None  # the job whose third step runs again
+    shared: bool = False  # two processes share each completion, where an engine on two processes takes that
 
 
 # each process writes its part of the weights (under the other engines: as ever)
@@ -82,6 +83,7 @@ FEW = [
     Job("lora_random", {**FEW_ROWS, "beta": 0.1}, lora=True, start=False),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("fp16", FP16),  # with an overflow on the last process
+    Job("shared", {"beta": 0.1, "gradient_checkpointing": True, "max_steps": 2}, model="moe", shared=True),
     Job("resumed", SAVED, resume="saved/checkpoint-1"),
     Job("again", SAVED, again="saved"),
     Job("shards", LAST, env=SHARDS),  # last: the environment stays
@@ -112,12 +114,14 @@ class Outcome:
     gradients: float
 
 
-def prepare(folder: Path, model: Path, jobs: list[Job]) -> None:
+def prepare(folder: Path, model: Path, jobs: list[Job], shares: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     runs = []
     for job in jobs:
         resume = None if job.resume is None else str(folder / job.resume)
         settings = {"rollout_chunk_size": 16, "max_steps": 3, "adam_epsilon": ADAM_EPSILON, **SIZES, **job.config}
+        if job.shared and shares:
+            settings["sequence_parallel_size"] = 2
         changes = {
             "config": config_kwargs(folder / (job.again or job.name), **settings),
             "model": str(model.with_name(job.model)),
@@ -145,7 +149,7 @@ def launch(
     run: Path, model: Path, engine: str, processes: int, jobs: list[Job], fork: bool = True
 ) -> dict[str, Outcome]:
     """Through Accelerate's launcher, on forked processes where that can be."""
-    prepare(run, model, jobs)
+    prepare(run, model, jobs, shares=processes == 2 and engine in ("fsdp2", "ddp"))
     env = environment(**DEVICE[engine.startswith("zero")], PYTHONPATH=str(ROOT))
     fork, script = fork and forks.serves(env), [str(SCRIPT), str(run)]
     if engine == "single" and fork:

@@ -1,0 +1,79 @@
+"""Not even one completion belongs to one process: the update is the same where processes share its tokens."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_ext.errors import LaunchError
+from grpo_ext.run.log import LOG, read_log
+from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
+from grpo_ext.tools.check.runs import Run
+from tests.support.cases import CASES, Bench
+from tests.support.kills import dying
+from tests.support.launches import REFERENCE, Launches, run_all
+from tests.tolerances import METRIC, UPDATE
+
+full = pytest.mark.full
+# what runs no packs, or runs beside training
+REFUSED = [name for name, case in CASES.items() if {*case.config} & {"rollout_lag"} or name in ("prefix", "padded")]
+REFUSED += [name for name, case in CASES.items() if case.model not in ("qwen2", "llama", "gpt2", "moe", "4bit", "8bit")]
+NAMES = [name for name in CASES if name not in REFUSED]
+FEW = ("quantile_bonus", "kl_bf16", "replayed", "routed", "cut_moe")
+# processes, of which so many share a micro-batch, and its completions
+SPLITS = [(4, 2, 5), (2, 2, 3), (4, 4, 16)]
+
+
+def shared_run(bench: Bench, name: str, members: int, size: int) -> Run:
+    # in half precision micro-batches that cut groups round
+    size = 8 if CASES[name].config.get("bf16") else size
+    return bench.run(name, size, name=f"{name}-{members}-{size}", sequence_parallel_size=members)
+
+
+def splits() -> list:
+    return [
+        pytest.param(name, *split, id=f"{name}-{split}", marks=[full] if name not in FEW or later else [])
+        for name in NAMES
+        for later, split in enumerate(SPLITS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory, request) -> Launches:
+    together = Launches(Bench(tmp_path_factory.mktemp("shared")))
+    for item in request.session.items:
+        if item.module is request.module and hasattr(item, "callspec") and "members" in item.callspec.params:
+            name, processes, members, size = item.callspec.params.values()
+            together.plan(1, together.bench.run(name, REFERENCE))
+            together.plan(processes, shared_run(together.bench, name, members, size))
+    return together
+
+
+@pytest.mark.parametrize(("name", "processes", "members", "size"), splits())
+def test_the_update_is_the_same_where_processes_share_completions(launches, name, processes, members, size):
+    reference = launches.result(1, launches.bench.run(name, REFERENCE))
+    shared = launches.result(processes, shared_run(launches.bench, name, members, size))
+    assert reference.error is None, reference.error
+    assert shared.error is None, shared.error
+    error = update_error(reference.delta, shared.delta)
+    assert error <= UPDATE, f"update error {error:.2e}: {describe_difference(reference.delta, shared.delta)}"
+    gap, metric = metric_difference(reference.log, shared.log)
+    assert gap <= METRIC, f"{metric} differs by {gap:.2e}"
+    assert sum(float(d.norm()) for d in reference.delta.values()) > 1e-4
+
+
+def test_a_killed_run_goes_on_where_more_or_fewer_processes_share_a_completion(tmp_path: Path):
+    bench, settings = Bench(tmp_path), {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+
+    def run(folder: str, name: str, members: int, **changes) -> Run:
+        own = {"output_dir": str(tmp_path / folder), "sequence_parallel_size": members, **settings, **changes}
+        return bench.run("kl", 5, name=f"{folder}-{name}", **own)
+
+    (whole,) = run_all([run("whole", "alone", 1)], 1)
+    with pytest.raises(LaunchError, match="status -9"):
+        run_all([run("killed", "first", 2, rewards=(dying("optimizer", 3),))], 2)
+    with pytest.raises(LaunchError, match="status -9"):
+        run_all([run("killed", "second", 1, rewards=(dying("optimizer", 2),), resume_from="latest")], 1)
+    (last,) = run_all([run("killed", "last", 2, resume_from="latest")], 2)
+    assert last.error is None, last.error
+    assert update_error(whole.delta, last.delta) <= UPDATE
+    assert read_log(tmp_path / "killed" / LOG).resumed_from == [2, 3]
