@@ -5,6 +5,7 @@ which it holds a slice.
 """
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,17 +18,23 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from grpo_ext import GRPOTrainer
 from grpo_ext.batching.micro_batches import Form
+from grpo_ext.errors import GrpoExtError
 from grpo_ext.forward import form_check, forms
 from grpo_ext.forward.architecture import base_model_of
 from grpo_ext.forward.forms import in_form, run_rows
 from grpo_ext.forward.routing import install_routers
 from grpo_ext.forward.sampling_masks import KeptIds
+from grpo_ext.run.rerun import STEP
 from grpo_ext.runtime import sequence_group
 from grpo_ext.runtime.sequence_group import SequenceGroup
-from tests.distributed.tasks import save
+from tests.distributed.tasks import RANK, save, trainer_of
+from tests.support.architectures import architecture
+from tests.support.images import image_model, image_processor
 from tests.support.launch import leave
 from tests.support.packs import SHAPES, apart, rows_of, scoring
+from tests.support.trainers import make, passing_on
 from tests.unit.forward.test_packed import MODELS, model_of
 
 KINDS = (*MODELS, "gpt_oss", "deepseek_v3")
@@ -187,6 +194,48 @@ def saved_bytes(group: SequenceGroup | None, tokens: int = 4096) -> int:
     return sum(storage.nbytes() for storage in saved.values())
 
 
+def refusals(folder: Path) -> dict[str, str]:
+    """What is refused where two processes share each completion, before anything is sampled."""
+
+    class OwnLoss(GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+            return 2 * super()._compute_loss(model, inputs)
+
+    odd = architecture("qwen2", num_attention_heads=9, num_key_value_heads=3)
+    asked: dict[str, dict[str, Any]] = {
+        "loss": {"cls": OwnLoss},
+        "log-probabilities": {"cls": passing_on("_get_per_token_logps_and_entropies")},
+        "heads": {"model": odd},
+        "convolution": {"model": architecture("lfm2")},
+        "images": {"model": image_model("llava"), "processing_class": image_processor("llava")},
+        "three": {"sequence_parallel_size": 3},
+        "lag": {"rollout_lag": 1},
+    }
+    messages = {}
+    for name, changes in asked.items():
+        try:
+            make(folder / name, **{"sequence_parallel_size": 2, **changes})
+            messages[name] = "nothing"
+        except GrpoExtError as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages
+
+
+def step_again(folder: Path) -> tuple[str, list[dict[str, Any]], int]:
+    """A step that runs again; and how often one process calls TRL's method for log-probabilities alone."""
+    settings = {"sequence_parallel_size": 2, "max_steps": 3, "logging_steps": 1, "save_strategy": "steps"}
+    trainer_of(folder, **settings, save_steps=1).train()
+    again = trainer_of(folder, **settings, save_steps=1)
+    rerun = again.rerun(2)
+    rows = [json.loads(line) for line in (rerun.folder / STEP).read_text().splitlines()[1:]]
+    calls = 0
+    if RANK == 0:
+        ids = torch.randint(3, 9, (2, 7))
+        again._get_per_token_logps_and_entropies(again.model, ids, torch.ones_like(ids), 4)
+        calls = 1
+    return rerun.text, rows, calls
+
+
 TASKS: dict[str, Callable[[SequenceGroup], Any]] = {
     "kinds": of_kinds,
     "replayed": replayed,
@@ -200,5 +249,6 @@ if __name__ == "__main__":
     folder, accelerator = Path(sys.argv[1]), Accelerator(cpu=True)
     groups = {size: SequenceGroup(accelerator, size, timedelta(seconds=60)) for size in (2, 4)}
     result = {(name, size): task(group) for size, group in groups.items() for name, task in TASKS.items()}
+    result |= {"refusals": refusals(folder), "step again": step_again(folder)}
     save(folder, result | {"saved whole": saved_bytes(None)})
     leave(folder)

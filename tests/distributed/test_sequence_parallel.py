@@ -1,5 +1,6 @@
 """One pack over two and four processes: scores and gradients of the whole pack, what is exchanged, what is held."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,28 @@ def test_a_member_holds_its_share_of_the_activations(ranks):
     whole = ranks[0]["saved whole"]
     for size, most in ((2, 0.6), (4, 0.35)):
         assert max(rank["saved", size] for rank in ranks) <= most * whole
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("loss", "ConfigError: sequence_parallel_size=2 and OwnLoss._compute_loss"),
+        ("log-probabilities", "_get_per_token_logps_and_entropies: each of 2 processes"),
+        ("heads", "ModelError: sequence_parallel_size=2: Qwen2ForCausalLM has 9 attention heads, .* use 1"),
+        ("convolution", "ModelError: sequence_parallel_size=2 shares the tokens of packs, .*conv"),
+        ("images", "ConfigError: sequence_parallel_size=2 and a model that takes images"),
+        ("three", "ConfigError: sequence_parallel_size=3 does not divide 4 process.* use 1, 2, 4"),
+        ("lag", "ConfigError: sequence_parallel_size=2 cannot be combined with rollout_lag=1"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_by_name(ranks, name, words):
+    for rank in ranks:
+        assert re.search(words, rank["refusals"][name]), rank["refusals"][name]
+
+
+def test_a_step_of_shared_completions_runs_again(ranks):
+    text, rows, _ = ranks[0]["step again"]
+    assert text == "step 2: the same bits"
+    assert len(rows) == 16
+    assert all(len(row["tokens"]["training"]) == len(row["tokens"]["ids"]) for row in rows)
+    assert [rank["step again"][2] for rank in ranks] == [1, 0, 0, 0]  # TRL's method is no collective
