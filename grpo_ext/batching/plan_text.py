@@ -25,11 +25,12 @@ def describe_plan(
     g, group = geometry, geometry.num_generations
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
     budget = "" if micro_batch_tokens is None else f" and {micro_batch_tokens} tokens"
+    shared = f", {g.sequence_parallel_size} for each micro-batch" if g.sequence_parallel_size > 1 else ""
     rows = [
         ("optimizer step", f"{g.global_batch_size} completions = {g.global_batch_size / group:g} prompts x {group}"),
         ("rollout", f"{g.rollout_batch_size} completions, {chunks} chunk(s) of up to {g.rollout_chunk_size}"),
         ("steps per rollout", f"{g.steps_per_rollout} x {g.num_iterations} iteration(s)"),
-        ("processes", f"{g.num_processes}"),
+        ("processes", f"{g.num_processes}{shared}"),
         ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
         ("micro-batches per step", f"{g.accumulation_steps} per process ({'or more' if budget else 'derived'})"),
     ]

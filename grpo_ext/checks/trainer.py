@@ -211,7 +211,7 @@ def _check_sequence_parallel(view: TrainerView, rollouts: Rollouts, size: int) -
         )
     forwards = rollouts.worker.forwards
     for model in view.models:
-        refuse_heads(base_model_of(model), size, view.accelerator.num_processes)
+        refuse_heads(base_model_of(model).config, size, view.accelerator.num_processes)
         forwards.refuse_whole_packs(model, forwards.choice.planned(model))
 
 

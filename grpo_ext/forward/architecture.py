@@ -4,6 +4,7 @@ Configurations differ in names, and some differ from layer to layer; a missing s
 (cost of a token), the memory plan and the bench.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,6 +81,16 @@ def layer_windows(config: Any) -> set[int | None]:
 def head_counts(config: Any) -> list[int]:
     """The query heads of each attention layer."""
     return [heads for heads, *_ in _attention_layers(config)]
+
+
+def exchanged_numbers(config: Any, size: int) -> int:
+    """Numbers of a token in the exchanges of a layer and pass, where `size` processes share the tokens of a pack.
+
+    Query, key, value and output, of the largest layer; key and value heads fewer than the processes are repeated.
+    """
+    layers = [(2 * width, cached, heads) for heads, width, cached, _ in _attention_layers(config)]
+    # a head of query and output is as wide as one of key and value
+    return max((out + kv * size // math.gcd(kv * heads // out, size) for out, kv, heads in layers), default=0)
 
 
 def _attention_layers(config: Any) -> Iterator[tuple[int, int, int, int | None]]:

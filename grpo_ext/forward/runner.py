@@ -20,7 +20,6 @@ from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_or
 from ..batching.sizes import group_numbers
 from ..compat import images_among
 from ..config import GRPOConfig, forms_of
-from ..errors import ModelError
 from ..precision.weight_gradients import float32_weight_gradients
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
@@ -33,6 +32,7 @@ from .forms import in_form, run_rows
 from .lm_head import LogProbs, RouterOutput
 from .routing import Routing
 from .rows import TokenRows, in_columns
+from .token_slice import refuse_other_forms
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,7 @@ class ForwardRunner:
                 self.refuse_whole_packs(model, self.choice.form(model))
 
     def refuse_whole_packs(self, model: Any, form: Form) -> None:
-        """Raise a ModelError where a model cannot run packs, of which several processes could share the tokens."""
-        if self.group is not None and form != "packed":
-            raise ModelError(
-                f"sequence_parallel_size={self.group.size} shares the tokens of packs, and this model runs as "
-                f"{self.choice.described(model)}. Use a model that runs packs, or sequence_parallel_size=1."
-            )
+        refuse_other_forms(self.args.sequence_parallel_size, form, self.choice.described(model))
 
     @contextmanager
     def in_form_of(self, model: Any) -> Iterator[None]:

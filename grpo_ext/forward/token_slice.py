@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..batching.micro_batches import Form
 from ..errors import ModelError
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import head_counts
@@ -91,15 +92,28 @@ class OfHeads:
         return options if sinks is None else {**options, "s_aux": sinks[self._heads]}
 
 
-def refuse_heads(model: Any, size: int, processes: int) -> None:
+def fitting_sizes(config: Any, processes: int) -> list[int]:
+    """The sizes that divide the processes and the attention heads of every layer."""
+    common = math.gcd(*head_counts(config))
+    return [n for n in range(1, processes + 1) if common % n == 0 and processes % n == 0]
+
+
+def refuse_heads(config: Any, size: int, processes: int) -> None:
     """Raise a ModelError where the attention heads of a model cannot be shared by `size` processes."""
-    heads = head_counts(model.config)
-    common = math.gcd(*heads)
-    if heads and common % size:
-        fit = [n for n in range(1, processes + 1) if common % n == 0 and processes % n == 0]
+    heads, fit = head_counts(config), fitting_sizes(config, processes)
+    if size not in fit:
         raise ModelError(
-            f"sequence_parallel_size={size}: {type(model).__name__} has {_listed(heads)} attention heads, which "
+            f"sequence_parallel_size={size}: {type(config).__name__} has {_listed(heads)} attention heads, which "
             f"{size} processes cannot share evenly; on {processes} processes use {_listed(fit)}."
+        )
+
+
+def refuse_other_forms(size: int, form: Form, in_words: str) -> None:
+    """Raise a ModelError where a model cannot run packs, of which `size` processes could share the tokens."""
+    if size > 1 and form != "packed":
+        raise ModelError(
+            f"sequence_parallel_size={size} shares the tokens of packs, and this model runs as {in_words}. Use a model "
+            "that runs packs, or sequence_parallel_size=1."
         )
 
 

@@ -81,6 +81,9 @@ def plan(
     prompt_length: Annotated[
         int | None, typer.Option(min=1, help="With a model: tokens of the longest prompt (default: 512).")
     ] = None,
+    device_memory: Annotated[
+        float | None, typer.Option(min=0, help="With a model: GB of a device; says what fits (80 for an H100).")
+    ] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, also the memory per device.
 
@@ -116,7 +119,7 @@ def plan(
     if (model := settings.get("model_name_or_path")) is not None:
         from .plan import expected_memory
 
-        text, table = expected_memory(model, geometry, settings, engine, prompt_length)
+        text, table = expected_memory(model, geometry, settings, engine, prompt_length, device_memory)
         typer.echo(text)
         Console().print(table)
 
@@ -128,6 +131,9 @@ def check(
     micro_batch_sizes: Annotated[str | None, typer.Option(help="Completions per forward, for example 16,5,1.")] = None,
     processes: Annotated[str, typer.Option(help="Numbers of processes, for example 1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train.")] = 3,
+    sequence_parallel: Annotated[
+        str, typer.Option(help="Processes that share every forward, for example 1,2: each where it divides them.")
+    ] = "1",
     against: Annotated[str | None, typer.Option(help="'trl': run stock TRL under the same splits.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest relative update error that counts as the same.")] = 1e-5,
     bitwise: Annotated[
@@ -144,10 +150,11 @@ def check(
 
     counts = integers(processes, "processes")
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
+    shared = integers(sequence_parallel, "sequence_parallel")
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as folder:
         run, about = splits.load_run(settings_of(context, config), Path(folder))
         typer.echo(about)
-        cuts = splits.splits_of(run.config["global_batch_size"], counts, sizes)
+        cuts = splits.splits_of(run.config["global_batch_size"], counts, sizes, shared)
         report = splits.check(run, cuts, steps=steps, against=against, tolerance=tolerance, bitwise=bitwise)
     if json_file is not None:
         write_file("--json", json_file, json.dumps(report.as_dict(), indent=1))

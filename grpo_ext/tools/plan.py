@@ -8,7 +8,8 @@ the sizes of all tensors that autograd saves are added up. Sizes in bytes; weigh
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from ..batching.micro_batches import Form
 from ..batching.sizes import BatchGeometry, ceil_div
 from ..checks.model import find_model
 from ..config import forms_of
-from ..errors import ConfigError
-from ..forward.architecture import attention_sizes
+from ..errors import ConfigError, GrpoExtError
+from ..forward.architecture import attention_sizes, exchanged_numbers
 from ..forward.choice import ForwardChoice
 from ..forward.tiled_log_probs import TILE
+from ..forward.token_slice import refuse_heads, refuse_other_forms
+from ..setting_rules import check_sequence_parallel
 
 _PROMPT_TOKENS = 512  # assumed
 _TOKENS = 192  # in the forward pass that is measured
@@ -55,13 +58,18 @@ class ModelSizes:
 class MemoryLayout:
     engine: str  # one of `cli.Engine`
     processes: int  # devices that share what the engine shards
-    tokens: int  # in the largest micro-batch, prompts included
+    tokens: int  # in the largest micro-batch, prompts included, over all devices that share it
     sampled_tokens: int  # in one `generate` call at maximal length, prompts included
     checkpointing: bool = True  # gradient checkpointing
     reference: bool = False  # a separate reference model is in memory
     bitwise: bool = False  # gradients are summed as 64-bit integers
     weights_ahead: int = 0  # copies of the trained weights on this device, to sample ahead
     head_tile: int = TILE[0] * TILE[1]  # logits that the head computes at a time
+    sequence_parallel_size: int = 1  # devices that share the tokens of a micro-batch
+
+    @property
+    def slice_tokens(self) -> int:
+        return ceil_div(self.tokens, self.sequence_parallel_size)
 
 
 def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
@@ -95,9 +103,10 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         "gradient of the head": 4 * model.head,
         "optimizer": (8 + masters) * model.trained / holders,
         "bitwise sums": 8 * model.trained + _SLICE_BYTES if layout.bitwise else 0,
-        "activations": layout.tokens * saved,
+        "activations": layout.slice_tokens * saved,
         # float32 logits and their log-probabilities; in half precision the products too
-        "logits": min(layout.tokens * model.vocabulary, layout.head_tile) * (8 + (model.compute_bytes if half else 0)),
+        "logits": min(layout.slice_tokens * model.vocabulary, layout.head_tile)
+        * (8 + (model.compute_bytes if half else 0)),
         "weights that sample": layout.weights_ahead * width * model.trained,
         "key-value cache": model.cache_bytes * layout.sampled_tokens,
     }
@@ -212,52 +221,116 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
 
 def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form: Form, budget: int | None) -> int:
     """Tokens in the largest micro-batch, with prompts and completions of maximal length."""
-    rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
+    rows = min(geometry.micro_batch_size, geometry.trained_share)
     groups = rows if form == "padded" else ceil_div(rows, geometry.num_generations)
     tokens = groups * prompt + rows * longest
     return tokens if budget is None else min(tokens, max(budget, prompt + longest))
 
 
+def refuse_size(size: int, config: Any, model: ModelSizes, layout: MemoryLayout, settings: Mapping[str, Any]) -> None:
+    """Raise the GrpoExtError of a run in which `size` processes cannot share a micro-batch."""
+    unset = {"forward": "auto", "rollout_lag": 0, "bitwise_invariant": False, "torch_compile": False}
+    deepspeed = layout.engine in ("zero2", "zero3")
+    check_sequence_parallel({**unset, **settings, "deepspeed": deepspeed, "sequence_parallel_size": size})
+    refuse_heads(config, size, layout.processes)
+    refuse_other_forms(size, model.form, model.form_in_words)
+
+
+def sizes_taken(config: Any, model: ModelSizes, layout: MemoryLayout, settings: Mapping[str, Any]) -> list[int]:
+    """Values of `sequence_parallel_size` from the current one on that a run takes."""
+    sizes = []
+    for size in range(layout.sequence_parallel_size, layout.processes + 1):
+        with suppress(GrpoExtError):
+            refuse_size(size, config, model, layout, settings)
+            sizes.append(size)
+    return sizes
+
+
+def what_fits(model: ModelSizes, layout: MemoryLayout, completion: int, sizes: Sequence[int], device: float) -> str:
+    """Say whether training fits a device, and otherwise the smallest of `sizes` with which one completion does.
+
+    `completion` counts tokens of the longest one and of its prompt. `device` is the GB in the name of a card, in GiB.
+    """
+    if memory_of(model, layout)["training"] <= device * 1024**3:
+        return f"Training fits {device:g} GB."
+    one = replace(layout, tokens=completion)
+    needed = {n: memory_of(model, replace(one, sequence_parallel_size=n))["training"] for n in sizes}
+    size = next((n for n in sizes if needed[n] <= device * 1024**3), None)
+    if size is None:
+        least = f"one completion takes {in_units(needed[sizes[-1]])} with sequence_parallel_size={sizes[-1]}"
+        return f"Training does not fit {device:g} GB: {least}, the largest that this run can have."
+    remedy = f"with sequence_parallel_size={size} and per_device_train_batch_size=1"
+    return f"Training does not fit {device:g} GB; {remedy} it takes {in_units(needed[size])}."
+
+
 def expected_memory(
-    model: str, geometry: BatchGeometry, settings: Mapping[str, Any], engine: str = "ddp", prompt: int | None = None
+    model: str,
+    geometry: BatchGeometry,
+    settings: Mapping[str, Any],
+    engine: str = "ddp",
+    prompt: int | None = None,
+    device: float | None = None,
 ) -> tuple[str, Table]:
     """Describe what the memory depends on, and estimate the memory per device by part.
 
-    `model` is an id, folder or config.json; `prompt` is the tokens of the longest prompt, None if unknown.
+    `model` is an id, folder or config.json; `prompt` is the tokens of the longest prompt, None if unknown; `device` is
+    the GB of a device.
     """
     # bfloat16 is TRL's default
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
     lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
     longest, longest_prompt = settings.get("max_completion_length") or 512, prompt or _PROMPT_TOKENS
-    forms = forms_of(settings.get("forward", "auto"))
+    forms, config = forms_of(settings.get("forward", "auto")), load_config(model)
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
-    sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
+    sizes = measure(config, compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
     tokens = largest_micro_batch(geometry, longest_prompt, longest, sizes.form, settings.get("micro_batch_tokens"))
-    lag, vllm = settings.get("rollout_lag"), bool(settings.get("use_vllm"))  # vLLM's own memory is not counted
-    layout = MemoryLayout(
+    layout = _layout_of(geometry, settings, engine, tokens, longest_prompt + longest)
+    shared = layout.sequence_parallel_size
+    refuse_size(shared, config, sizes, layout, settings)
+    lines = [
+        f"Model: {sizes.parameters / 1e6:,.1f}M parameters, {sizes.trained / 1e6:,.1f}M trained; saved activations "
+        f"{in_units(sizes.token_bytes)} per token and layer",
+        f"Forward: {sizes.form_in_words}",
+        f"Prompts: up to {longest_prompt} tokens ({'assumed' if prompt is None else 'as set'}); completions: up to "
+        f"{longest}",
+        f"Largest micro-batch: {tokens:,} tokens",
+    ]
+    if shared > 1:
+        sent = layout.slice_tokens * exchanged_numbers(config, shared) * sizes.compute_bytes * (shared - 1) / shared
+        what = "two all-to-alls (query, key and value; output)"
+        lines.append(f"Exchange: in each layer and pass a device sends {in_units(sent)} in {what}")
+    if device is not None:
+        taken = sizes_taken(config, sizes, layout, settings)
+        lines.append(what_fits(sizes, layout, longest_prompt + longest, taken, device))
+    lines.append(f"Expected memory per device, {engine} on {geometry.num_processes} process(es):")
+    return "\n".join(lines), _table(memory_of(sizes, layout), "rollout" if settings.get("use_vllm") else None)
+
+
+def _layout_of(
+    geometry: BatchGeometry, settings: Mapping[str, Any], engine: str, tokens: int, completion: int
+) -> MemoryLayout:
+    lag = settings.get("rollout_lag")
+    return MemoryLayout(
         engine,
         geometry.num_processes,
         tokens,
-        sampled_tokens=0 if vllm else geometry.generate_size * (longest_prompt + longest),
+        # vLLM's own memory is not counted
+        sampled_tokens=0 if settings.get("use_vllm") else geometry.generate_size * completion,
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
         reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
         bitwise=bool(settings.get("bitwise_invariant", False)),
         weights_ahead=lag + 1 if lag else 0,  # one for each rollout batch ahead, and one for the current one
+        sequence_parallel_size=geometry.sequence_parallel_size,
     )
+
+
+def _table(memory: Mapping[str, float], without: str | None) -> Table:
     table = Table("part", Column("memory", justify="right"))
-    for name, size in memory_of(sizes, layout).items():
+    for name, size in memory.items():
         total = name in ("training", "rollout")
-        if (size or total) and not (vllm and name == "rollout"):
+        if (size or total) and name != without:
             table.add_row(f"[bold]{name}[/bold]" if total else name, in_units(size))
-    return (
-        f"Model: {sizes.parameters / 1e6:,.1f}M parameters, {sizes.trained / 1e6:,.1f}M trained; saved activations "
-        f"{in_units(sizes.token_bytes)} per token and layer\n"
-        f"Forward: {sizes.form_in_words}\n"
-        f"Prompts: up to {longest_prompt} tokens ({'assumed' if prompt is None else 'as set'}); completions: up to "
-        f"{longest}\n"
-        f"Largest micro-batch: {tokens:,} tokens\n"
-        f"Expected memory per device, {engine} on {geometry.num_processes} process(es):"
-    ), table
+    return table
 
 
 def in_units(size: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from grpo_ext.tools.check.comparison import Split
 from grpo_ext.tools.stock import OURS, STOCK
 
 _COLOURS = {STOCK: "tab:orange", OURS: "tab:blue"}
@@ -44,7 +45,7 @@ def write_check_plot(report: dict[str, Any], path: Path, tolerance: float = 1e-5
     """The update error of every split but the reference, on a logarithmic scale; refused splits are marked as such."""
 
     def split_of(result: dict[str, Any]) -> str:
-        return f"{result['split']['processes']} x {result['split']['micro_batch_size']}"
+        return str(Split(**result["split"]))
 
     results = report["results"]
     splits = list(dict.fromkeys(split_of(r) for r in results if r["verdict"] != "reference"))

@@ -47,13 +47,22 @@ _SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that re
 
 @dataclass(frozen=True)
 class Split:
-    """A hardware split: completions per forward on one device, and processes."""
+    """A hardware split: completions per forward, processes, and how many of these share each forward."""
 
     micro_batch_size: int
     processes: int = 1
+    sequence_parallel_size: int = 1
 
     def __str__(self) -> str:
-        return f"{self.processes} x {self.micro_batch_size}"
+        shared = f", each over {self.sequence_parallel_size}" if self.sequence_parallel_size > 1 else ""
+        return f"{self.processes} x {self.micro_batch_size}{shared}"
+
+    @property
+    def settings(self) -> dict[str, int]:
+        return {
+            "per_device_train_batch_size": self.micro_batch_size,
+            "sequence_parallel_size": self.sequence_parallel_size,
+        }
 
 
 @dataclass

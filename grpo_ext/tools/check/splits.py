@@ -38,7 +38,8 @@ def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
     if demo:
         defaults = {**demo.settings, "global_batch_size": 32, "rollout_chunk_size": 8}
     ignored = output_settings(run_settings)
-    settings = {**defaults, **{name: value for name, value in run_settings.items() if name not in ignored}}
+    without = ignored | {"sequence_parallel_size"}  # of a split; this process alone may not have it
+    settings = {**defaults, **{name: value for name, value in run_settings.items() if name not in without}}
     script, training, model = as_dataclasses(settings)
     rewards = tuple(resolve_rewards(script.rewards, training.max_completion_length))
     load = load_arguments(training, model)
@@ -86,19 +87,29 @@ def _precision(run: Run) -> str:
     return f"{'float32' if run.in_float32 else 'bfloat16'} on weights of {bits} bits"
 
 
-def splits_of(global_batch_size: int, processes: Sequence[int], sizes: Sequence[int] | None = None) -> list[Split]:
-    """Each micro-batch size on each number of processes.
+def splits_of(
+    global_batch_size: int,
+    processes: Sequence[int],
+    sizes: Sequence[int] | None = None,
+    sequence_parallel: Sequence[int] = (1,),
+) -> list[Split]:
+    """Each micro-batch size on each number of processes, with each `sequence_parallel` size that divides the number.
 
     Without sizes: on the first number of processes, the whole step in one forward, and a size that leaves a remainder;
     on each other number, two equal micro-batches per process if possible, which stock TRL can train too.
     """
-    if sizes is not None:
-        return [Split(size, n) for n in processes for size in sizes]
+    for size in sequence_parallel:
+        if all(n % size for n in processes):
+            counts = ",".join(map(str, processes))
+            raise ConfigError(
+                f"sequence_parallel={size} divides none of processes={counts}; use for example processes={size}."
+            )
     uneven = next((s for s in range(max(3, global_batch_size // 8), global_batch_size) if global_batch_size % s), 1)
     first, *further = processes
     splits = [Split(global_batch_size, first), Split(uneven, first)]
     splits += [Split(max(1, global_batch_size // (2 * n)), n) for n in further]
-    return list(dict.fromkeys(splits))
+    splits = list(dict.fromkeys(splits)) if sizes is None else [Split(size, n) for n in processes for size in sizes]
+    return [replace(s, sequence_parallel_size=n) for s in splits for n in sequence_parallel if s.processes % n == 0]
 
 
 def check(
@@ -122,7 +133,7 @@ def check(
     if bitwise:
         config["bitwise_invariant"] = True
     for split in splits:
-        geometry_of({**config, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
+        geometry_of({**config, **split.settings}, split.processes)
     what = f"{len(splits)} splits in {run.half or 'float32'}"
     print(f"{what}, written as processes x completions in a forward", flush=True)
     results: list[SplitResult] = []
@@ -131,7 +142,9 @@ def check(
         jobs: list[tuple[Run, Split]] = []
         for trainer in (OURS, STOCK) if against else (OURS,):
             for split in (split for split in splits if split.processes == processes):
-                settings = {**config, "per_device_train_batch_size": split.micro_batch_size}
+                if trainer == STOCK and split.sequence_parallel_size > 1:
+                    continue  # it has no such layout
+                settings = {**config, **split.settings}
                 job = replace(run, name=str(len(jobs)), trainer=trainer, config=settings, trace=bitwise)
                 jobs.append((job, split))
         for trained, (job, split) in zip(train([job for job, _ in jobs], processes), jobs, strict=True):

@@ -217,6 +217,37 @@ def test_three_splits_by_default_one_of_them_on_two_processes():
     assert splits_of(8, (1, 2), (8, 3)) == [Split(8), Split(3), Split(8, 2), Split(3, 2)]
 
 
+def test_each_number_of_processes_is_checked_with_the_sizes_that_divide_it():
+    found = [Split(8), Split(8, 2), Split(8, 2, 2), Split(8, 4), Split(8, 4, 2)]
+    assert splits_of(8, (1, 2, 4), (8,), (1, 2)) == found
+    assert [str(split) for split in found[1:3]] == ["2 x 8", "2 x 8, each over 2"]
+    assert splits_of(32, (1, 2), None, (2,)) == [Split(8, 2, 2)]
+    with pytest.raises(ConfigError, match="sequence_parallel=3 divides none of processes=1,2"):
+        splits_of(8, (1, 2), None, (1, 3))
+
+
+def test_stock_trl_trains_only_splits_that_share_no_forward(monkeypatch):
+    launched: list[tuple[str, int]] = []
+
+    def train(jobs, processes):
+        launched.extend((job.trainer, job.config["sequence_parallel_size"]) for job in jobs)
+        return [with_gradient(1.0) for _ in jobs]
+
+    monkeypatch.setattr(splits, "train", train)
+    check(run_of(SIZES), [Split(4, 2), Split(4, 2, 2)], against=STOCK)
+    assert launched == [(OURS, 1), (OURS, 2), (STOCK, 1)]
+
+
+def test_processes_that_share_their_forwards_learn_the_same(fork_launches, monkeypatch, tmp_path):
+    config = {**TRAINED, "learning_rate": 1e-3, "adam_epsilon": 1e-4, "rollout_chunk_size": 4}
+    run = saved(tmp_path, config)
+    monkeypatch.setattr("grpo_ext.tools.check.splits.load_run", lambda *args: (run, ""))
+    command = ["check", "--processes", "2", "--micro-batch-sizes", "4", "--sequence-parallel", "1,2", "--steps", "2"]
+    done = CliRunner().invoke(app, command)
+    assert "grpo_ext, 2 x 4: reference\ngrpo_ext, 2 x 4, each over 2: same (" in done.output
+    assert done.exit_code == 0
+
+
 class Hangs:
     """Never unpickled: the processes of a launch hang before their first run."""
 

@@ -97,6 +97,7 @@ def test_a_check_takes_model_data_rewards_adapter_and_precision_of_the_run(check
     (tmp_path / "data.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "2", "answer": "2"}\n')
     adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
     data = {"dataset_name": str(tmp_path / "data.jsonl"), "prompt_column": "question", "max_samples": 1}
+    adapter["sequence_parallel_size"] = 2  # a size of a split
     written = {"output_dir": "out", "report_to": "wandb", "save_steps": 5, "logging_steps": 5, "eval_strategy": "steps"}
     file = {"model_name_or_path": "some/model", "beta": 0.1, "seed": 7, **data, **adapter, **written}
     options = ["--rewards", "exact_number", "length_penalty", "--max_completion_length", "32", "--lora_alpha", "8"]
@@ -153,6 +154,25 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path, i
     assert planned({"gradient_checkpointing": False}) != full
     assert "Largest micro-batch" in full
     assert "Largest micro-batch" in planned({"global_batch_size": 16384}, "--processes", "1024", "--engine", "fsdp2")
+
+
+def test_a_plan_names_the_layout_and_the_exchange_of_processes_that_share_packs(tmp_path, invoke):
+    config = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **heads}))
+    run = {"model_name_or_path": str(tmp_path / "config.json"), "max_completion_length": 28}
+    flags = ["--processes", "4", "--prompt_length", "100", "--device_memory"]
+    shared = invoke("plan", {**run, "sequence_parallel_size": 2}, *flags, "1").output
+    assert "  processes               4, 2 for each micro-batch\n" in shared
+    # half of 100 + 8 * 28 tokens, 192 numbers of 2 bytes each, of which half stay
+    assert "in each layer and pass a device sends 30.4 KiB in two all-to-alls" in shared
+    assert "Training fits 1 GB." in shared
+    alone = invoke("plan", run, *flags, "0.000001").output
+    assert "  processes               4\n" in alone
+    assert "Exchange" not in alone
+    assert "with sequence_parallel_size=4, the largest that this run can have." in alone
+    refused = invoke("plan", {**run, "sequence_parallel_size": 2}, *flags, "1", "--engine", "zero3")
+    assert "DeepSpeed (use FSDP2 or DDP)" in str(refused.exception)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The planning table: what it says of memory against what a step takes, and how engines share it."""
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -11,12 +12,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_ext.batching.micro_batches import Form
 from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.config import forms_of
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, ModelError
+from grpo_ext.forward.architecture import exchanged_numbers
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
+from grpo_ext.forward.token_slice import to_heads, to_tokens
 from grpo_ext.tools.cli import Engine
-from grpo_ext.tools.plan import MemoryLayout, ModelSizes, largest_micro_batch, load_config, measure, memory_of
+from grpo_ext.tools.plan import (
+    MemoryLayout,
+    ModelSizes,
+    largest_micro_batch,
+    load_config,
+    measure,
+    memory_of,
+    refuse_size,
+    sizes_taken,
+    what_fits,
+)
 from tests.bench.shapes import MODELS, decoder
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
@@ -152,6 +166,74 @@ def test_the_form_decides_how_many_tokens_there_are():
     assert sizes == {"packed": 200 + 320, "prefix": 200 + 320, "padded": 1600 + 320}
     assert largest_micro_batch(geometry, 100, 20, "packed", 300) == 300
     assert largest_micro_batch(geometry, 100, 20, "packed", 50) == 120  # a completion runs whole
+
+
+def test_processes_that_share_a_pack_divide_activations_and_logits_alone():
+    whole = MemoryLayout("fsdp2", 8, 4098, 64 * 1024, head_tile=10**9)
+    one, shared = (memory_of(SIZES, replace(whole, sequence_parallel_size=size)) for size in (1, 4))
+    # a slice of 1025 tokens: the inputs of 24 layers in float32, one layer that is recomputed, and the logits
+    assert shared["activations"] == 1025 * (24 * 2048 * 4 + 100_000) == 304_023_200
+    assert shared["logits"] == 1025 * 32000 * (8 + 2)
+    totals = {"training", "rollout"}
+    assert {name for name in one if one[name] != shared[name]} - totals == {"activations", "logits"}
+    assert one["rollout"] == shared["rollout"]
+
+
+def test_processes_that_share_a_pack_count_as_one_in_the_largest_micro_batch():
+    tokens = []
+    for size in (1, 4):
+        geometry = geometry_of({"global_batch_size": 16, "sequence_parallel_size": size}, 8)
+        tokens.append(largest_micro_batch(geometry, 100, 20, "packed", None))
+    assert tokens == [100 + 2 * 20, 100 + 8 * 20]
+
+
+class Exchanged:
+    """A group of `size` that counts what it is asked to exchange."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.numbers, self.calls = size, 0, 0
+
+    def swap(self, parts: torch.Tensor) -> torch.Tensor:
+        self.numbers, self.calls = self.numbers + parts.numel(), self.calls + 1
+        return parts
+
+
+@pytest.mark.parametrize(("size", "repeats"), [(2, 1), (4, 2)])
+def test_a_plan_counts_what_a_layer_exchanges(size, repeats):
+    config, group, tokens = AutoConfig.for_model(**SMALL), Exchanged(size), 6  # 4 heads of 32, 2 of keys and values
+    query, key = torch.zeros(1, 4, tokens, 32), torch.zeros(1, 2, tokens, 32)
+    query, _, _ = to_heads(group, (query, key, key))
+    to_tokens(group, query.transpose(1, 2))
+    assert exchanged_numbers(config, size) == 2 * 128 + 2 * 64 * repeats == group.numbers / tokens
+    assert group.calls == 2
+
+
+def fits(device: float, sizes: list[int], tokens: int = 8 * 65536) -> str:
+    return what_fits(SIZES, MemoryLayout("ddp", 8, tokens, 0), 65536, sizes, device)
+
+
+def test_a_plan_suggests_the_smallest_size_with_which_a_completion_fits():
+    """18 GB of weights and their gradients; activations of a completion 19.4, 9.7 and 4.9 GB; logits 0.3 GB."""
+    assert fits(40, [1], tokens=65536) == "Training fits 40 GB."
+    assert "not fit 40 GB; with sequence_parallel_size=1 and per_device_train_batch_size=1" in fits(40, [1, 2, 4])
+    assert "not fit 30 GB; with sequence_parallel_size=2 and" in fits(30, [1, 2, 4])
+    assert "not fit 24 GB; with sequence_parallel_size=4 and" in fits(24, [1, 2, 4])
+    none = "Training does not fit 24 GB: one completion takes 26.1 GiB with sequence_parallel_size=2, the largest"
+    assert fits(24, [1, 2]).startswith(none)
+
+
+def test_only_sizes_that_a_run_takes_are_suggested():
+    config = AutoConfig.for_model(**SMALL)  # 4 heads
+
+    def taken(engine: str = "ddp", form: Form = "packed", processes: int = 8, **settings: Any) -> list[int]:
+        layout = MemoryLayout(engine, processes, 100, 0)
+        return sizes_taken(config, replace(SIZES, form=form), layout, settings)
+
+    assert taken() == taken("fsdp2") == [1, 2, 4]
+    assert taken(processes=6) == [1, 2]
+    assert taken("zero3") == taken(form="padded") == taken(rollout_lag=1) == [1]
+    with pytest.raises(ModelError, match="has 4 attention heads, which 8 processes cannot share evenly"):
+        refuse_size(8, config, SIZES, MemoryLayout("ddp", 8, 100, 0), {})
 
 
 def test_memory_is_counted_for_models_of_text(tmp_path):
