@@ -58,9 +58,8 @@ def why_form_fails(
     Every process runs the same number of forwards, unless the model refuses or memory runs out. The first token of a
     completion shows no fault: its prompt alone predicts it.
     """
-    policy = base_model_of(model)
+    policy, later_S = base_model_of(model), (rows.places()[1] > 0).to(device)
     name, padded_batch = type(policy).__name__, lay_out("padded", policy, rows, device)
-    later_S = (rows.places()[1] > 0).to(device)
     run = functools.partial(_outputs, model, policy, later_S=later_S)
     with torch.no_grad():
         try:
@@ -84,7 +83,7 @@ def why_form_fails(
         for seed in range(_DRAWS):
             with _perturbed(policy, unit, seed):
                 perturbed.append(run(padded_batch)[0])
-    if not torch.isfinite(padded_logps).all():
+    if not padded_logps.isfinite().all():
         return f"log-probabilities of {name} are not finite, so there is nothing to compare"
     for place in [place for place in padded if place in outputs]:
         ratio = _in_roundings(outputs[place], padded[place], [values[place] for values in perturbed], unit)

@@ -49,7 +49,13 @@ def train(members: int, tokens: int, limit: float | None) -> dict[str, Any]:
         settings: dict[str, Any] = {"global_batch_size": 4, "num_generations": 2, "per_device_train_batch_size": 1}
         settings |= {"max_completion_length": tokens, "max_steps": 1, "bf16": False, "gradient_checkpointing": False}
         settings |= {"sequence_parallel_size": members, "rollout_chunk_size": 2, "loss_type": "dr_grpo"}
-        settings |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "scale_rewards": "none"}
+        settings |= {
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "scale_rewards": "none",
+        }
         args = GRPOConfig(folder, **settings)
         parts: dict[str, Any] = {"train_dataset": prompts(2), "processing_class": tokenizer, "rollout_func": given}
         trainer = GRPOTrainer(LlamaForCausalLM(config), letter_reward, args, **parts)

@@ -33,9 +33,8 @@ from tests.distributed.tasks import RANK, save, trainer_of
 from tests.support.architectures import architecture
 from tests.support.images import image_model, image_processor
 from tests.support.launch import leave
-from tests.support.packs import SHAPES, apart, rows_of, scoring
+from tests.support.packs import MODELS, SHAPES, apart, model_of, rows_of, scoring
 from tests.support.trainers import make, passing_on
-from tests.unit.forward.test_packed import MODELS, model_of
 
 KINDS = (*MODELS, "gpt_oss", "deepseek_v3")
 LONG = ([16], [[48, 47, 31]])

@@ -8,8 +8,8 @@ import torch
 
 from tests.distributed import slices
 from tests.support.launch import on_processes
+from tests.support.packs import FLOAT32
 from tests.tolerances import DIFFERENT, SAME_ALGEBRA, UPDATE
-from tests.unit.forward.test_packed import FLOAT32
 
 SIZES = (2, 4)
 

@@ -29,6 +29,33 @@ def scoring(kind: str, seed: int = 0, **settings: Any) -> Any:
     return model
 
 
+_WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 16, "use_sliding_window": True}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **_SHARED_EXPERT}
+# by name the architecture and its settings
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "llama": ("llama", {}),
+    "gpt2": ("gpt2", {}),
+    "qwen3": ("qwen3", {}),
+    "untied": ("qwen2", {"tie_word_embeddings": False}),
+    "mistral": ("mistral", {}),
+    "window_larger": ("mistral", {"sliding_window": 100}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 4.0, "attn_implementation": "eager"}),
+    "gemma3": ("gemma3_text", _WINDOWS),
+    "moe": ("qwen3_moe", {}),
+    "window_in_the_mask": ("qwen2_moe", {**_EXPERTS, **_WINDOWS}),
+}
+# grouped experts have no float64; eager attention masks with its smallest number
+FLOAT32 = ("moe", "gemma2", "window_in_the_mask")
+
+
+def model_of(kind: str) -> Any:
+    name, settings = MODELS[kind]
+    model = scoring(name, **{"initializer_range": 0.3, **settings})
+    return model if kind in FLOAT32 else model.double()
+
+
 def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> TokenRows:
     """Rows with one group per prompt."""
     generator = torch.Generator().manual_seed(seed)

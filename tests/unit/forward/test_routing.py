@@ -43,7 +43,7 @@ def test_every_form_records_and_replays_the_experts_of_the_same_tokens(kind):
     reference = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
     live, same = run_rows("padded", model, rows), run_rows("padded", model, replace(rows, experts_NC=reference))
     assert torch.equal(live.logps_S, same.logps_S)
-    assert (reference.dtype, int(same.routing.changed)) == (torch.int8, 0)
+    assert (reference.dtype, int(same.routing.counts()[0])) == (torch.int8, 0)
     swapped = others(reference, experts_in(model))
     swapped[[stop - 1 for stop in rows.starts_B[1:]]] = LIVE  # the last tokens, which a pack leaves out
     swapped = replace(rows, experts_NC=swapped)
@@ -58,7 +58,7 @@ def test_every_form_records_and_replays_the_experts_of_the_same_tokens(kind):
         assert int((~ran_N).sum()) == (0 if form == "padded" else shared)
         replayed = run_rows(form, model, swapped)
         assert apart(replayed.logps_S, expected.logps_S) <= FLOAT32_SUMS, form
-        counts = [(output.routing.changed, output.routing.replayed) for output in (replayed, expected)]
+        counts = [output.routing.counts() for output in (replayed, expected)]
         assert counts[0] == counts[1], form
         assert 0 < counts[0][0] <= counts[0][1]
         assert apart(gradient(form, model, swapped), expected_gradient) <= FLOAT32_SUMS, form
@@ -72,7 +72,7 @@ def test_recomputation_under_checkpointing_replays_too(kind, reentrant):
     swapped = replace(rows, experts_NC=others(reference, experts_in(model)))
     forms = [form for form in forms_of(model) if form != "prefix" or not reentrant]
     expected = {form: gradient(form, model, swapped) for form in forms}
-    counts = {form: int(run_rows(form, model, swapped).routing.changed) for form in forms}
+    counts = {form: int(run_rows(form, model, swapped).routing.counts()[0]) for form in forms}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
@@ -82,7 +82,7 @@ def test_recomputation_under_checkpointing_replays_too(kind, reentrant):
         output = run_rows(form, model, swapped)
         with in_form(model, form):
             output.logps_S.sum().backward()
-        assert int(output.routing.changed) == counts[form]  # the recomputation is not counted
+        assert int(output.routing.counts()[0]) == counts[form]  # the recomputation is not counted
 
 
 def test_the_router_learns_though_its_choice_is_replayed():
