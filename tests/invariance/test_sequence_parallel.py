@@ -9,7 +9,7 @@ from grpo_ext.run.log import LOG, read_log
 from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
 from grpo_ext.tools.check.runs import Run
 from tests.support.cases import CASES, Bench
-from tests.support.kills import dying, out_of_memory
+from tests.support.kills import dying, failing_on, out_of_memory, sampling_fails_on
 from tests.support.launches import REFERENCE, Launches, run_all
 from tests.tolerances import METRIC, UPDATE
 
@@ -66,6 +66,14 @@ def test_a_member_without_memory_ends_the_run_and_says_what_helps(tmp_path: Path
     short = bench.run("grpo", 2, name="short", sequence_parallel_size=2, rewards=(out_of_memory(2, rank=1),))
     with pytest.raises(LaunchError, match=r"gradient_checkpointing=True.*sequence_parallel_size|by peer"):
         run_all([short], 2)
+
+
+@pytest.mark.parametrize("fault", [failing_on(1, 2), sampling_fails_on(1)], ids=["rewards", "sampling"])
+def test_an_error_of_one_member_ends_the_run(tmp_path: Path, fault):
+    bench = Bench(tmp_path)
+    run = bench.run("kl", 2, name="failing", sequence_parallel_size=2, rewards=(fault,))
+    with pytest.raises(LaunchError, match="is out"):
+        run_all([run], 2, timeout_s=60)
 
 
 def test_a_killed_run_goes_on_where_more_or_fewer_processes_share_a_completion(tmp_path: Path):

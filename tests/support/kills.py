@@ -134,6 +134,15 @@ def failing_on(rank: int, at: int) -> Any:
     return scoring(act, rank)
 
 
+def sampling_fails_on(rank: int) -> Any:
+    """An error in one process's next sampling."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("the engine is out")
+
+    return arming(lambda: wrap(engine, "sample_chunk", fail), rank)
+
+
 def watched_collectives() -> Any:
     """An error for a collective that is not run by the main thread."""
 
