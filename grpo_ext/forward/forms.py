@@ -118,8 +118,8 @@ def lay_out(
     experts_NC = rows.experts_NC
     if experts_NC is not None:
         experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=LIVE)[source_N]  # -1: padding
-    tensors = on_device, tokens_S, rows.places(), parts, masks, experts_NC
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC = to_device(tensors, device)
+    tensors = on_device, tokens_S, rows.places(), parts, masks, experts_NC, mine
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC, mine = to_device(tensors, device)
     routes = record_experts or experts_NC is not None
     routing = Routing(experts_NC, counts_BL.flatten(), group) if routes else None
     for window, calls in parts.items():

@@ -7,8 +7,7 @@ N tokens of the pack, n of a slice, D head dimension, S completion tokens.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,8 +20,7 @@ from .architecture import head_counts
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value
 
 
-@dataclass(frozen=True)
-class TokenSlice:
+class TokenSlice(NamedTuple):
     """The tokens of a pack that this member holds, and the completion tokens whose log-probabilities it computes."""
 
     group: SequenceGroup
@@ -47,7 +45,7 @@ class TokenSlice:
         """Values of the completion tokens that this member holds -> of all, (S, ...); one exchange."""
         missing = values.new_zeros(self.longest - len(values), *values.shape[1:])
         gathered = self.group.gather(torch.cat([values, missing])).flatten(0, 1)
-        return gathered[self.slots_S.to(gathered.device)]
+        return gathered[self.slots_S]
 
 
 def to_heads(group: SequenceGroup, states: States) -> States:

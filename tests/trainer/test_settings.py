@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from trl.rewards import think_format_reward
 
-from grpo_ext import GRPOTrainer, compat
+from grpo_ext import GRPOConfig, GRPOTrainer, compat
 from grpo_ext.errors import ConfigError
 from tests.support.drop_in import conversations
 from tests.support.tiny import letter_reward, own_config, prompts, tiny_model, tiny_tokenizer, tokenizer_with
@@ -127,6 +127,46 @@ def test_every_dimension_of_a_mesh_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.setattr(Accelerator, "parallelism_config", Mesh(**sizes))
     with pytest.raises(ConfigError, match=f"{name}=2"):
         make(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size", "tp_size"])
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_mesh_that_splits_tokens_names_the_setting_that_shares_them(tmp_path, monkeypatch, name, launched):
+    mesh = {} if launched else {"parallelism_config": ParallelismConfig(**{name: 2})}
+    if launched:  # as Accelerate's launcher sets it
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")
+    with pytest.raises(ConfigError, match=f"{name}=2 .*sequence_parallel_size=2"):
+        GRPOConfig(str(tmp_path), **mesh)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (2, "does not divide 1 process"),
+        (0, "must be a whole number, 1 or more"),
+        ("2", "must be a whole number"),
+        (None, "must be a whole number"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(tmp_path, value, words):
+    with pytest.raises(ConfigError, match=f"sequence_parallel_size={value!r} {words}"):
+        make(tmp_path, sequence_parallel_size=value)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"forward": "prefix"}, "forward='prefix'"),
+        ({"bitwise_invariant": True}, "bitwise_invariant=True"),
+        ({"rollout_lag": 1}, "rollout_lag=1"),
+        ({"torch_compile": True}, "torch_compile=True"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "DeepSpeed"),
+    ],
+)
+def test_what_does_not_go_with_shared_completions_is_refused(tmp_path, other, words):
+    with pytest.raises(ConfigError, match=f"sequence_parallel_size=2 cannot be combined with {words}"):
+        GRPOConfig(str(tmp_path), sequence_parallel_size=2, **other)
 
 
 @pytest.mark.parametrize(
