@@ -2,7 +2,7 @@
 
     python -m tests.bench.long_completion [--tokens 8192] [--limit 3.0]
 
-Trains one step with completions that are given, of a Llama with 8 layers and random weights: two processes that each
+Trains one step with completions that are given, of a Llama with 4 layers and random weights: two processes that each
 have a completion of their own, then two that share each one. First without a limit, which measures the peak; then with
 the same limit on the address space of every process. On the CPU, in float32, without gradient checkpointing.
 """
@@ -21,7 +21,7 @@ from grpo_ext.tools.check.runs import on_cpus, ranked
 from tests.support.launch import ROOT, environment
 
 GIB = 2**30
-SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8}
 
 
 def mapped() -> int:
