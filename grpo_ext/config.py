@@ -21,15 +21,7 @@ from .batching.sizes import BatchGeometry, geometry_of
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
-from .setting_rules import (
-    asks_for,
-    check_ahead,
-    check_algorithm,
-    check_best_metric,
-    check_bitwise,
-    check_sequence_parallel,
-    check_values,
-)
+from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_metric, check_bitwise, check_values
 
 
 class Replay(NamedTuple):
@@ -289,7 +281,6 @@ class GRPOConfig(trl.GRPOConfig):
         check_values(settings)
         check_algorithm(settings)
         check_ahead(settings)
-        check_sequence_parallel(settings)
         if self.bitwise_invariant:
             check_bitwise(settings)
             if not torch.cuda.is_initialized():

@@ -46,6 +46,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
     weights = settings["reward_weights"] or ()
     if not all(math.isfinite(weight) for weight in weights):
         raise ConfigError(f"reward_weights={weights!r}: every weight has to be a finite number; 0 leaves a reward out.")
+    check_sequence_parallel(settings)
     optim = str(getattr(settings["optim"], "value", settings["optim"]))
     if "lomo" in optim or optim.endswith("layerwise"):
         raise ConfigError(
@@ -139,15 +140,13 @@ def check_sequence_parallel(settings: Mapping[str, Any]) -> None:
     require_whole("sequence_parallel_size", size := settings["sequence_parallel_size"])
     if size == 1:
         return
-    forward, lag = settings["forward"], settings["rollout_lag"]
+    forward, lag, bits = settings.get("forward", "auto"), settings.get("rollout_lag"), settings.get("bitwise_invariant")
     others = {
         f"forward={forward!r} (only packs share their tokens)": forward not in ("auto", "packed"),
-        "bitwise_invariant=True (a weight's gradient is a sum over tokens, and each process rounds its part)": settings[
-            "bitwise_invariant"
-        ],
+        "bitwise_invariant=True (a weight's gradient is a sum over tokens, and each process rounds its part)": bits,
         "DeepSpeed (use FSDP2 or DDP)": asks_for("deepspeed", settings),
         f"rollout_lag={lag} (the thread that samples ahead may hold no collective)": lag,
-        "torch_compile=True": settings["torch_compile"],
+        "torch_compile=True": settings.get("torch_compile"),
     }
     refuse_combination(f"sequence_parallel_size={size}", others, "Turn one of the two off.")
 

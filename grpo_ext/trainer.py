@@ -45,7 +45,7 @@ from .runtime.attributes import assigned
 from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.messages import show_messages
-from .step.gradients import replicate
+from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss
 from .step.settings import loss_config_of, step_settings_of
@@ -204,7 +204,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             with attempt.running():
                 step = attempt.measure(self.model)  # the denominators, before any forward with gradients
                 # at its end one sum over the processes
-                with attempt.accumulating() as backward:
+                sums = attempt.gradients, len(attempt.plan.micro_batches), self._forwards.meets
+                with accumulating(self.accelerator, *sums) as backward:
                     for micro_batch in self._with_events(attempt.micro_batches(step)):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(self._loss_of(model, micro_batch))

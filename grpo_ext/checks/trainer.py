@@ -204,11 +204,6 @@ def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:
 
 
 def _check_sequence_parallel(view: TrainerView, rollouts: Rollouts, size: int) -> None:
-    if view.takes_images:
-        raise ConfigError(
-            f"sequence_parallel_size={size} and a model that takes images, which runs no packs; where there are none, "
-            "pass its tokenizer as processing_class, or use sequence_parallel_size=1."
-        )
     forwards = rollouts.worker.forwards
     for model in view.models:
         refuse_heads(base_model_of(model).config, size, view.accelerator.num_processes)

@@ -65,12 +65,12 @@ def experts_per_token(model: Any) -> int:
 def attention_sizes(config: Any) -> tuple[int, int]:
     """Heads times head dimension and numbers cached for a token, summed over attention layers; 0 if unknown."""
     layers = list(_attention_layers(config))
-    return sum(width for _, width, *_ in layers), sum(cached for _, _, cached, _ in layers)
+    return sum(h * both // 2 for h, _, both, _ in layers), sum(keys * both for _, keys, both, _ in layers)
 
 
 def cached_numbers(config: Any, tokens: int) -> int:
     """The numbers in the cache of a sequence; a layer with a window holds at most the window."""
-    return sum(cached * min(tokens, window or tokens) for *_, cached, window in _attention_layers(config))
+    return sum(keys * both * min(tokens, window or tokens) for _, keys, both, window in _attention_layers(config))
 
 
 def layer_windows(config: Any) -> set[int | None]:
@@ -88,13 +88,12 @@ def exchanged_numbers(config: Any, size: int) -> int:
 
     Query, key, value and output, of the largest layer; key and value heads fewer than the processes are repeated.
     """
-    layers = [(2 * width, cached, heads) for heads, width, cached, _ in _attention_layers(config)]
-    # a head of query and output is as wide as one of key and value
-    return max((out + kv * size // math.gcd(kv * heads // out, size) for out, kv, heads in layers), default=0)
+    layers = [(heads, size * keys // math.gcd(keys, size), both) for heads, keys, both, _ in _attention_layers(config)]
+    return max(((heads + keys) * both for heads, keys, both in layers), default=0)
 
 
 def _attention_layers(config: Any) -> Iterator[tuple[int, int, int, int | None]]:
-    """Yields of each attention layer: heads, times head dimension, numbers cached for a token, window in tokens."""
+    """Yields of each attention layer: heads, heads of keys, numbers of a key and a value together, window in tokens."""
     kinds, text = layer_kinds(config), config.get_text_config()
     alike = [text] * (_number(text, "num_hidden_layers") or 0)
     for number, layer in enumerate(text.per_layer_config if getattr(text, "is_heterogeneous", False) else alike):
@@ -109,8 +108,7 @@ def _attention_layers(config: Any) -> Iterator[tuple[int, int, int, int | None]]
         # as in transformers' cache: without kinds, every layer has the window
         names = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
         windows = names.get(kind, () if kinds else ("sliding_window", "attention_chunk_size"))
-        cached = (_number(layer, "num_key_value_heads") or heads) * both
-        yield heads, heads * both // 2, cached, _number(layer, *windows)
+        yield heads, _number(layer, "num_key_value_heads") or heads, both, _number(layer, *windows)
 
 
 def weight_sizes(model: Any) -> tuple[int, int]:

@@ -147,7 +147,7 @@ def packed_attention_forward(
         kernel, layer = _reference(module, name), cast(Any, module)
         if layout.group is not None:
             layer = OfHeads(module, layout.group, states)
-            options = layer.options(options)
+            options |= {} if options.get("s_aux") is None else {"s_aux": layer.sinks}
         attend = partial(kernel, layer, **options)
         out = _by_group(layout, states, lambda *states, mask: attend(*states, mask)[0], mask_of)
     return out if layout.group is None else to_tokens(layout.group, out), None

@@ -154,16 +154,12 @@ def run_rows(
     output = run_batch(model, batch)
     if output.routing is None or not options.get("record_experts"):
         return output
-    recorded_NC = output.routing.take()
-    experts_NC = recorded_NC.new_full((len(rows.ids_N), recorded_NC.size(1)), LIVE, device="cpu")
-    placed = [recorded_NC, batch.counts_BL.flatten()[:, None] > 0, batch.source_N[:, None]]
-    placed_NX = torch.cat([part.to(recorded_NC.device, torch.int32) for part in placed], dim=1)
+    recorded_NC, real_N = output.routing.take(), batch.counts_BL.flatten() > 0
+    experts_NC = torch.zeros(len(rows.ids_N), recorded_NC.size(1), dtype=torch.int32, device=recorded_NC.device)
+    experts_NC[batch.source_N.to(real_N.device)[real_N]] = recorded_NC[real_N].int() - LIVE  # 0 where none is known
     if batch.slice is not None:
-        placed_NX = batch.slice.group.gather(placed_NX).flatten(0, 1)
-    *experts, real_N, source_N = placed_NX.cpu().T
-    real_N = real_N.bool()
-    experts_NC[source_N[real_N]] = torch.stack(experts, dim=1)[real_N].to(experts_NC.dtype)
-    return replace(output, experts_NC=experts_NC)
+        experts_NC = batch.slice.group.total(experts_NC)
+    return replace(output, experts_NC=(experts_NC + LIVE).to("cpu", recorded_NC.dtype))
 
 
 def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:

@@ -63,8 +63,8 @@ def log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities and entropies, (S,) in nats, by the fastest method for the device."""
     whole = transform.vocabulary is None or transform.vocabulary >= weight_VH.size(0)
-    plain = whole and masks is None and hidden_SH.dtype != torch.float64  # what TRL's kernel supports
-    plain = plain and len(targets_S) > 0
+    # what TRL's kernel supports
+    plain = whole and masks is None and hidden_SH.dtype != torch.float64 and len(targets_S) > 0
     # in bitwise mode torch refuses kernels whose bits change from run to run, but it does not know Triton's
     open_to_triton = hidden_SH.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
     # the kernel's entropy is NaN with banned tokens, whose logit is -inf

@@ -53,25 +53,18 @@ class TokenRows:
     @classmethod
     def joined(cls, parts: Sequence[TokenRows]) -> TokenRows:
         """The rows of several processes, part after part; without images and gaps. A part may lack a column."""
-        same, kept_B, lengths_B, experts_NC = list[bool](), None, None, None
-        for part in parts:
-            same += [*part.same_text] if part is parts[0] else [False, *part.same_text]
+        same, kept_B, experts_NC = [same for part in parts for same in (False, *part.same_text)][1:], None, None
         if any(part.kept_B is not None for part in parts):
             kept_B = [kept for part in parts for kept in part.kept_B or map(KeptIds.neutral, part.completions_B)]
-        if any(part.group_lengths_B is not None for part in parts):
-            lengths_B = [n for part in parts for n in part.group_lengths_B or [(n,) for n in part.completions_B]]
         if (known := next((p.experts_NC for p in parts if p.experts_NC is not None), None)) is not None:
             live = [known.new_full((len(part.ids_N), known.size(1)), LIVE) for part in parts]
             experts_NC = torch.cat([p.experts_NC if p.experts_NC is not None else n for p, n in zip(parts, live)])
-        return cls(
-            torch.cat([part.ids_N for part in parts]),
-            [n for part in parts for n in part.prompts_B],
-            [n for part in parts for n in part.completions_B],
-            same,
-            kept_B=kept_B,
-            experts_NC=experts_NC,
-            group_lengths_B=lengths_B,
+        ids_N = torch.cat([part.ids_N for part in parts])
+        prompts_B, completions_B = (
+            [n for p in parts for n in getattr(p, f"{name}_B")] for name in ("prompts", "completions")
         )
+        lengths_B = [n for part in parts for n in part.group_lengths_B or [(n,) for n in part.completions_B]]
+        return cls(ids_N, prompts_B, completions_B, same, None, None, kept_B, experts_NC, lengths_B)
 
     def __len__(self) -> int:
         return len(self.prompts_B)

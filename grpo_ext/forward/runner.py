@@ -22,7 +22,7 @@ from ..compat import images_among
 from ..config import GRPOConfig, forms_of
 from ..precision.weight_gradients import float32_weight_gradients
 from ..runtime.attributes import assigned
-from ..runtime.collectives import max_over_processes, shards_parameters
+from ..runtime.collectives import gather_in_group, max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
@@ -67,7 +67,9 @@ class ForwardRunner:
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
         size = args.sequence_parallel_size
-        self.group = SequenceGroup.of(accelerator, size, args.ddp_timeout)  # whose members share the tokens of a pack
+        self.group = (
+            SequenceGroup(accelerator, size, args.ddp_timeout) if size > 1 else None
+        )  # whose members share the tokens of a pack
         # processes that run the same micro-batches count as one trainer; its first member counts values of the step
         self.trainers, self.trainer = accelerator.num_processes // size, accelerator.process_index // size
         self.is_first = accelerator.process_index % size == 0
@@ -126,7 +128,7 @@ class ForwardRunner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scores of this process's part of a rollout batch, (S,), and recorded experts as in `LogProbs.experts_NC`."""
         # members run the rows of all of them together, and each keeps its own
-        shares = [rows] if self.group is None else self.group.gather_objects(rows)
+        shares = [rows] if self.group is None else gather_in_group(rows, self.group.handle, self.group.size)
         everyone = rows if self.group is None else TokenRows.joined(shares)
         options: dict[str, Any] = {"record_experts": record_experts, "group": self.group}
         parts = self._run_chunks(model, everyone, limits, with_entropy=False, **options)

@@ -26,26 +26,18 @@ class TokenSlice(NamedTuple):
     group: SequenceGroup
     tokens: slice  # of the pack
     mine_S: torch.Tensor  # bool; a log-probability belongs to the member that holds the position before its token
-    slots_S: torch.Tensor  # where `whole` finds each, among `longest` values of every member
-    longest: int
 
     @classmethod
     def of(cls, group: SequenceGroup, predictor_S: torch.Tensor, tokens: int) -> "TokenSlice":
         length = tokens // group.size
-        holder_S = predictor_S.div(length, rounding_mode="floor")
-        counts = holder_S.bincount(minlength=group.size)
-        order_S = holder_S.argsort(stable=True)
-        within_S = torch.arange(len(order_S)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        longest = int(counts.max())
-        slots_S = torch.empty_like(order_S).index_copy(0, order_S, holder_S[order_S] * longest + within_S)
         first = group.member * length
-        return cls(group, slice(first, first + length), holder_S == group.member, slots_S, longest)
+        return cls(group, slice(first, first + length), predictor_S // length == group.member)
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the completion tokens that this member holds -> of all, (S, ...); one exchange."""
-        missing = values.new_zeros(self.longest - len(values), *values.shape[1:])
-        gathered = self.group.gather(torch.cat([values, missing])).flatten(0, 1)
-        return gathered[self.slots_S]
+        mine_S = self.mine_S.to(values.device)
+        zeros = values.new_zeros(len(mine_S), *values.shape[1:])
+        return self.group.total(zeros.index_put((mine_S,), values))
 
 
 def to_heads(group: SequenceGroup, states: States) -> States:
@@ -85,20 +77,11 @@ class OfHeads:
         value = getattr(self._module, name)
         return value[self._heads] if name == "sinks" else value  # GPT-OSS: one for each head
 
-    def options(self, options: dict[str, Any]) -> dict[str, Any]:
-        sinks = options.get("s_aux")
-        return options if sinks is None else {**options, "s_aux": sinks[self._heads]}
-
-
-def fitting_sizes(config: Any, processes: int) -> list[int]:
-    """The sizes that divide the processes and the attention heads of every layer."""
-    common = math.gcd(*head_counts(config))
-    return [n for n in range(1, processes + 1) if common % n == 0 and processes % n == 0]
-
 
 def refuse_heads(config: Any, size: int, processes: int) -> None:
     """Raise a ModelError where the attention heads of a model cannot be shared by `size` processes."""
-    heads, fit = head_counts(config), fitting_sizes(config, processes)
+    heads = head_counts(config)
+    fit = [n for n in range(1, processes + 1) if math.gcd(*heads) % n == 0 and processes % n == 0]
     if size not in fit:
         raise ModelError(
             f"sequence_parallel_size={size}: {type(config).__name__} has {_listed(heads)} attention heads, which "

@@ -8,11 +8,10 @@ and plans attempts with them; `training_step` runs them.
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 
@@ -24,7 +23,7 @@ from ..rollouts.batch import RolloutBatch
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes, together, uneven_collectives
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
-from .gradients import FixedPointGradients, NativeGradients, accumulating
+from .gradients import FixedPointGradients, NativeGradients
 from .inputs import Collation, LossInputs, collate
 from .record import StepRecord
 from .settings import StepSettings
@@ -94,10 +93,6 @@ class Attempt:
                 measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies, mask_BT, experts))
         set_statistics(step, measured, settings.top_entropy_quantile)
         return step
-
-    def accumulating(self) -> AbstractContextManager[Callable[[torch.Tensor], None]]:
-        forwards, count = self.forwards, len(self.plan.micro_batches)
-        return accumulating(forwards.accelerator, self.gradients, count, forwards.meets)
 
     def micro_batches(self, step: StepContext) -> Iterator[LossInputs]:
         for part in self.plan.micro_batches:

@@ -229,9 +229,8 @@ def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form
 
 def refuse_size(size: int, config: Any, model: ModelSizes, layout: MemoryLayout, settings: Mapping[str, Any]) -> None:
     """Raise the GrpoExtError of a run in which `size` processes cannot share a micro-batch."""
-    unset = {"forward": "auto", "rollout_lag": 0, "bitwise_invariant": False, "torch_compile": False}
     deepspeed = layout.engine in ("zero2", "zero3")
-    check_sequence_parallel({**unset, **settings, "deepspeed": deepspeed, "sequence_parallel_size": size})
+    check_sequence_parallel({**settings, "deepspeed": deepspeed, "sequence_parallel_size": size})
     refuse_heads(config, size, layout.processes)
     refuse_other_forms(size, model.form, model.form_in_words)
 
