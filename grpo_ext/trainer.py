@@ -204,7 +204,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             with attempt.running():
                 step = attempt.measure(self.model)  # the denominators, before any forward with gradients
                 # at its end one sum over the processes
-                sums = attempt.gradients, len(attempt.plan.micro_batches), self._forwards.meets
+                sums = attempt.gradients, len(attempt.plan.micro_batches), self._forwards.collective_forward
                 with accumulating(self.accelerator, *sums) as backward:
                     for micro_batch in self._with_events(attempt.micro_batches(step)):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce

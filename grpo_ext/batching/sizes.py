@@ -147,11 +147,11 @@ def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometr
     for name, value in sizes.items():
         if value is not None:
             require_whole(name, value)
-    shared = sizes["sequence_parallel_size"]
-    if num_processes % shared:
+    members = sizes["sequence_parallel_size"]
+    if num_processes % members:
         divisors = [str(n) for n in range(1, num_processes + 1) if num_processes % n == 0]
         raise ConfigError(
-            f"sequence_parallel_size={shared} does not divide {num_processes} process(es); use {', '.join(divisors)}."
+            f"sequence_parallel_size={members} does not divide {num_processes} process(es); use {', '.join(divisors)}."
         )
     step = _global_batch(sizes)
     rollout, bitwise = _rollout_batch(sizes, step), bool(settings.get("bitwise_invariant", False))
@@ -164,7 +164,7 @@ def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometr
         num_processes=num_processes,
         rollout_chunk_size=_chunk_size(sizes["rollout_chunk_size"], generations, rollout, bitwise),
         together=sizes["rollout_chunk_size"] is None and not bitwise,
-        sequence_parallel_size=shared,
+        sequence_parallel_size=members,
     )
 
 
@@ -173,12 +173,14 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
     micro_batch, processes = sizes["per_device_train_batch_size"], sizes["num_processes"]
     if requested is None:
         return micro_batch * steps * processes
-    derived = ceil_div(ceil_div(requested, processes // sizes["sequence_parallel_size"]), micro_batch)
+    members = sizes["sequence_parallel_size"]
+    derived = ceil_div(ceil_div(requested, processes // members), micro_batch)
     if steps not in (1, derived):
+        shared = f", of which {members} share a micro-batch," if members > 1 else ""
         raise ConfigError(
             f"gradient_accumulation_steps={steps} contradicts global_batch_size={requested}: with "
-            f"per_device_train_batch_size={micro_batch} and {processes} process(es) it is derived as {derived}; remove "
-            "gradient_accumulation_steps."
+            f"per_device_train_batch_size={micro_batch} and {processes} process(es){shared} it is derived as "
+            f"{derived}; remove gradient_accumulation_steps."
         )
     return requested
 

@@ -180,7 +180,9 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
         _check_sequence_parallel(view, rollouts, config.sequence_parallel_size)
     built = built_for(view, rollouts.images)
     rollouts.refuse_changes_by(functools.partial(refuse_changes, view, rollouts.images, built, set()))
-    return uncovered + check_lengths(view, config.allow_split_dependent)
+    # members of a group would see other lengths
+    allowed = config.allow_split_dependent and config.sequence_parallel_size == 1
+    return uncovered + check_lengths(view, allowed)
 
 
 def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:
@@ -207,7 +209,7 @@ def _check_sequence_parallel(view: TrainerView, rollouts: Rollouts, size: int) -
     forwards = rollouts.worker.forwards
     for model in view.models:
         refuse_heads(base_model_of(model).config, size, view.accelerator.num_processes)
-        forwards.refuse_whole_packs(model, forwards.choice.planned(model))
+        forwards.refuse_other_than_packs(model, forwards.choice.planned(model))
 
 
 def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:

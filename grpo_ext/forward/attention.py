@@ -22,7 +22,7 @@ from ..runtime.attributes import assigned
 from ..runtime.transfer import to_device
 from .architecture import layer_windows
 from .shared_prefix import Part, SharedPrefixAttention, joint_parts, parts_of, takes_varlen
-from .token_slice import OfHeads, States, to_heads, to_tokens
+from .token_slice import LocalHeads, States, to_heads, to_tokens
 
 PACKED = "grpo_ext_packed"
 LAYOUT = "grpo_ext_pack"  # keyword that carries the layout through the model to its attention layers
@@ -138,7 +138,7 @@ def packed_attention_forward(
     if layout.group is not None:
         if options.get("position_bias") is not None:
             raise PackRefused(f"{type(module).__name__} has a bias for each head and position")
-        # cast before the exchange, but not where gradients of several calls are added up before the cast
+        # with a window each call of the kernel casts its own part, so here float32 is exchanged
         states = to_heads(layout.group, _as_sdpa_takes_them(*states) if plain and window is None else states)
     if plain:
         out = _plain(layout, window, states, options.get("scaling"))
@@ -146,7 +146,7 @@ def packed_attention_forward(
         mask_of = partial(_mask_of, layout, window, query.device, query.dtype)
         kernel, layer = _reference(module, name), cast(Any, module)
         if layout.group is not None:
-            layer = OfHeads(module, layout.group, states)
+            layer = LocalHeads(module, layout.group, states)
             options |= {} if options.get("s_aux") is None else {"s_aux": layer.sinks}
         attend = partial(kernel, layer, **options)
         out = _by_group(layout, states, lambda *states, mask: attend(*states, mask)[0], mask_of)

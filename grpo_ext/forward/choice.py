@@ -147,7 +147,7 @@ class ForwardChoice:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            remedy = "set forward='padded'" if self.group is None else "use a device with more memory, or FSDP2"
             raise MemoryShortageError(
-                f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); set "
-                "forward='padded'."
+                f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); {remedy}."
             ) from None

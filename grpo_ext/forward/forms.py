@@ -101,25 +101,25 @@ def lay_out(
     holds this process's slice.
     """
     parts: dict[int | None, list[Part]] = {}
-    tokens_S, mine, among_S = rows.targets(), None, None
+    tokens_S, share, among = rows.targets(), None, None
     if form == "packed":
         layout = _packed(rows, with_router, multiple if group is None else math.lcm(multiple, group.size))
         if group is not None:
-            layout, mine = _sliced(layout, group)
-            tokens_S, among_S = tokens_S[mine.mine_S], mine.mine_S
+            layout, share = _sliced(layout, group)
+            tokens_S, among = tokens_S[share.targets], share.targets
         if torch.device(device).type == "cuda":
             parts = joint_parts_by_window(layout[0][LAYOUT], policy.config)
     elif form == "prefix":
         layout = _prefix(policy, rows, with_router, multiple)
     else:
         layout = _padded(policy, rows, multiple)
-    masks = None if rows.kept_B is None else SamplingMasks.of(rows.kept_B, suppressed, among_S)
+    masks = None if rows.kept_B is None else SamplingMasks.of(rows.kept_B, suppressed, among)
     *on_device, source_N = layout
     experts_NC = rows.experts_NC
     if experts_NC is not None:
         experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=LIVE)[source_N]  # -1: padding
-    tensors = on_device, tokens_S, rows.places(), parts, masks, experts_NC, mine
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC, mine = to_device(tensors, device)
+    tensors = on_device, tokens_S, rows.places(), parts, masks, experts_NC, share
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC, share = to_device(tensors, device)
     routes = record_experts or experts_NC is not None
     routing = Routing(experts_NC, counts_BL.flatten(), group) if routes else None
     for window, calls in parts.items():
@@ -128,7 +128,7 @@ def lay_out(
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
     outputs = {"entropy": with_entropy, "router": with_router}
     targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, masks=masks, routing=routing, **outputs)
-    return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N, mine)
+    return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N, share)
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
@@ -180,11 +180,11 @@ def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
 def _sliced(layout: _Layout, group: SequenceGroup) -> tuple[_Layout, TokenSlice]:
     """This process's tokens of a pack, whose layout stays that of the whole pack."""
     inputs, predictor_S, counts_BL, source_N = layout
-    mine = TokenSlice.of(group, predictor_S, counts_BL.size(1))
+    share = TokenSlice.of(group, predictor_S, counts_BL.size(1))
     inputs[LAYOUT].group = group
-    ours = {name: value[:, mine.tokens] if name != LAYOUT else value for name, value in inputs.items()}
-    predictor_S = predictor_S[mine.mine_S] - mine.tokens.start
-    return (ours, predictor_S, counts_BL[:, mine.tokens], source_N[mine.tokens]), mine
+    ours = {name: value[:, share.tokens] if name != LAYOUT else value for name, value in inputs.items()}
+    predictor_S = predictor_S[share.targets] - share.tokens.start
+    return (ours, predictor_S, counts_BL[:, share.tokens], source_N[share.tokens]), share
 
 
 def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _Layout:

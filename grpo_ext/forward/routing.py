@@ -68,7 +68,9 @@ class Routing:
 
         One for each router and token, weighted by `counts_N`.
         """
-        counted = torch.stack([torch.stack(pair) for pair in self._counted.values()]).sum(0)
+        device = None if self.counts_N is None else self.counts_N.device
+        pairs = [torch.zeros(2, dtype=torch.long, device=device), *map(torch.stack, self._counted.values())]
+        counted = torch.stack(pairs).sum(0)
         changed, replayed = counted if self.group is None else self.group.total(counted)
         return changed, replayed
 

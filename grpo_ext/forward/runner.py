@@ -20,6 +20,7 @@ from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_or
 from ..batching.sizes import group_numbers
 from ..compat import images_among
 from ..config import GRPOConfig, forms_of
+from ..errors import ConfigError
 from ..precision.weight_gradients import float32_weight_gradients
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group, max_over_processes, shards_parameters
@@ -67,21 +68,24 @@ class ForwardRunner:
         self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
         size = args.sequence_parallel_size
-        self.group = (
-            SequenceGroup(accelerator, size, args.ddp_timeout) if size > 1 else None
-        )  # whose members share the tokens of a pack
-        # processes that run the same micro-batches count as one trainer; its first member counts values of the step
-        self.trainers, self.trainer = accelerator.num_processes // size, accelerator.process_index // size
+        # whose members share the tokens of a pack
+        self.group = SequenceGroup(accelerator, size, args.ddp_timeout) if size > 1 else None
+        # steps are planned for groups; the first member of each counts values of the step
+        self.groups, self.group_number = accelerator.num_processes // size, accelerator.process_index // size
         self.is_first = accelerator.process_index % size == 0
-        self.meets = self.sharded or size > 1  # a forward is a collective: who fails in it leaves others waiting
+        self.collective_forward = self.sharded or size > 1  # who fails in a forward leaves others waiting
         self.float32_weight_gradients = args.float32_weight_gradients and accelerator.native_amp and not self.sharded
-        may_cut = not (self.meets or args.bitwise_invariant)
+        may_cut = not (self.collective_forward or args.bitwise_invariant)
         remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"
+        if size > 1:
+            remedy = f"lower max_completion_length, or raise sequence_parallel_size (now {size})"
         self.memory = Halving("computing log-probabilities", remedy, may_cut)
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
         forms: Any = ("packed",) if self.group is not None else forms_of(args.forward)
-        self.choice = ForwardChoice(forms, accelerator.device, self.meets, checkpointing, refused, self.group)
+        self.choice = ForwardChoice(
+            forms, accelerator.device, self.collective_forward, checkpointing, refused, self.group
+        )
         self._in_form: Any = None  # the model whose backward passes run in its form
 
     def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> ForwardRunner:
@@ -98,9 +102,9 @@ class ForwardRunner:
             if not self.choice.is_compared(model):
                 with self.without_gradients(model):
                     self.choice.compare(model, self.make_rows)
-                self.refuse_whole_packs(model, self.choice.form(model))
+                self.refuse_other_than_packs(model, self.choice.form(model))
 
-    def refuse_whole_packs(self, model: Any, form: Form) -> None:
+    def refuse_other_than_packs(self, model: Any, form: Form) -> None:
         refuse_other_forms(self.args.sequence_parallel_size, form, self.choice.described(model))
 
     @contextmanager
@@ -181,7 +185,12 @@ class ForwardRunner:
         if again or rows.attended_N is not None:
             form = "padded"
         if options.get("group") is not None:
-            self.refuse_whole_packs(model, form)
+            if rows.attended_N is not None:
+                raise ConfigError(
+                    f"sequence_parallel_size={self.args.sequence_parallel_size}, and a completion_mask that leaves out "
+                    "tokens between others, which packs cannot; use tool_mask, or sequence_parallel_size=1."
+                )
+            self.refuse_other_than_packs(model, form)
         fixed: dict[str, Any] = {"multiple": self.multiple, "suppressed": self.suppressed}
         with self.accelerator.autocast():
             return run_rows(form, model, rows, self.accelerator.device, **fixed, **options)

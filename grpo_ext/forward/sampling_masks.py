@@ -39,12 +39,13 @@ class SamplingMasks(NamedTuple):
 
     @classmethod
     def of(
-        cls, kept_B: Sequence[KeptIds], suppressed: Sequence[torch.Tensor], among_S: torch.Tensor | None = None
+        cls, kept_B: Sequence[KeptIds], suppressed: Sequence[torch.Tensor], among: torch.Tensor | None = None
     ) -> SamplingMasks | None:
-        """The masks of a batch, or of some of its tokens; None where all were sampled from the whole vocabulary."""
+        """The masks of a batch, or `among` its tokens; None where all were sampled from the whole vocabulary."""
         counts_S, ids_K = (torch.cat(column) for column in zip(*kept_B, strict=True))
-        if among_S is not None:
-            ids_K, counts_S = ids_K[among_S.repeat_interleave(counts_S.clamp(min=0))], counts_S[among_S]
+        if among is not None:
+            chosen_S = torch.zeros_like(counts_S, dtype=torch.bool).index_fill(0, among, True)
+            ids_K, counts_S = ids_K[chosen_S.repeat_interleave(counts_S.clamp(min=0))], counts_S[among]
         if not counts_S.any():
             return None
         counts = counts_S.clamp(min=0).long()

@@ -25,19 +25,21 @@ class TokenSlice(NamedTuple):
 
     group: SequenceGroup
     tokens: slice  # of the pack
-    mine_S: torch.Tensor  # bool; a log-probability belongs to the member that holds the position before its token
+    # of all S completion tokens: a log-probability belongs to the member that holds the position before its token
+    targets: torch.Tensor
+    completion_tokens: int  # S
 
     @classmethod
     def of(cls, group: SequenceGroup, predictor_S: torch.Tensor, tokens: int) -> "TokenSlice":
         length = tokens // group.size
         first = group.member * length
-        return cls(group, slice(first, first + length), predictor_S // length == group.member)
+        targets = (predictor_S // length == group.member).nonzero().squeeze(1)
+        return cls(group, slice(first, first + length), targets, len(predictor_S))
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the completion tokens that this member holds -> of all, (S, ...); one exchange."""
-        mine_S = self.mine_S.to(values.device)
-        zeros = values.new_zeros(len(mine_S), *values.shape[1:])
-        return self.group.total(zeros.index_put((mine_S,), values))
+        zeros = values.new_zeros(self.completion_tokens, *values.shape[1:])
+        return self.group.total(zeros.index_copy(0, self.targets, values))
 
 
 def to_heads(group: SequenceGroup, states: States) -> States:
@@ -65,7 +67,7 @@ def to_tokens(group: SequenceGroup, out: torch.Tensor) -> torch.Tensor:
     return group.swap(parts.flatten(1)).view(parts.shape).transpose(0, 1).flatten(1, 2)[None]
 
 
-class OfHeads:
+class LocalHeads:
     """An attention layer, as a kernel reads it that gets a member's heads."""
 
     def __init__(self, module: nn.Module, group: SequenceGroup, states: States) -> None:

@@ -5,6 +5,7 @@ before the optimizer acts on it.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,13 +27,18 @@ def bad_weight(model: torch.nn.Module) -> str | None:
 
 
 @contextmanager
-def first_module(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Inside, the list gets the first module, inner before outer, whose inputs are finite and whose output is not."""
-    first: list[str] = []
+def first_module(model: torch.nn.Module) -> Iterator[list[tuple[int, str]]]:
+    """Inside, the list gets the first module, inner before outer, whose inputs are finite and whose output is not.
+
+    With it, how many modules had run before.
+    """
+    first: list[tuple[int, str]] = []
+    ran = itertools.count()
 
     def look(module: torch.nn.Module, inputs: Any, output: Any, name: str) -> None:
+        number = next(ran)
         if not first and not is_finite(output) and is_finite(inputs):
-            first.append(f"{name or 'the model'} ({type(module).__name__})")
+            first.append((number, f"{name or 'the model'} ({type(module).__name__})"))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -46,7 +52,8 @@ def explaining(what: str, model: torch.nn.Module, fp16: bool, sharded: bool) -> 
     weight = None if sharded else bad_weight(model)
     with torch.no_grad(), first_module(model) as first:
         yield
-    module = next(iter(gather_lists(first)), None)
+    # a process may have it later from another one that shares its completions
+    _, module = min(gather_lists(first), default=(0, None))
     raise PrecisionError(f"{what}: {explanation(weight, module, fp16)}.")
 
 

@@ -199,7 +199,7 @@ class Rollouts:
 
     def _round(self, rows: StepRows, *, settings: RolloutSettings, job: Job | None) -> Round:
         if (score := settings.sampling.hooks.score) is not None:
-            scoring = together("scoring", self.worker.forwards.meets)
+            scoring = together("scoring", self.worker.forwards.collective_forward)
             with self.worker.calls.running(ScoreCall(rows.request)) as call, scoring, self._for_users(rows.request):
                 scored = score(list(rows.rows))
             return round_by_user(scored, rows, call.rounds, settings, self.view.args, self.images)
@@ -226,7 +226,8 @@ class Rollouts:
             by_function = settings.sampling.hooks.rollout is not None
             reason = why_equal(self.view.args, self.worker.settings.sharded, by_function)
             # rewards come after the log-probabilities, which members of a group compute together
-            waited_for = self.worker.forwards.group is not None and not isinstance(error, RewardError)
+            scored = settings.logprobs.of_policy or settings.logprobs.of_reference
+            waited_for = scored and self.worker.forwards.group is not None and not isinstance(error, RewardError)
             if reason or waited_for or on_all_processes(error) or self.view.accelerator.num_processes == 1:
                 raise
             return LocalRollout(rows.request, settings, failure=error)

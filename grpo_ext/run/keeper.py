@@ -384,7 +384,7 @@ class RunKeeper(TrainerCallback):
         try:
             yield
         except Exception as error:
-            shortage = isinstance(error, MemoryShortageError) and not self.forwards.meets
+            shortage = isinstance(error, MemoryShortageError) and not self.forwards.collective_forward
             together = self.accelerator.num_processes == 1 or shortage
             if together and self.view.control.should_save:
                 self.watch.evaluation_due = True

@@ -122,7 +122,7 @@ class StepAgain:
             raise ConfigError(f"a run with a rollout_func {_CANNOT}: what it samples is not known here.")
         if view.use_vllm and (view.args.bf16 or view.args.fp16):
             raise ConfigError(f"a run of vLLM in half precision {_CANNOT}, because it samples other tokens each time.")
-        if gradients and self.planner.forwards.meets:
+        if gradients and self.planner.forwards.collective_forward:
             raise ConfigError(
                 "the gradient of a completion is not on one process under FSDP, DeepSpeed and sequence_parallel_size."
             )

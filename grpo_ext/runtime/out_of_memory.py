@@ -37,7 +37,7 @@ def shortage_of_one(what: str, reason: str, sequence_parallel_size: int) -> Memo
         f"{what} ran out of memory on this process ({reason}), and cannot run again in smaller micro-batches, because "
         "other processes take part in its forwards. What helps: gradient_checkpointing=True, a smaller "
         "per_device_train_batch_size or micro_batch_tokens, and where one completion does not fit, a larger "
-        f"sequence_parallel_size (now {sequence_parallel_size})."
+        f"sequence_parallel_size (now {sequence_parallel_size}; not with DeepSpeed)."
     )
 
 

@@ -59,7 +59,7 @@ class Attempt:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, forwards run in the model's form; an error or a lack of memory ends it on all processes."""
-        forwards, sharded, meets = self.forwards, self.forwards.sharded, self.forwards.meets
+        forwards, sharded, meets = self.forwards, self.forwards.sharded, self.forwards.collective_forward
         fillers = "a process may repeat micro-batches with weight zero, to run as many as the others"
         refused = fillers if self.settings.equal_counts and not sharded else None
         uneven = uneven_collectives(forwards.accelerator, lambda: not self._current.weight, others_refused=refused)
@@ -159,8 +159,8 @@ class StepPlanner:
             cost=self.cost,
             unit_rows=forwards.args.unit_rows,
             whole_groups=forwards.float32_weight_gradients and form != "padded",
-            processes=forwards.trainers,
-            rank=forwards.trainer,
+            processes=forwards.groups,
+            rank=forwards.group_number,
             equal_counts=forwards.sharded or settings.equal_counts,
         )
         sizes = rollout.sizes(forwards.multiple)

@@ -76,8 +76,9 @@ class LossOverrides:
         """Compute what a dictionary adds to the loss of the step; outside a step it is a whole step."""
         call = self._call
         rows = self._rows_of(inputs, call)
-        micro_batch = self._own_step(inputs, rows) if call is None else call.micro_batch
-        scores = self.forwards.micro_batch_log_probs(model, inputs, rows, self.view.aux_loss_enabled)
+        with assigned(self.forwards, group=None):  # one process may call this alone
+            micro_batch = self._own_step(inputs, rows) if call is None else call.micro_batch
+            scores = self.forwards.micro_batch_log_probs(model, inputs, rows, self.view.aux_loss_enabled)
         if call is not None:
             micro_batch = _counted(call, replace(micro_batch, rows=rows, columns=inputs), scores.entropies)
         return assemble_loss(loss_config_of(self.view), micro_batch, scores)

@@ -76,7 +76,7 @@ class StepRecord:
             squares[layer] = squares.get(layer, 0.0) + _dot(gradient, gradient)
         self.layers = {layer: square**0.5 / scale for layer, square in squares.items()}
         others = sorted({*range(len(attempt.rollout))} - {*attempt.plan.rows})
-        mine = [] if forwards.sharded else others[forwards.trainer :: forwards.trainers]
+        mine = [] if forwards.sharded else others[forwards.group_number :: forwards.groups]
         further = [MicroBatch((row,)) for row in mine]
 
         def forward(parts: Sequence[MicroBatch]) -> None:

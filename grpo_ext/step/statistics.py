@@ -143,7 +143,8 @@ def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics
         context.entropy_threshold = threshold = entropy_threshold(everyone, top_entropy_quantile)
         tokens = int((everyone >= threshold).sum())
         context.counts = replace(context.counts, entropy_tokens=tokens)
-    experts = [(m.part.weight * context.metrics.counted, m.experts) for m in measured if m.experts is not None]
+    weight = float(context.metrics.counted)
+    experts = [(m.part.weight * weight, m.experts) for m in measured if m.experts is not None]
     if experts:
         chosen = functools.reduce(torch.add, (chosen * weight for weight, (chosen, _, _) in experts))
         rows = sum(rows for weight, (_, _, rows) in experts if weight)

@@ -16,7 +16,7 @@ import yaml
 from ..errors import ConfigError
 
 RECIPE = "recipe.json"  # in a run's folder, by recipes/grpo.py: its path, the folder it ran in, and the settings
-_NOT_AGAIN = ("output_dir", "resume_from_checkpoint", "rerun", "report_to", "push_to_hub", "hub_")
+_NOT_AGAIN = ("output_dir", "resume_from_checkpoint", "rerun", "report_to", "push_to_hub", "hub_", "sequence_parallel")
 
 
 def rerun(run: Path, options: Sequence[str], processes: int) -> int:

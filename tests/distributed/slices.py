@@ -112,11 +112,11 @@ def shifted() -> Iterator[None]:
 
     def wrong(layout: Any, group: SequenceGroup) -> Any:
         whole = dict(layout[0])
-        (ours, *others), mine = cut(layout, group)
+        (ours, *others), share = cut(layout, group)
         if group.member == 1:
-            tokens = slice(mine.tokens.start - 1, mine.tokens.stop - 1)
+            tokens = slice(share.tokens.start - 1, share.tokens.stop - 1)
             ours |= {name: whole[name][:, tokens] for name in ("input_ids", "position_ids")}
-        return (ours, *others), mine
+        return (ours, *others), share
 
     with mock.patch.object(forms, "_sliced", wrong):
         yield
