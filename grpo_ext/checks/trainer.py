@@ -180,9 +180,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
         _check_sequence_parallel(view, rollouts, config.sequence_parallel_size)
     built = built_for(view, rollouts.images)
     rollouts.refuse_changes_by(functools.partial(refuse_changes, view, rollouts.images, built, set()))
-    # members of a group would see other lengths
-    allowed = config.allow_split_dependent and config.sequence_parallel_size == 1
-    return uncovered + check_lengths(view, allowed)
+    return uncovered + check_lengths(view, config.allow_split_dependent)
 
 
 def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:

@@ -83,13 +83,18 @@ def head_counts(config: Any) -> list[int]:
     return [heads for heads, *_ in _attention_layers(config)]
 
 
-def exchanged_numbers(config: Any, size: int) -> int:
+def exchanged_numbers(config: Any, size: int, half: bool) -> int:
     """Numbers of a token in the exchanges of a layer and pass, where `size` processes share the tokens of a pack.
 
-    Query, key, value and output, of the largest layer; key and value heads fewer than the processes are repeated.
+    Query, key, value and output, of the largest layer, with heads repeated as in `token_slice.to_heads`.
     """
-    layers = [(heads, size * keys // math.gcd(keys, size), both) for heads, keys, both, _ in _attention_layers(config)]
-    return max(((heads + keys) * both for heads, keys, both in layers), default=0)
+
+    def sent(heads: int, keys: int) -> int:
+        if keys % size == 0:
+            return heads + keys
+        return heads + (heads if half else size * keys // math.gcd(keys, size))
+
+    return max((sent(heads, keys) * both for heads, keys, both, _ in _attention_layers(config)), default=0)
 
 
 def _attention_layers(config: Any) -> Iterator[tuple[int, int, int, int | None]]:

@@ -139,7 +139,8 @@ def packed_attention_forward(
         if options.get("position_bias") is not None:
             raise PackRefused(f"{type(module).__name__} has a bias for each head and position")
         # with a window each call of the kernel casts its own part, so here float32 is exchanged
-        states = to_heads(layout.group, _as_sdpa_takes_them(*states) if plain and window is None else states)
+        exchanged = _as_sdpa_takes_them(*states) if plain and window is None else states
+        states = to_heads(layout.group, exchanged, _in_half(query))
     if plain:
         out = _plain(layout, window, states, options.get("scaling"))
     else:
@@ -183,7 +184,7 @@ def _by_group(
     """Attention (1, N, H, D), group by group, so that a group does not depend on others in the pack."""
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
     outputs, device = [], states[0].device
-    half = torch.is_autocast_enabled(device.type) or states[0].element_size() == 2
+    half = _in_half(states[0])
     for group, *parts in zip(layout.groups, *(x.split(sizes, dim=2) for x in states), strict=True):
         if not split_is_cheaper(group, device, half):
             outputs.append(attend(*parts, mask=mask_of(group)))
@@ -193,6 +194,10 @@ def _by_group(
             mask = mask_of(PackedGroup((0, layout.longest), ()))
             outputs += [attend(*segment, mask=segment_mask) for *segment, segment_mask in _segments(group, parts, mask)]
     return torch.cat(outputs, dim=1)
+
+
+def _in_half(states: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(states.device.type) or states.element_size() == 2
 
 
 def _segments(

@@ -10,7 +10,7 @@ under left padding. In every form only positions that predict a completion token
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, joint_parts_by_wi
 from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
+from .rope import rope_of_pack
 from .routing import LIVE, Routing
 from .rows import TokenRows
 from .sampling_masks import SamplingMasks
@@ -134,7 +135,8 @@ def lay_out(
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
     """Run a model, as the loop calls it; raises PackRefused where it ignores the pack."""
     policy = base_model_of(model)
-    with in_form(policy, batch.form):
+    rope = nullcontext() if batch.slice is None else rope_of_pack(policy, batch.slice.last_position)
+    with in_form(policy, batch.form), rope:
         logps_S, entropies_S, routers = model(**batch.inputs, **{TARGETS: batch.targets})
     if batch.form == "packed" and not batch.inputs[LAYOUT].readers:
         raise PackRefused(f"{type(policy).__name__} does not attend through transformers' attention interface")
@@ -180,7 +182,7 @@ def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
 def _sliced(layout: _Layout, group: SequenceGroup) -> tuple[_Layout, TokenSlice]:
     """This process's tokens of a pack, whose layout stays that of the whole pack."""
     inputs, predictor_S, counts_BL, source_N = layout
-    share = TokenSlice.of(group, predictor_S, counts_BL.size(1))
+    share = TokenSlice.of(group, predictor_S, inputs["position_ids"][0])
     inputs[LAYOUT].group = group
     ours = {name: value[:, share.tokens] if name != LAYOUT else value for name, value in inputs.items()}
     predictor_S = predictor_S[share.targets] - share.tokens.start

@@ -4,12 +4,17 @@ Differs from TRL, where the log-probabilities of a completion then depend on its
 set once, to those of the longest sequence of the run, in policy and reference alike.
 """
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..runtime.attributes import assigned
 
 logger = get_logger(__name__)
 
@@ -67,6 +72,23 @@ def _pin(module: Any, kind: str | None, length: int) -> None:
 def _is_pinned(module: Any, kind: str | None) -> bool:
     scaling = getattr(module, "rope_type", None)
     return (scaling.get(kind) if isinstance(scaling, dict) else scaling) == "default"
+
+
+@contextmanager
+def rope_of_pack(model: nn.Module, last: int) -> Iterator[None]:
+    """Inside, frequencies follow the largest position of a pack, `last`, also on a process that holds other tokens."""
+    with ExitStack() as stack:
+        for _, module, _, _ in _length_dependent(model):
+            stack.enter_context(assigned(module, forward=functools.partial(_with_last, module.forward, last)))
+        yield
+
+
+def _with_last(
+    below: Callable[..., Any], last: int, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Run with one more position, whose result is left out."""
+    more = torch.cat([position_ids, position_ids.new_full((*position_ids.shape[:-1], 1), last)], dim=-1)
+    return tuple(values[:, :-1] for values in below(x, more, *args, **kwargs))
 
 
 def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> str | None:

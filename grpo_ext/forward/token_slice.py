@@ -28,13 +28,14 @@ class TokenSlice(NamedTuple):
     # of all S completion tokens: a log-probability belongs to the member that holds the position before its token
     targets: torch.Tensor
     completion_tokens: int  # S
+    last_position: int  # the largest of the pack
 
     @classmethod
-    def of(cls, group: SequenceGroup, predictor_S: torch.Tensor, tokens: int) -> "TokenSlice":
-        length = tokens // group.size
+    def of(cls, group: SequenceGroup, predictor_S: torch.Tensor, positions_N: torch.Tensor) -> "TokenSlice":
+        length = len(positions_N) // group.size
         first = group.member * length
         targets = (predictor_S // length == group.member).nonzero().squeeze(1)
-        return cls(group, slice(first, first + length), targets, len(predictor_S))
+        return cls(group, slice(first, first + length), targets, len(predictor_S), int(positions_N.max()))
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the completion tokens that this member holds -> of all, (S, ...); one exchange."""
@@ -42,13 +43,15 @@ class TokenSlice(NamedTuple):
         return self.group.total(zeros.index_copy(0, self.targets, values))
 
 
-def to_heads(group: SequenceGroup, states: States) -> States:
+def to_heads(group: SequenceGroup, states: States, half: bool) -> States:
     """Query, key and value (1, H, n, D) -> (1, h, N, D), in one exchange.
 
-    Key and value heads fewer than the members are repeated.
+    Key and value heads that do not divide among the members are repeated; in `half` precision for every query head, so
+    that their gradients are rounded and summed as without an exchange.
     """
     query, key, value = states
     repeats = group.size // math.gcd(key.size(1), group.size)
+    repeats = query.size(1) // key.size(1) if half and repeats > 1 else repeats
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     parts = [x[0].unflatten(0, (group.size, -1)) for x in (query, key, value)]
@@ -77,7 +80,7 @@ class LocalHeads:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        return value[self._heads] if name == "sinks" else value  # GPT-OSS: one for each head
+        return value[self._heads] if name == "sinks" and value is not None else value  # GPT-OSS: one for each head
 
 
 def refuse_heads(config: Any, size: int, processes: int) -> None:

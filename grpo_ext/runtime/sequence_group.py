@@ -4,12 +4,15 @@ Differs from runtime.collectives: these calls have a backward pass, equal shapes
 run the same forwards in the same order; one that fails leaves the others waiting until the run ends.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+
+from ..errors import ProcessError
 
 
 class SequenceGroup:
@@ -31,9 +34,19 @@ class SequenceGroup:
         return _Total.apply(values, self.handle)
 
 
+def _run(collective: Callable[..., Any], *tensors: torch.Tensor, handle: Any) -> None:
+    try:
+        collective(*tensors, group=handle)
+    except RuntimeError as error:  # gloo's, once a process has ended
+        reason = str(error).partition("\n")[0]
+        raise ProcessError(
+            f"another process that shares this one's micro-batches has failed, and its output says why ({reason})"
+        ) from None
+
+
 def _swap(parts: torch.Tensor, handle: Any) -> torch.Tensor:
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, parts.contiguous(), group=handle)
+    _run(dist.all_to_all_single, received, parts.contiguous(), handle=handle)
     return received
 
 
@@ -54,7 +67,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, handle: Any) -> torch.Tensor:
         total = values.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=handle)
+        _run(dist.all_reduce, total, handle=handle)
         return total
 
     @staticmethod

@@ -295,7 +295,8 @@ def expected_memory(
         f"Largest micro-batch: {tokens:,} tokens",
     ]
     if shared > 1:
-        sent = layout.slice_tokens * exchanged_numbers(config, shared) * sizes.compute_bytes * (shared - 1) / shared
+        numbers = exchanged_numbers(config, shared, half=sizes.compute_bytes < _WEIGHT_BYTES)
+        sent = layout.slice_tokens * numbers * sizes.compute_bytes * (shared - 1) / shared
         what = "two all-to-alls (query, key and value; output)"
         lines.append(f"Exchange: in each layer and pass a device sends {in_units(sent)} in {what}")
     if device is not None:

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,6 +72,11 @@ def of_kinds(group: SequenceGroup) -> dict[Any, list[float]]:
         policy = model(kind)
         for shape in SHAPES if kind == "qwen2" else ("groups",):
             found[kind, shape] = differences(policy, rows_of(*SHAPES[shape]), group)
+    # frequencies change with the longest sequence of a forward, which lies on one member
+    ropes = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 24, "rope_theta": 1e4}
+    ropes |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    policy = scoring("phi3", initializer_range=0.3, rope_parameters=ropes, original_max_position_embeddings=24)
+    found["longrope", "long"] = differences(policy, rows_of(*SHAPES["long"]), group)
     policy = model("llama").train()
     policy.gradient_checkpointing_enable()
     found["checkpointing", "groups"] = differences(policy, rows_of(*SHAPES["groups"]), group)
@@ -209,14 +215,10 @@ def refusals(folder: Path) -> dict[str, str]:
         "three": {"sequence_parallel_size": 3},
         "lag": {"rollout_lag": 1},
     }
-    messages = {}
-    for name, changes in asked.items():
-        try:
-            make(folder / name, **{"sequence_parallel_size": 2, **changes})
-            messages[name] = "nothing"
-        except GrpoExtError as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-    return messages
+    shared = {name: {"sequence_parallel_size": 2, **changes} for name, changes in asked.items()}
+    messages = {name: message_of(partial(make, folder / name, **changes)) for name, changes in shared.items()}
+    gaps = make(folder / "gaps", cls=Gaps, sequence_parallel_size=2, max_steps=1)
+    return messages | {"gaps": message_of(gaps.train), "not finite": numbers_that_are_not_finite(folder / "nan")}
 
 
 def step_again(folder: Path) -> tuple[str, list[dict[str, Any]], int]:
@@ -228,10 +230,44 @@ def step_again(folder: Path) -> tuple[str, list[dict[str, Any]], int]:
     rows = [json.loads(line) for line in (rerun.folder / STEP).read_text().splitlines()[1:]]
     calls = 0
     if RANK == 0:
-        ids = torch.randint(3, 9, (2, 7))
+        ids = torch.randint(3, 9, (4, 7))
         again._get_per_token_logps_and_entropies(again.model, ids, torch.ones_like(ids), 4)
-        calls = 1
+        prompt, completion = ids[:, :3], ids[:, 3:]
+        inputs = {"prompt_ids": prompt, "completion_ids": completion, "advantages": torch.linspace(-1, 1, 4)}
+        inputs |= {"prompt_mask": torch.ones_like(prompt), "completion_mask": torch.ones_like(completion)}
+        again._compute_loss(again.model, inputs | {"num_items_in_batch": torch.tensor(16.0)})
+        calls = 2
     return rerun.text, rows, calls
+
+
+def numbers_that_are_not_finite(folder: Path) -> str:
+    """The error of a NaN that a module of the second member makes; the first gets it in the next attention."""
+    trainer = trainer_of(folder, sequence_parallel_size=2)
+    trainer._forwards.choose_forms(trainer._view.models)
+
+    def steps() -> bool:
+        return trainer._forwards._in_form is not None
+
+    in_a_step = trainer.model.model.layers[0].mlp if RANK == 1 else torch.nn.Identity()
+    in_a_step.register_forward_hook(lambda module, inputs, output: output * torch.nan if steps() else None)
+    return message_of(trainer.train)
+
+
+class Gaps(GRPOTrainer):
+    """Attention that leaves out a token between others."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        scored = super()._generate_and_score_completions(inputs)
+        scored["completion_mask"][:, 1] = 0
+        return scored
+
+
+def message_of(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except GrpoExtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 TASKS: dict[str, Callable[[SequenceGroup], Any]] = {

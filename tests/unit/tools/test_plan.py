@@ -198,13 +198,16 @@ class Exchanged:
         return parts
 
 
-@pytest.mark.parametrize(("size", "repeats"), [(2, 1), (4, 2)])
-def test_a_plan_counts_what_a_layer_exchanges(size, repeats):
-    config, group, tokens = AutoConfig.for_model(**SMALL), Exchanged(size), 6  # 4 heads of 32, 2 of keys and values
-    query, key = torch.zeros(1, 4, tokens, 32), torch.zeros(1, 2, tokens, 32)
-    query, _, _ = to_heads(group, (query, key, key))
+@pytest.mark.parametrize(
+    ("size", "keys", "half", "repeats"),
+    [(2, 2, False, 1), (2, 2, True, 1), (2, 1, False, 2), (2, 1, True, 4), (4, 2, True, 2)],
+)
+def test_a_plan_counts_what_a_layer_exchanges(size, keys, half, repeats):
+    config, group, tokens = AutoConfig.for_model(**SMALL | {"num_key_value_heads": keys}), Exchanged(size), 6
+    query, key = torch.zeros(1, 4, tokens, 32), torch.zeros(1, keys, tokens, 32)  # 4 heads of 32
+    query, _, _ = to_heads(group, (query, key, key), half)
     to_tokens(group, query.transpose(1, 2))
-    assert exchanged_numbers(config, size) == 2 * 128 + 2 * 64 * repeats == group.numbers / tokens
+    assert exchanged_numbers(config, size, half) == 2 * 128 + 2 * keys * 32 * repeats == group.numbers / tokens
     assert group.calls == 2
 
 
