@@ -123,7 +123,8 @@ class MicroBatchLimits:
             raise MemoryShortageError(
                 f"{what} ran out of memory with one completion of {largest_tokens} tokens (prompt included), the "
                 "smallest micro-batch there is. What helps: gradient_checkpointing=True, a smaller "
-                "max_completion_length, bf16=True, LoRA, or sharding (FSDP, ZeRO-3)."
+                "max_completion_length, bf16=True, LoRA, sharding (FSDP, ZeRO-3), or on several devices "
+                "sequence_parallel_size."
             )
         if self.tokens is not None:
             self.tokens = max(min(self.tokens, largest_tokens) // 2, 2)
