@@ -145,7 +145,7 @@ def check_sequence_parallel(settings: Mapping[str, Any]) -> None:
         f"forward={forward!r} (only packs share their tokens)": forward not in ("auto", "packed"),
         "bitwise_invariant=True (a weight's gradient is a sum over tokens, and each process rounds its part)": bits,
         "DeepSpeed (use FSDP2 or DDP)": asks_for("deepspeed", settings),
-        f"rollout_lag={lag} (the thread that samples ahead may hold no collective)": lag,
+        f"rollout_lag={lag} (sampling ahead cannot exchange data between devices while training does)": lag,
         "torch_compile=True": settings.get("torch_compile"),
     }
     refuse_combination(f"sequence_parallel_size={size}", others, "Turn one of the two off.")

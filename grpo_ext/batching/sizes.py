@@ -150,8 +150,10 @@ def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometr
     members = sizes["sequence_parallel_size"]
     if num_processes % members:
         divisors = [str(n) for n in range(1, num_processes + 1) if num_processes % n == 0]
+        start = f"start {members} or a multiple of it (on a CPU: torchrun --nproc_per_node {members})"
         raise ConfigError(
-            f"sequence_parallel_size={members} does not divide {num_processes} process(es); use {', '.join(divisors)}."
+            f"sequence_parallel_size={members} does not divide the number of processes, {num_processes}; {start}, or "
+            f"use {', '.join(divisors)}."
         )
     step = _global_batch(sizes)
     rollout, bitwise = _rollout_batch(sizes, step), bool(settings.get("bitwise_invariant", False))

@@ -251,13 +251,13 @@ def what_fits(model: ModelSizes, layout: MemoryLayout, completion: int, sizes: S
     `completion` counts tokens of the longest one and of its prompt. `device` is the GB in the name of a card, in GiB.
     """
     if memory_of(model, layout)["training"] <= device * 1024**3:
-        return f"Training fits {device:g} GB."
+        return f"Training fits {device:g} GB; the rollout's memory is below."
     one = replace(layout, tokens=completion)
     needed = {n: memory_of(model, replace(one, sequence_parallel_size=n))["training"] for n in sizes}
     size = next((n for n in sizes if needed[n] <= device * 1024**3), None)
     if size is None:
         least = f"one completion takes {in_units(needed[sizes[-1]])} with sequence_parallel_size={sizes[-1]}"
-        return f"Training does not fit {device:g} GB: {least}, the largest that this run can have."
+        return f"Training does not fit {device:g} GB: {least}, the largest that this run can have; use fsdp2 or LoRA."
     remedy = f"with sequence_parallel_size={size} and per_device_train_batch_size=1"
     return f"Training does not fit {device:g} GB; {remedy} it takes {in_units(needed[size])}."
 

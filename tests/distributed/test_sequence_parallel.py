@@ -86,7 +86,7 @@ def test_a_member_holds_its_share_of_the_activations(ranks):
         ("heads", "ModelError: sequence_parallel_size=2: Qwen2Config has 9 attention heads, .* use 1"),
         ("convolution", "ModelError: sequence_parallel_size=2 shares the tokens of packs, .*conv"),
         ("images", "ModelError: sequence_parallel_size=2 .*the model takes images; .*pass its tokenizer"),
-        ("three", "ConfigError: sequence_parallel_size=3 does not divide 4 process.* use 1, 2, 4"),
+        ("three", "ConfigError: sequence_parallel_size=3 does not divide the number of processes, 4; .* use 1, 2, 4"),
         ("gaps", "ConfigError: sequence_parallel_size=2, and a completion_mask that leaves out tokens between others"),
         ("not finite", r"PrecisionError: .*first in model\.layers\.0\.mlp"),
         ("lag", "ConfigError: sequence_parallel_size=2 cannot be combined with rollout_lag=1"),

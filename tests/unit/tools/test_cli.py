@@ -166,11 +166,11 @@ def test_a_plan_names_the_layout_and_the_exchange_of_processes_that_share_packs(
     assert "  processes               4, 2 for each micro-batch\n" in shared
     # half of 100 + 8 * 28 tokens, 192 numbers of 2 bytes each, of which half stay
     assert "in each layer and pass a device sends 30.4 KiB in two all-to-alls" in shared
-    assert "Training fits 1 GB." in shared
+    assert "Training fits 1 GB;" in shared
     alone = invoke("plan", run, *flags, "0.000001").output
     assert "  processes               4\n" in alone
     assert "Exchange" not in alone
-    assert "with sequence_parallel_size=4, the largest that this run can have." in alone
+    assert "with sequence_parallel_size=4, the largest that this run can have;" in alone
     refused = invoke("plan", {**run, "sequence_parallel_size": 2}, *flags, "1", "--engine", "zero3")
     assert "DeepSpeed (use FSDP2 or DDP)" in str(refused.exception)
 

@@ -217,7 +217,7 @@ def fits(device: float, sizes: list[int], tokens: int = 8 * 65536) -> str:
 
 def test_a_plan_suggests_the_smallest_size_with_which_a_completion_fits():
     """18 GB of weights and their gradients; activations of a completion 19.4, 9.7 and 4.9 GB; logits 0.3 GB."""
-    assert fits(40, [1], tokens=65536) == "Training fits 40 GB."
+    assert fits(40, [1], tokens=65536) == "Training fits 40 GB; the rollout's memory is below."
     assert "not fit 40 GB; with sequence_parallel_size=1 and per_device_train_batch_size=1" in fits(40, [1, 2, 4])
     assert "not fit 30 GB; with sequence_parallel_size=2 and" in fits(30, [1, 2, 4])
     assert "not fit 24 GB; with sequence_parallel_size=4 and" in fits(24, [1, 2, 4])
