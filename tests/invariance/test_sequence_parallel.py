@@ -72,7 +72,8 @@ def test_a_member_without_memory_ends_the_run_and_says_what_helps(tmp_path: Path
 def test_an_error_of_one_member_ends_the_run(tmp_path: Path, fault):
     bench = Bench(tmp_path)
     run = bench.run("kl", 2, name="failing", sequence_parallel_size=2, rewards=(fault,))
-    with pytest.raises(LaunchError, match="is out"):
+    # whichever process is heard first; one that waited would take too long
+    with pytest.raises(LaunchError, match=r"is out|shares this one's micro-batches has failed"):
         run_all([run], 2, timeout_s=60)
 
 
