@@ -20,6 +20,7 @@ from .objectives import GENERATIONS
 from .policy import LONGEST, PROMPTS, model, reward, tokenizer
 
 STEP, ROLLOUT = 256, 4096  # completions; every step has all prompts equally often
+PROMPT_ROWS = list(PROMPTS) * (2 * ROLLOUT // GENERATIONS // len(PROMPTS))
 
 
 class Noting(torch.optim.Optimizer):
@@ -48,27 +49,28 @@ def gradients(
 
     Gradients from the same completions are averaged. A reference model has the parameters of `model`.
     """
-    policy, passes = model(), max(settings.get("num_iterations", 1), len(places))
+    policy, step = model(), settings.get("global_batch_size", STEP)
+    passes, steps = max(settings.get("num_iterations", 1), len(places)), ROLLOUT // step
     base = {
-        **{"global_batch_size": STEP, "rollout_batch_size": ROLLOUT, "per_device_train_batch_size": STEP},
+        **{"global_batch_size": STEP, "rollout_batch_size": ROLLOUT, "per_device_train_batch_size": step},
         **{"num_generations": GENERATIONS, "max_completion_length": LONGEST, "rollout_chunk_size": None},
-        **{"max_steps": completions // STEP * passes, "max_grad_norm": 0.0, "shuffle_dataset": False},
+        **{"max_steps": completions // step * passes, "max_grad_norm": 0.0, "shuffle_dataset": False},
         **{"loss_aggregation": "sequence_sum", "use_cpu": True, "trail": False, "logging_steps": 10**6},
     }
     if "scale_rewards" not in settings:
         base["advantage_estimator"] = "group_centered"
-    noting = Noting(policy, places, ROLLOUT // STEP)
+    noting = Noting(policy, places, steps)
     trainer = cls(
         model=policy,
         reward_funcs=reward,
         args=GRPOConfig(**config_kwargs(folder, **{**base, **settings})),
-        train_dataset=Dataset.from_dict({"prompt": list(PROMPTS) * (ROLLOUT // GENERATIONS // len(PROMPTS))}),
+        train_dataset=Dataset.from_dict({"prompt": PROMPT_ROWS}),
         processing_class=tokenizer(),
         optimizers=(noting, torch.optim.lr_scheduler.LambdaLR(noting, lambda _: 1.0)),
     )
     noting.place()
     trainer.train()
-    by_pass = torch.stack(noting.gradients).view(-1, passes, ROLLOUT // STEP, len(places[0]))
+    by_pass = torch.stack(noting.gradients).view(-1, passes, steps, len(places[0]))
     return (by_pass[:, -1] if len(places) > 1 else by_pass.mean(1)).flatten(0, 1)
 
 
@@ -78,10 +80,11 @@ class Comparison:
 
     factor: float  # the mean is this many times the exact gradient, and what is left
     factor_error: float  # one standard error
-    left: float  # the norm of what is left, over that of the fitted gradient; without the noise
-    norm: float  # the norm of what is left, as the standard errors of equal probability
-    projection: float  # what is left along a fixed direction, in standard errors
-    noise: float  # the variance of one step's gradient, over the mean's squared norm
+    left: float  # the norm of what is left without its noise, over that of the fitted gradient
+    smallest: float  # what `left` has to be for `norm` to reach about 4
+    norm: float  # of what is left, as a normal deviate of the same probability
+    projection: float  # of what is left on a fixed direction, in standard errors
+    noise: float  # the variance of a block's gradient, over the squared norm of the mean
 
     @property
     def biased(self) -> bool:
@@ -91,30 +94,25 @@ class Comparison:
 def compare(gradients_MD: torch.Tensor, exact_D: torch.Tensor, direction_D: torch.Tensor) -> Comparison:
     """Fit the exact gradient and test what is left of the mean; errors are those of independent blocks.
 
-    Under no bias, M times the squared norm of the mean of what is left is a weighted sum of chi-squares. A chi-square
-    of the same mean and variance (Satterthwaite) and its cube root (Wilson-Hilferty) give standard errors.
+    Without a bias, M times the squared norm of what is left is a weighted sum of chi-squares. A chi-square with its
+    mean and variance (Satterthwaite), and the cube root of that (Wilson-Hilferty), make it a normal deviate.
     """
-    blocks = len(gradients_MD)
-    unit_D = exact_D / exact_D.norm()
+    blocks, unit_D = len(gradients_MD), exact_D / exact_D.norm()
     along_M = gradients_MD @ unit_D
     left_MD = gradients_MD - along_M[:, None] * unit_D
-    gram_MM = left_MD @ left_MD.T
-    mean_D = left_MD.mean(0)
-    variance = (gram_MM.trace() / blocks - mean_D @ mean_D) * blocks / (blocks - 1)
+    mean_D, projected_M = left_MD.mean(0), left_MD @ direction_D
+    variance = left_MD.var(0).sum()  # the trace of the covariance, and below that of its square
     centred_MM = (left_MD - mean_D) @ (left_MD - mean_D).T
-    off = centred_MM - centred_MM.diag().diag()
-    squares = (off**2).sum() / (blocks * (blocks - 1))  # of the covariance: the trace of its square
-    freedom = variance**2 / squares
-    statistic = mean_D @ mean_D * blocks / variance
-    norm = (statistic.clamp(min=0) ** (1 / 3) - 1 + 2 / (9 * freedom)) * (4.5 * freedom).sqrt()
-    projected_M = left_MD @ direction_D
-    signal = (gradients_MD.mean(0) ** 2).sum() - gradients_MD.var(0).sum() / blocks
-    unbiased = float(mean_D @ mean_D - variance / blocks)
+    squares = (centred_MM - centred_MM.diag().diag()).square().sum() / (blocks * (blocks - 1))
+    freedom, statistic = variance**2 / squares, mean_D.square().sum() * blocks / variance
+    fitted = along_M.mean().abs()
+    signal = gradients_MD.mean(0).square().sum() - gradients_MD.var(0).sum() / blocks
     return Comparison(
         factor=float(along_M.mean() / exact_D.norm()),
         factor_error=float(along_M.std() / exact_D.norm()) / math.sqrt(blocks),
-        left=math.sqrt(max(unbiased, 0.0)) / abs(float(along_M.mean())),
-        norm=float(norm),
+        left=float((mean_D.square().sum() - variance / blocks).clamp(min=0).sqrt() / fitted),
+        smallest=float((4 / blocks * (2 * squares).sqrt()).sqrt() / fitted),
+        norm=float((statistic ** (1 / 3) - 1 + 2 / (9 * freedom)) * (4.5 * freedom).sqrt()),
         projection=float(projected_M.mean() / projected_M.std()) * math.sqrt(blocks),
         noise=float(gradients_MD.var(0).sum() / signal),
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from .policy import ENDED_N, LENGTHS_N, LONGEST, REWARDS_PN, Distribution, Objective
+from .policy import ENDED_N, LENGTHS_N, LONGEST, MASK_NT, REWARDS_PN, Distribution, Objective
 
 GENERATIONS = 8
 # coefficients of the completions of groups, from their rewards (C, G) and lengths (C, G)
@@ -92,6 +92,61 @@ def token_forward_kl(policy: Distribution) -> torch.Tensor:
     """The sum of KL(reference || policy) of the tokens, with the prefixes' probabilities held fixed."""
     ratio_PNT = (policy.reference_PNT - policy.logps_PNT).detach().exp()
     return _over_prefixes(policy, -ratio_PNT * policy.logps_PNT)
+
+
+def token_entropy(policy: Distribution) -> torch.Tensor:
+    """The entropy of the tokens, with the prefixes' probabilities held fixed, over the mean length."""
+    lengths = policy.mean(LENGTHS_N.double().expand_as(REWARDS_PN)).detach().mean()
+    return _over_prefixes(policy, -policy.logps_PNT.detach() * policy.logps_PNT) / lengths
+
+
+# the loss of a token, up to its advantage, from its ratio to the old policy (P, N, T) and log-probabilities; and
+# whether the advantage is positive (P, N, 1)
+TokenTerm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def surrogate(term: TokenTerm) -> Objective:
+    """The mean over completions of the old policy (here the reference) of their advantages times terms of their tokens.
+
+    With rewards of 0 and 1 the sign of an advantage is known from the reward alone.
+    """
+
+    def objective(policy: Distribution) -> torch.Tensor:
+        old_PN = policy.reference_PNT.sum(-1).exp()
+        above_PN = REWARDS_PN - (old_PN * REWARDS_PN).sum(1, keepdim=True)
+        ratio_PNT = (policy.logps_PNT - policy.reference_PNT).exp()
+        terms_PNT = term(ratio_PNT, policy.logps_PNT, REWARDS_PN[..., None] > 0)
+        return (old_PN * above_PN * (terms_PNT * MASK_NT).sum(-1)).sum(1).mean()
+
+    return objective
+
+
+def clipped(low: float, high: float) -> TokenTerm:
+    """The ratio, clipped from above for positive advantages and from below for negative ones (PPO, 1707.06347)."""
+    return lambda ratio, logps, positive: torch.where(positive, ratio.clamp(max=high), ratio.clamp(min=low))
+
+
+def mean_ratio(ratio_PNT: torch.Tensor) -> torch.Tensor:
+    """The geometric mean of a completion's ratios, for each of its tokens (GSPO, 2507.18071)."""
+    return ((ratio_PNT.log() * MASK_NT).sum(-1, keepdim=True) / LENGTHS_N[:, None]).exp().expand_as(ratio_PNT)
+
+
+def whole_ratio(ratio_PNT: torch.Tensor) -> torch.Tensor:
+    """The ratio of the whole completion, (P, N, 1), held fixed."""
+    return (ratio_PNT.detach().log() * MASK_NT).sum(-1, keepdim=True).exp()
+
+
+def vespo_term(ratio_PNT: torch.Tensor, logps_PNT: torch.Tensor, positive_PN1: torch.Tensor) -> torch.Tensor:
+    """VESPO's weight of a completion's ratio, with TRL's default constants, times the log-probabilities."""
+    ratio_PN1 = whole_ratio(ratio_PNT)
+    k, rate = torch.where(positive_PN1, 2.0, 3.0), torch.where(positive_PN1, 3.0, 2.0)
+    return (rate + k * ratio_PN1.log() - rate * ratio_PN1).exp() * logps_PNT
+
+
+def sapo_term(ratio_PNT: torch.Tensor, logps_PNT: torch.Tensor, positive_PN1: torch.Tensor) -> torch.Tensor:
+    """SAPO's gate with TRL's default temperatures (arXiv 2511.20347)."""
+    temperature = torch.where(positive_PN1, 1.0, 1.05)
+    return torch.sigmoid(temperature * (ratio_PNT - 1)) * 4 / temperature
 
 
 def of_groups(coefficient: Coefficient) -> Objective:

@@ -94,9 +94,19 @@ def log_probs(flat_D: torch.Tensor, temperature: float = 1.0, top_k: int = 0, to
     return logps_PNT.masked_fill(~MASK_NT, 0.0)
 
 
-def gradient(objective: Objective, at_D: torch.Tensor, reference_D: torch.Tensor, **filters: Any) -> torch.Tensor:
-    """The exact gradient of an objective, (D,), float64, at these parameters, for a policy with these filters."""
+def gradient(
+    objective: Objective,
+    at_D: torch.Tensor,
+    reference_D: torch.Tensor,
+    sampled: dict[str, Any] | None = None,
+    scored: dict[str, Any] | None = None,
+) -> torch.Tensor:
+    """The exact gradient of an objective, (D,), float64, at these parameters.
+
+    `sampled`: temperature and filters of the reference; `scored`: of the policy, by default the same.
+    """
     flat_D = at_D.clone().requires_grad_()
     with torch.no_grad():
-        reference_PNT = log_probs(reference_D)
-    return torch.autograd.grad(objective(Distribution(log_probs(flat_D, **filters), reference_PNT)), flat_D)[0]
+        reference_PNT = log_probs(reference_D, **(sampled or {}))
+    logps_PNT = log_probs(flat_D, **(sampled or {} if scored is None else scored))
+    return torch.autograd.grad(objective(Distribution(logps_PNT, reference_PNT)), flat_D)[0]
