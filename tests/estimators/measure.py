@@ -80,8 +80,8 @@ class Comparison:
 
     factor: float  # the mean is this many times the exact gradient, and what is left
     factor_error: float  # one standard error
-    left: float  # the norm of what is left without its noise, over that of the fitted gradient
-    smallest: float  # what `left` has to be for `norm` to reach about 4
+    left: float  # the norm of what is left, without its noise, over that of the mean gradient
+    smallest: float  # the least `left` for which `norm` comes to 4, on average
     norm: float  # of what is left, as a normal deviate of the same probability
     projection: float  # of what is left on a fixed direction, in standard errors
     noise: float  # the variance of a block's gradient, over the squared norm of the mean
@@ -89,6 +89,12 @@ class Comparison:
     @property
     def biased(self) -> bool:
         return max(self.norm, abs(self.projection)) > 4
+
+
+def left_over(found_D: torch.Tensor, exact_D: torch.Tensor) -> float:
+    """The norm of what is left of a gradient beside an exact one, over the gradient's own norm."""
+    fitted_D = found_D @ exact_D / (exact_D @ exact_D) * exact_D
+    return float((found_D - fitted_D).norm() / found_D.norm())
 
 
 def compare(gradients_MD: torch.Tensor, exact_D: torch.Tensor, direction_D: torch.Tensor) -> Comparison:
@@ -105,14 +111,16 @@ def compare(gradients_MD: torch.Tensor, exact_D: torch.Tensor, direction_D: torc
     centred_MM = (left_MD - mean_D) @ (left_MD - mean_D).T
     squares = (centred_MM - centred_MM.diag().diag()).square().sum() / (blocks * (blocks - 1))
     freedom, statistic = variance**2 / squares, mean_D.square().sum() * blocks / variance
-    fitted = along_M.mean().abs()
+    centre, deviation = 1 - 2 / (9 * freedom), (2 / (9 * freedom)).sqrt()  # of the cube root, without a bias
+    without_noise = (mean_D.square().sum() - variance / blocks).clamp(min=0)
+    undetected = ((centre + 4 * deviation) ** 3 - 1) * variance / blocks
     signal = gradients_MD.mean(0).square().sum() - gradients_MD.var(0).sum() / blocks
     return Comparison(
         factor=float(along_M.mean() / exact_D.norm()),
         factor_error=float(along_M.std() / exact_D.norm()) / math.sqrt(blocks),
-        left=float((mean_D.square().sum() - variance / blocks).clamp(min=0).sqrt() / fitted),
-        smallest=float((4 / blocks * (2 * squares).sqrt()).sqrt() / fitted),
-        norm=float((statistic ** (1 / 3) - 1 + 2 / (9 * freedom)) * (4.5 * freedom).sqrt()),
+        left=float((without_noise / signal).sqrt()),
+        smallest=float((undetected / signal).sqrt()),
+        norm=float((statistic ** (1 / 3) - centre) / deviation),
         projection=float(projected_M.mean() / projected_M.std()) * math.sqrt(blocks),
         noise=float(gradients_MD.var(0).sum() / signal),
     )

@@ -41,10 +41,8 @@ def pass_at(k: int) -> Objective:
 def truncated_likelihood(order: int) -> Objective:
     """The log-likelihood of a reward of 1, as a series of pass@k / k cut after `order` terms (MaxRL, 2602.02710)."""
 
-    def objective(policy: Distribution) -> torch.Tensor:
-        return sum(pass_at(k)(policy) / k for k in range(1, order + 1))
-
-    return objective
+    orders_K = torch.arange(1, order + 1)
+    return lambda policy: ((1 - (1 - pass_rates(policy)[:, None]) ** orders_K) / orders_K).sum(1).mean()
 
 
 def per_token(policy: Distribution) -> torch.Tensor:
@@ -126,6 +124,15 @@ def clipped(low: float, high: float) -> TokenTerm:
     return lambda ratio, logps, positive: torch.where(positive, ratio.clamp(max=high), ratio.clamp(min=low))
 
 
+def distance(policy: Distribution) -> tuple[float, float]:
+    """KL(old policy || policy) in nats per token, and the share of tokens clipped at 0.8 and 1.2, on old samples."""
+    weights_PNT = policy.reference_PNT.sum(-1, keepdim=True).exp() * MASK_NT
+    ratio_PNT, positive_PN1 = (policy.logps_PNT - policy.reference_PNT).exp(), REWARDS_PN[..., None] > 0
+    outside_PNT = torch.where(positive_PN1, ratio_PNT > 1.2, ratio_PNT < 0.8)
+    means = [(weights_PNT * values).sum() / weights_PNT.sum() for values in (-ratio_PNT.log(), outside_PNT)]
+    return float(means[0]), float(means[1])
+
+
 def mean_ratio(ratio_PNT: torch.Tensor) -> torch.Tensor:
     """The geometric mean of a completion's ratios, for each of its tokens (GSPO, 2507.18071)."""
     return ((ratio_PNT.log() * MASK_NT).sum(-1, keepdim=True) / LENGTHS_N[:, None]).exp().expand_as(ratio_PNT)
@@ -162,7 +169,7 @@ def of_groups(coefficient: Coefficient) -> Objective:
 
     def objective(policy: Distribution) -> torch.Tensor:
         with torch.no_grad():
-            kinds_KPN = torch.stack([(REWARDS_PN == r) & (LENGTHS_N == n) for r, n in kinds])
+            kinds_KPN = torch.stack([(r == REWARDS_PN) & (n == LENGTHS_N) for r, n in kinds])
             shares_PK = torch.stack([policy.mean(kind_PN.double()) for kind_PN in kinds_KPN], dim=1)
             chances_PC = ways_C * (shares_PK[:, None] ** counts_CK).prod(-1)
             expected_PN = torch.zeros_like(REWARDS_PN)

@@ -16,7 +16,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.algorithms.advantages import ESTIMATORS
 
 from . import objectives as of
-from .measure import Comparison, compare, gradients
+from .measure import Comparison, compare, gradients, left_over
 from .objectives import GENERATIONS, Objective, TokenTerm, clipped, of_groups, plus, surrogate
 from .policy import flat_parameters, gradient
 from .sampler import engine_parameters, noisy_engine
@@ -36,30 +36,43 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting; the first target is what it is documented to follow, a second one what it follows instead."""
+    """A setting; the first target is what one might expect it to follow, the last what it follows in fact."""
 
     name: str
     settings: dict[str, Any]
     targets: tuple[Target, ...]
-    remark: str = ""
+    why: str = ""
     where: str = "start"  # a key of `places`
     cls: type[GRPOTrainer] = GRPOTrainer
 
 
+STEP_SIZE = 0.002
+
+
+def moved_by(step_size: float) -> torch.Tensor:
+    """The parameters of the start after a step as Adam's first one, along the exact gradient, (D,)."""
+    start = flat_parameters()
+    return start + step_size * gradient(of.expected_reward, start, start).sign()
+
+
 @cache
 def places() -> dict[str, tuple[list[torch.Tensor], torch.Tensor]]:
-    """Where the policy is in turn, and the parameters of the reference: of the old policy, the engine or the KL term.
-
-    "moved" is as far from the start as a step of Adam with a learning rate of 0.002 along the exact gradient.
-    """
-    start = flat_parameters()
-    moved = start + 0.002 * gradient(of.expected_reward, start, start).sign()
+    """Where the policy is in turn, and the reference: the old policy, the engine, or the model of the KL term."""
+    start, moved = flat_parameters(), moved_by(STEP_SIZE)
     return {
         "start": ([start], start),
         "moved": ([moved], start),
         "old": ([start, moved], start),
         "engine": ([start], engine_parameters()),
     }
+
+
+def ratio(ratio_PNT: torch.Tensor, logps_PNT: torch.Tensor, positive_PN1: torch.Tensor) -> torch.Tensor:
+    return ratio_PNT
+
+
+def log_probability(ratio_PNT: torch.Tensor, logps_PNT: torch.Tensor, positive_PN1: torch.Tensor) -> torch.Tensor:
+    return logps_PNT
 
 
 def in_groups(estimator: str, aggregation: str = "sum") -> Objective:
@@ -88,12 +101,16 @@ class WithoutLastToken(GRPOTrainer):
 
 REWARD = Target("expected reward", of.expected_reward)
 PER_TOKEN = Target("expected reward per token", of.per_token)
-WHOLE = Target("the same without temperature and filters", of.expected_reward, unfiltered=True)
+WHOLE = Target("expected reward of the whole policy, at temperature 1", of.expected_reward, unfiltered=True)
 LENGTH = Target("expected length", of.expected_length)
 LAG = {"rollout_lag": 1}
 NO_CLIPPING = {**LAG, "epsilon": 1e6}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 REPLAY = {"sampling_mask": "replay"}
+CLIPPING = (
+    "tokens that moved as their advantage asks have no gradient any more (a trust region); the rest points elsewhere"
+)
+PREFIXES = "ratios of tokens, not of their prefixes: first order in the move, as in PPO (1707.06347)"
 KL = {"advantage_estimator": "leave_one_out", "beta": 0.5}
 
 
@@ -101,38 +118,30 @@ def _words(settings: dict[str, Any]) -> str:
     return "`" + ", ".join(f"{name}={value!r}" for name, value in settings.items()) + "`"
 
 
-def _row(*targets: Target, remark: str = "", **settings: Any) -> Row:
-    return Row(_words(settings), settings, targets, remark)
+def _row(*targets: Target, why: str = "", **settings: Any) -> Row:
+    return Row(_words(settings), settings, targets, why)
 
 
-def _loss(*targets: Target, remark: str = "", **settings: Any) -> Row:
+def _loss(*targets: Target, why: str = "", **settings: Any) -> Row:
     """With the loss type's own aggregation."""
-    return Row(_words(settings), {"loss_aggregation": None, **settings}, targets, remark)
+    return Row(_words(settings), {"loss_aggregation": None, **settings}, targets, why)
 
 
-def _off_policy(name: str, settings: dict[str, Any], follows: str, term: TokenTerm, remark: str = "") -> Row:
-    return Row(name, settings, (REWARD, Target(follows, surrogate(term))), remark, where="old")
+def _off_policy(name: str, settings: dict[str, Any], follows: str, term: TokenTerm, why: str = "") -> Row:
+    return Row(name, settings, (REWARD, Target(follows, surrogate(term))), why, where="old")
 
 
-def _vllm(name: str, term: TokenTerm, remark: str = "", **settings: Any) -> Row:
+def _vllm(name: str, term: TokenTerm, why: str = "", **settings: Any) -> Row:
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_check": False}
     settings = {f"vllm_importance_sampling_{key}": value for key, value in settings.items()}
     targets = (REWARD, Target("the engine's completions, weighted so", surrogate(term)))
-    return Row(name, {**vllm, **settings}, targets, remark, where="engine")
+    return Row(name, {**vllm, **settings}, targets, why, where="engine")
 
 
-def _sampled(remark: str = "", **settings: Any) -> Row:
+def _sampled(why: str = "", **settings: Any) -> Row:
     """A filter without replay: log-probabilities of the whole vocabulary on samples of the filtered one."""
     scored = Target("samples scored over the whole vocabulary", surrogate(log_probability), unfiltered=True)
-    return _row(REWARD, scored, WHOLE, remark=remark, **settings)
-
-
-def ratio(ratio_PNT: torch.Tensor, logps_PNT: torch.Tensor, positive_PN1: torch.Tensor) -> torch.Tensor:
-    return ratio_PNT
-
-
-def log_probability(ratio_PNT: torch.Tensor, logps_PNT: torch.Tensor, positive_PN1: torch.Tensor) -> torch.Tensor:
-    return logps_PNT
+    return _row(WHOLE, REWARD, scored, why=why, **settings)
 
 
 PLANTED = (
@@ -142,63 +151,97 @@ PLANTED = (
 )
 
 ROWS = (
-    _row(REWARD, advantage_estimator="group_centered"),
+    _row(REWARD, advantage_estimator="group_centered", why="the mean holds a completion's own reward: 7/8"),
     _row(REWARD, advantage_estimator="leave_one_out"),
     _row(
         REWARD,
         Target("expected reward, prompts over their deviation", of.over_deviation),
         Target("the mean over groups of 8", in_groups("group_standardized")),
         advantage_estimator="group_standardized",
+        why="over the deviation of 8 rewards: prompts whose groups are often constant get less than 1/deviation",
     ),
-    _row(REWARD, advantage_estimator="reinforce_plus_plus_baseline"),
-    _row(REWARD, scale_rewards="batch"),
-    _loss(REWARD, PER_TOKEN, loss_type="grpo"),
-    _loss(REWARD, loss_type="dr_grpo"),
-    _loss(REWARD, loss_type="bnpo"),
-    _loss(REWARD, loss_type="dapo"),
+    _row(REWARD, advantage_estimator="reinforce_plus_plus_baseline", why="one deviation for the batch: a scale"),
+    _row(REWARD, scale_rewards="batch", why="one deviation for the batch: a scale"),
+    _loss(
+        REWARD,
+        PER_TOKEN,
+        loss_type="grpo",
+        why="each completion over its own length: short answers, right or wrong, weigh more (Dr. GRPO, 2503.20783)",
+    ),
+    _loss(REWARD, loss_type="dr_grpo", why="over max_completion_length: a scale"),
+    _loss(REWARD, loss_type="bnpo", why="over the mean length: a scale"),
+    _loss(REWARD, loss_type="dapo", why="over the mean length: a scale"),
     _loss(REWARD, loss_type="luspo", **SEQUENCE),
-    _loss(REWARD, loss_type="cispo"),
+    _loss(
+        REWARD,
+        loss_type="cispo",
+        why="TRL's default caps the ratio at 0.2, the paper at about 5: a fifth of the next row",
+    ),
     _loss(REWARD, loss_type="cispo", epsilon_high=5.0),
-    _loss(REWARD, PER_TOKEN, loss_type="sapo"),
+    _loss(REWARD, PER_TOKEN, loss_type="sapo", why="as grpo: the mean over its own tokens is its default"),
     _loss(REWARD, loss_type="vespo"),
     _row(REWARD, loss_aggregation="token_mean"),
-    _row(REWARD, loss_aggregation="token_mean", global_batch_size=32),
-    _row(REWARD, PER_TOKEN, loss_aggregation="sequence_mean"),
+    _row(
+        REWARD,
+        loss_aggregation="token_mean",
+        global_batch_size=32,
+        why="the tokens of a small step depend on the answers; too little to be seen",
+    ),
+    _row(REWARD, PER_TOKEN, loss_aggregation="sequence_mean", why="as grpo"),
     _row(REWARD, loss_aggregation="sequence_sum_norm"),
     _row(
         REWARD,
         Target("expected reward, prompts over their mean length", of.over_mean_length),
         Target("the mean over groups of 8", in_groups("group_centered", "prompt")),
         loss_aggregation="prompt_mean",
+        why="over the tokens of the prompt's group: prompts with short answers weigh more",
     ),
     _row(REWARD, **SEQUENCE),
-    _row(REWARD, num_iterations=2),
-    _off_policy("`num_iterations=2`, second pass", {"num_iterations": 2}, "ratios, clipped", clipped(0.8, 1.2)),
-    _off_policy("`rollout_lag=1`", LAG, "ratios, clipped", clipped(0.8, 1.2)),
-    _off_policy("`rollout_lag=1`, no clipping", NO_CLIPPING, "ratios of tokens", ratio),
+    _row(REWARD, num_iterations=2, why="where the first pass does not move the policy"),
+    _off_policy(
+        "`num_iterations=2`, second pass", {"num_iterations": 2}, "ratios, clipped", clipped(0.8, 1.2), CLIPPING
+    ),
+    _off_policy("`rollout_lag=1`", LAG, "ratios, clipped", clipped(0.8, 1.2), CLIPPING),
+    _off_policy("`rollout_lag=1`, no clipping", NO_CLIPPING, "ratios of tokens", ratio, PREFIXES),
     _off_policy(
         "`rollout_lag=1`, no clipping, `importance_sampling_level='sequence'`",
         {**NO_CLIPPING, **SEQUENCE},
         "mean ratios of completions (GSPO)",
         lambda ratio, logps, positive: of.mean_ratio(ratio),
+        "the root of a completion's ratio, not the ratio",
     ),
     _off_policy(
         "`rollout_lag=1, loss_type='cispo', epsilon_high=5.0`",
         {**LAG, "loss_type": "cispo", "epsilon_high": 5.0},
         "ratios of tokens, at most 5",
         lambda ratio, logps, positive: ratio.clamp(max=5).detach() * logps,
+        PREFIXES,
     ),
-    _off_policy("`rollout_lag=1, loss_type='sapo'`", {**LAG, "loss_type": "sapo"}, "SAPO's gate", of.sapo_term),
-    _off_policy("`rollout_lag=1, loss_type='vespo'`", {**LAG, "loss_type": "vespo"}, "VESPO's weights", of.vespo_term),
-    _row(REWARD, WHOLE, temperature=0.7),
-    _sampled(top_k=4),
-    _row(REWARD, WHOLE, top_k=4, **REPLAY),
-    _sampled(top_p=0.8),
-    _row(REWARD, WHOLE, top_p=0.8, **REPLAY),
+    _off_policy(
+        "`rollout_lag=1, loss_type='sapo'`", {**LAG, "loss_type": "sapo"}, "SAPO's gate", of.sapo_term, PREFIXES
+    ),
+    _off_policy(
+        "`rollout_lag=1, loss_type='vespo'`",
+        {**LAG, "loss_type": "vespo"},
+        "VESPO's weights",
+        of.vespo_term,
+        "completions far from the old policy weigh less, on purpose",
+    ),
+    _row(
+        WHOLE,
+        REWARD,
+        temperature=0.7,
+        why="the reward at the temperature that samples; replay and log-probabilities follow it",
+    ),
+    _sampled(top_k=4, why="the filter is in the samples but not in their log-probabilities"),
+    _row(WHOLE, REWARD, top_k=4, **REPLAY, why="the reward of the filtered policy, exactly"),
+    _sampled(top_p=0.8, why="as top_k"),
+    _row(WHOLE, REWARD, top_p=0.8, **REPLAY, why="the reward of the filtered policy, exactly"),
     _row(
         REWARD,
         Target("the same, cut-off answers score their prompt's mean", of.ended_only),
         mask_truncated_completions=True,
+        why="a cut-off answer has no loss, whatever its reward",
     ),
     Row(
         "`beta=0.5`, reference elsewhere",
@@ -207,6 +250,7 @@ ROWS = (
             Target("expected reward - 0.5 KL(policy, reference)", plus(of.expected_reward, -0.5, of.reverse_kl)),
             Target("the same KL per token, prefixes fixed", plus(of.expected_reward, -0.5, of.token_reverse_kl)),
         ),
+        "what a token does to the KL of later tokens is left out (2506.09477)",
         where="moved",
     ),
     Row(
@@ -218,6 +262,7 @@ ROWS = (
                 "KL(reference, policy) per token, prefixes fixed", plus(of.expected_reward, -0.5, of.token_forward_kl)
             ),
         ),
+        "without the ratio the k3 term has the gradient of the other KL (2506.09477)",
         where="moved",
     ),
     _row(
@@ -227,10 +272,20 @@ ROWS = (
         ),
         advantage_estimator="leave_one_out",
         entropy_coef=0.3,
+        why="what a token does to the entropy of later tokens is left out",
     ),
-    _row(REWARD, top_entropy_quantile=0.5),
-    _row(REWARD, dynamic_sampling=True),
-    _vllm("vLLM that rounds, no correction", log_probability, correction=False),
+    _row(REWARD, top_entropy_quantile=0.5, why="tokens below the quantile do not learn (2506.01939)"),
+    _row(
+        REWARD,
+        dynamic_sampling=True,
+        why="constant groups are replaced by others: a scale, and less variance for each completion that trains",
+    ),
+    _vllm(
+        "vLLM with noise in its weights, no correction",
+        log_probability,
+        "the samples are those of another policy",
+        correction=False,
+    ),
     _vllm("the same, `token_truncate`", lambda r, logps, _: r.clamp(max=3).detach() * logps, mode="token_truncate"),
     _vllm("the same, `token_mask`", lambda r, logps, _: (r * (r <= 3)).detach() * logps, mode="token_mask"),
     _vllm(
@@ -247,8 +302,11 @@ ROWS = (
 )
 
 
-def measured(row: Row, completions: int) -> list[Comparison]:
-    """The gradients that a row's trainer computes from this many completions, beside each of the row's targets."""
+def measured(row: Row, completions: int) -> list[tuple[Comparison, float]]:
+    """The gradients that a row's trainer computes from this many completions, beside each of the row's targets.
+
+    And what is left of the last target's exact gradient beside the target.
+    """
     turns, reference = places()[row.where]
     with TemporaryDirectory() as folder, noisy_engine() if row.where == "engine" else nullcontext():
         gradients_MD = gradients(Path(folder), completions, turns, row.cls, **row.settings)
@@ -257,5 +315,6 @@ def measured(row: Row, completions: int) -> list[Comparison]:
     def exact(target: Target) -> torch.Tensor:
         return gradient(target.objective, turns[-1], reference, filters, {} if target.unfiltered else filters)
 
+    exact_TD = [exact(target) for target in row.targets]
     length_D = exact(LENGTH)
-    return [compare(gradients_MD, exact(target), length_D) for target in row.targets]
+    return [(compare(gradients_MD, exact_D, length_D), left_over(exact_TD[-1], exact_D)) for exact_D in exact_TD]

@@ -33,14 +33,14 @@ def noisy(mean_D: torch.Tensor, blocks: int = 64) -> torch.Tensor:
 
 
 def test_the_base_row_follows_the_expected_reward():
-    (found,) = measured(ROWS[0], COMPLETIONS)
+    ((found, _),) = measured(ROWS[0], COMPLETIONS)
     assert not found.biased, found
     assert abs(found.factor - CENTRED) < 4 * found.factor_error, found
 
 
 @pytest.mark.parametrize("row", [PLANTED[0], *(pytest.param(row, marks=pytest.mark.full) for row in PLANTED[1:])])
 def test_a_planted_bias_is_found(row):
-    found = measured(row, COMPLETIONS)[0]
+    found, _ = measured(row, COMPLETIONS)[0]
     assert found.biased, found
 
 
@@ -86,7 +86,7 @@ def test_what_is_left_of_a_mean_gradient_is_measured_without_its_noise():
 
 def test_the_norm_of_pure_noise_is_a_normal_deviate():
     reward, length = exact(of.expected_reward), exact(of.expected_length)
-    blocks = noisy(0.1 * reward, 64 * 200).view(200, 64, -1)
+    blocks = noisy(0.1 * reward, 64 * 100).view(100, 64, -1)
     norms = torch.tensor([compare(each, reward, length).norm for each in blocks])
-    assert abs(float(norms.mean())) < 0.3
+    assert abs(float(norms.mean())) < 0.4
     assert float(norms.std()) == pytest.approx(1, abs=0.2)
