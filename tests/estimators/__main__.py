@@ -15,7 +15,7 @@ from tests.estimators.rows import ROWS, Row, log_probability, measured, moved_by
 
 COMPLETIONS = 32_768
 HEADER = """\
-| setting | beside the gradient of | factor | left over (exact) | norm, projection | variance | why |
+| change | beside the gradient of | factor | left over (exact) | in standard errors | variance | why |
 |---|---|---|---|---|---|---|"""
 
 

@@ -101,15 +101,13 @@ class WithoutLastToken(GRPOTrainer):
 
 REWARD = Target("expected reward", of.expected_reward)
 PER_TOKEN = Target("expected reward per token", of.per_token)
-WHOLE = Target("expected reward of the whole policy, at temperature 1", of.expected_reward, unfiltered=True)
+WHOLE = Target("expected reward of the whole policy at temperature 1", of.expected_reward, unfiltered=True)
 LENGTH = Target("expected length", of.expected_length)
 LAG = {"rollout_lag": 1}
 NO_CLIPPING = {**LAG, "epsilon": 1e6}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 REPLAY = {"sampling_mask": "replay"}
-CLIPPING = (
-    "tokens that moved as their advantage asks have no gradient any more (a trust region); the rest points elsewhere"
-)
+CLIPPING = "tokens that moved as their advantage asks are left out (a trust region, PPO); the rest points elsewhere"
 PREFIXES = "ratios of tokens, not of their prefixes: first order in the move, as in PPO (1707.06347)"
 KL = {"advantage_estimator": "leave_one_out", "beta": 0.5}
 
@@ -144,6 +142,8 @@ def _sampled(why: str = "", **settings: Any) -> Row:
     return _row(WHOLE, REWARD, scored, why=why, **settings)
 
 
+FORWARD = plus(of.expected_reward, -0.5, of.token_forward_kl)
+
 PLANTED = (
     Row("planted: the last token carries no loss", {}, (REWARD,), cls=WithoutLastToken),
     Row("planted: a baseline that grows with the completion's own length", {}, (REWARD,), cls=OwnLengthBaseline),
@@ -168,17 +168,17 @@ ROWS = (
         loss_type="grpo",
         why="each completion over its own length: short answers, right or wrong, weigh more (Dr. GRPO, 2503.20783)",
     ),
-    _loss(REWARD, loss_type="dr_grpo", why="over max_completion_length: a scale"),
+    _loss(REWARD, loss_type="dr_grpo", why="over `max_completion_length`: a scale"),
     _loss(REWARD, loss_type="bnpo", why="over the mean length: a scale"),
     _loss(REWARD, loss_type="dapo", why="over the mean length: a scale"),
     _loss(REWARD, loss_type="luspo", **SEQUENCE),
     _loss(
         REWARD,
         loss_type="cispo",
-        why="TRL's default caps the ratio at 0.2, the paper at about 5: a fifth of the next row",
+        why="TRL's default `epsilon_high=0.2` caps every ratio at 0.2: a fifth of the next row",
     ),
     _loss(REWARD, loss_type="cispo", epsilon_high=5.0),
-    _loss(REWARD, PER_TOKEN, loss_type="sapo", why="as grpo: the mean over its own tokens is its default"),
+    _loss(REWARD, PER_TOKEN, loss_type="sapo", why="`sequence_mean` is its default"),
     _loss(REWARD, loss_type="vespo"),
     _row(REWARD, loss_aggregation="token_mean"),
     _row(
@@ -187,7 +187,7 @@ ROWS = (
         global_batch_size=32,
         why="the tokens of a small step depend on the answers; too little to be seen",
     ),
-    _row(REWARD, PER_TOKEN, loss_aggregation="sequence_mean", why="as grpo"),
+    _row(REWARD, PER_TOKEN, loss_aggregation="sequence_mean", why="as `grpo`"),
     _row(REWARD, loss_aggregation="sequence_sum_norm"),
     _row(
         REWARD,
@@ -231,15 +231,15 @@ ROWS = (
         WHOLE,
         REWARD,
         temperature=0.7,
-        why="the reward at the temperature that samples; replay and log-probabilities follow it",
+        why="the reward at the temperature that samples",
     ),
     _sampled(top_k=4, why="the filter is in the samples but not in their log-probabilities"),
-    _row(WHOLE, REWARD, top_k=4, **REPLAY, why="the reward of the filtered policy, exactly"),
-    _sampled(top_p=0.8, why="as top_k"),
-    _row(WHOLE, REWARD, top_p=0.8, **REPLAY, why="the reward of the filtered policy, exactly"),
+    _row(WHOLE, REWARD, top_k=4, **REPLAY, why="the reward of the filtered policy"),
+    _sampled(top_p=0.8, why="as `top_k`"),
+    _row(WHOLE, REWARD, top_p=0.8, **REPLAY, why="the reward of the filtered policy"),
     _row(
         REWARD,
-        Target("the same, cut-off answers score their prompt's mean", of.ended_only),
+        Target("the same where cut-off answers score the prompt's mean", of.ended_only),
         mask_truncated_completions=True,
         why="a cut-off answer has no loss, whatever its reward",
     ),
@@ -248,7 +248,7 @@ ROWS = (
         KL,
         (
             Target("expected reward - 0.5 KL(policy, reference)", plus(of.expected_reward, -0.5, of.reverse_kl)),
-            Target("the same KL per token, prefixes fixed", plus(of.expected_reward, -0.5, of.token_reverse_kl)),
+            Target("the same with KL per token, prefixes fixed", plus(of.expected_reward, -0.5, of.token_reverse_kl)),
         ),
         "what a token does to the KL of later tokens is left out (2506.09477)",
         where="moved",
@@ -258,9 +258,7 @@ ROWS = (
         {**KL, "use_bias_correction_kl": False},
         (
             Target("expected reward - 0.5 KL(policy, reference)", plus(of.expected_reward, -0.5, of.reverse_kl)),
-            Target(
-                "KL(reference, policy) per token, prefixes fixed", plus(of.expected_reward, -0.5, of.token_forward_kl)
-            ),
+            Target("the same with KL(reference, policy) per token, prefixes fixed", FORWARD),
         ),
         "without the ratio the k3 term has the gradient of the other KL (2506.09477)",
         where="moved",
@@ -278,23 +276,25 @@ ROWS = (
     _row(
         REWARD,
         dynamic_sampling=True,
-        why="constant groups are replaced by others: a scale, and less variance for each completion that trains",
+        why="constant groups are replaced: a scale, and less variance for each completion that trains",
     ),
     _vllm(
-        "vLLM with noise in its weights, no correction",
+        "vLLM whose weights have noise, no correction",
         log_probability,
         "the samples are those of another policy",
         correction=False,
     ),
-    _vllm("the same, `token_truncate`", lambda r, logps, _: r.clamp(max=3).detach() * logps, mode="token_truncate"),
-    _vllm("the same, `token_mask`", lambda r, logps, _: (r * (r <= 3)).detach() * logps, mode="token_mask"),
     _vllm(
-        "the same, `sequence_truncate`",
+        "its `token_truncate` correction", lambda r, logps, _: r.clamp(max=3).detach() * logps, mode="token_truncate"
+    ),
+    _vllm("its `token_mask` correction", lambda r, logps, _: (r * (r <= 3)).detach() * logps, mode="token_mask"),
+    _vllm(
+        "its `sequence_truncate` correction",
         lambda r, logps, _: of.whole_ratio(r).clamp(max=3) * logps,
         mode="sequence_truncate",
     ),
     _vllm(
-        "the same, `sequence_mask`",
+        "its `sequence_mask` correction",
         lambda r, logps, _: of.whole_ratio(r) * (of.whole_ratio(r) <= 3) * logps,
         mode="sequence_mask",
     ),
