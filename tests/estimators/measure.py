@@ -24,8 +24,7 @@ PROMPT_ROWS = list(PROMPTS) * (2 * ROLLOUT // GENERATIONS // len(PROMPTS))
 
 
 class Noting(torch.optim.Optimizer):
-    """Notes gradients instead of following them; `places` takes turns, each for the steps of one pass over a rollout
-    batch, beginning with the first."""
+    """Notes gradients instead of following them; `places` take turns, one for each pass over a rollout batch."""
 
     def __init__(self, policy: torch.nn.Module, places: list[torch.Tensor], steps: int) -> None:
         super().__init__(policy.parameters(), {"lr": 0.0})
@@ -52,7 +51,7 @@ def gradients(
     policy, step = model(), settings.get("global_batch_size", STEP)
     passes, steps = max(settings.get("num_iterations", 1), len(places)), ROLLOUT // step
     base = {
-        **{"global_batch_size": STEP, "rollout_batch_size": ROLLOUT, "per_device_train_batch_size": step},
+        **{"global_batch_size": step, "rollout_batch_size": ROLLOUT, "per_device_train_batch_size": step},
         **{"num_generations": GENERATIONS, "max_completion_length": LONGEST, "rollout_chunk_size": None},
         **{"max_steps": completions // step * passes, "max_grad_norm": 0.0, "shuffle_dataset": False},
         **{"loss_aggregation": "sequence_sum", "use_cpu": True, "trail": False, "logging_steps": 10**6},

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.algorithms.advantages import ESTIMATORS
+from grpo_ext.algorithms.advantages import group_centered, group_standardized
 
 from . import objectives as of
 from .measure import Comparison, compare, gradients, left_over
@@ -22,7 +22,6 @@ from .policy import flat_parameters, gradient
 from .sampler import engine_parameters, noisy_engine
 
 FILTERS = ("temperature", "top_k", "top_p")
-CENTRED = (GENERATIONS - 1) / GENERATIONS  # of `group_centered`: the mean holds a completion's own reward
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,8 @@ def log_probability(ratio_PNT: torch.Tensor, logps_PNT: torch.Tensor, positive_P
     return logps_PNT
 
 
-def in_groups(estimator: str, aggregation: str = "sum") -> Objective:
-    """The exact mean of an estimator of this package with an aggregation, over groups of 8."""
-    weights = {"sum": lambda n: 1.0, "mean": lambda n: 1 / n, "prompt": lambda n: n.size(1) / n.sum(1, keepdim=True)}
-    return of_groups(lambda rewards, n: ESTIMATORS[estimator](rewards) * weights[aggregation](n))
+def over_tokens_of_group(rewards_CG: torch.Tensor, lengths_CG: torch.Tensor) -> torch.Tensor:
+    return group_centered(rewards_CG) * GENERATIONS / lengths_CG.sum(1, keepdim=True)
 
 
 class OwnLengthBaseline(GRPOTrainer):
@@ -156,7 +153,7 @@ ROWS = (
     _row(
         REWARD,
         Target("expected reward, prompts over their deviation", of.over_deviation),
-        Target("the mean over groups of 8", in_groups("group_standardized")),
+        Target("the mean over groups of 8", of_groups(lambda rewards, lengths: group_standardized(rewards))),
         advantage_estimator="group_standardized",
         why="over the deviation of 8 rewards: prompts whose groups are often constant get less than 1/deviation",
     ),
@@ -192,7 +189,7 @@ ROWS = (
     _row(
         REWARD,
         Target("expected reward, prompts over their mean length", of.over_mean_length),
-        Target("the mean over groups of 8", in_groups("group_centered", "prompt")),
+        Target("the mean over groups of 8", of_groups(over_tokens_of_group)),
         loss_aggregation="prompt_mean",
         why="over the tokens of the prompt's group: prompts with short answers weigh more",
     ),

@@ -14,7 +14,7 @@ from .policy import COMPLETIONS, END, LENGTHS_N, PROMPTS, flat_parameters, log_p
 
 
 def engine_parameters() -> torch.Tensor:
-    """The policy's parameters with noise, (D,): about 0.01 nats per token away."""
+    """The policy's parameters with noise, (D,): 0.03 nats per token away."""
     noise_D = torch.randn(len(flat_parameters()), generator=torch.Generator().manual_seed(0))
     return flat_parameters() + 0.005 * noise_D.double()
 
