@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-real test test-full test-crash test-vllm test-trl test-min test-newest test-gpu wheels-gpu rehearse-gpu check bench lint format clean
+.PHONY: help setup train train-real test test-full test-crash test-vllm test-trl test-min test-newest test-gpu wheels-gpu rehearse-gpu check bench estimators lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,6 +126,9 @@ check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--ag
 
 bench: $(READY)  ## the reference shapes against stock TRL, by phase (under 20 minutes; ARGS=--long for all of them)
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+estimators: $(READY)  ## what each setting is the gradient of, on a policy that can be enumerated (a quarter of an hour)
+	@$(BIN)/python -m tests.estimators $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, and the sizes of files, functions and the package
 	@$(BIN)/ruff check .
