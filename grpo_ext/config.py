@@ -82,8 +82,13 @@ class GRPOConfig(trl.GRPOConfig):
     )
     advantage_estimator: str | None = setting(
         "How rewards become advantages: 'group_standardized' (GRPO), 'group_centered' (Dr. GRPO), "
-        "'leave_one_out' (RLOO), 'reinforce_plus_plus_baseline', a registered name, or path/to/file.py:function. "
-        "Default: what scale_rewards and multi_objective_aggregation say, as in TRL."
+        "'leave_one_out' (RLOO), 'reinforce_plus_plus_baseline', 'max_rl' (over the group's mean reward), 'pass_at_k' "
+        "(with advantage_k), 'optimal_baseline' (OPO: the mean weighted by length), a registered name, or "
+        "path/to/file.py:function. Default: what scale_rewards and multi_objective_aggregation say, as in TRL."
+    )
+    advantage_k: int | None = setting(
+        "With advantage_estimator='pass_at_k': the k of the pass@k that is trained, completions, 1 to "
+        "num_generations - 1. A reward passes at eval_pass_threshold; without one rewards have to be 0 or 1."
     )
     loss_aggregation: str | None = setting(
         "How token losses are added up: 'token_mean', 'sequence_mean', 'sequence_sum', 'sequence_sum_norm' (over "

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from threading import TIMEOUT_MAX
 from typing import Any
 
-from .algorithms.advantages import check_estimator
+from .algorithms.advantages import check_estimator, takes_keyword
 from .algorithms.losses import LossConfig
 from .algorithms.pass_at_k import logged_k
 from .batching.sizes import require_whole
@@ -84,11 +84,26 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
                 f"advantage_estimator={name!r} and scale_rewards={scale!r}, multi_objective_aggregation={several!r} "
                 "both determine how rewards become advantages; leave out the latter two."
             )
+    _check_advantage_k(name, settings["advantage_k"], settings["num_generations"])
     shared = settings["vllm_mode"] == "colocate" and settings["vllm_tensor_parallel_size"] > 1
     if settings["dynamic_sampling"] and settings["use_vllm"] and shared:
         raise ConfigError(
             "dynamic_sampling=True samples as many prompts as are missing, which may not divide evenly among "
             "processes, as tensor-parallel vLLM engines require; use vllm_tensor_parallel_size=1, or a server."
+        )
+
+
+def _check_advantage_k(estimator: str | None, k: Any, group: int) -> None:
+    if estimator is None or not takes_keyword(estimator, "advantage_k"):
+        if k is not None:
+            raise ConfigError(
+                f"advantage_k={k!r} has no effect with advantage_estimator={estimator!r}; use 'pass_at_k', or leave it "
+                "out."
+            )
+    elif not isinstance(k, int) or not 1 <= k < group:
+        raise ConfigError(
+            f"advantage_estimator={estimator!r} with advantage_k={k!r}: pass@k is compared between subsets of k "
+            f"completions of a group; use 1 to {group - 1} (num_generations - 1)."
         )
 
 

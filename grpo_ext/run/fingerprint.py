@@ -22,6 +22,7 @@ import transformers
 import trl
 from transformers.utils import get_json_schema
 
+from ..algorithms.advantages import takes_keyword
 from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
 from ..errors import CheckpointError, shortened
@@ -67,6 +68,8 @@ _EXTENSIONS = (
     *("sampling_mask", "routing_replay"),
     *("bitwise_invariant", *_BITWISE),
 )
+# further ones, absent where they are None: a fingerprint says nothing of what a run does not use
+_OPTIONAL = ("advantage_k", "eval_pass_threshold")
 # settings that may change within a rollout batch: they affect neither its completions nor their advantages
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
 # values that the optimizer's checkpoint holds: another value would have no effect, or could not be loaded
@@ -108,6 +111,10 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
     of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
     names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
     values = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
+    estimator, unused = args.advantage_estimator, set()
+    if estimator is None or not takes_keyword(estimator, "eval_pass_threshold"):
+        unused.add("eval_pass_threshold")  # it concerns evaluations only
+    values |= {n: value for n in _OPTIONAL if n not in unused and (value := getattr(args, n)) is not None}
     sizes = {name: size for name, size in dataclasses.asdict(geometry).items() if name not in LAYOUT_SIZES}
     return dict(sorted({**values, **sizes}.items()))
 
@@ -233,14 +240,19 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The differences as `name: (saved, current)`; not those of names that only one has, or that an engine shards."""
+    """The differences as `name: (saved, current)`.
+
+    Not those of weights that an engine shards, nor of names that only one has: the checkpoint is of another version.
+    An optional setting that is absent is off.
+    """
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
         model = {f"model.{part}": value for part, value in fingerprint["model"].items() if value is not None}
         return fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
 
     old, new = flat(saved), flat(current)
-    return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
+    both = old.keys() & new.keys() | ({*_OPTIONAL} if saved["settings"] else set())
+    return {n: (old.get(n), new.get(n)) for n in {**old, **new} if n in both and old.get(n) != new.get(n)}
 
 
 def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:

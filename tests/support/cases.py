@@ -154,6 +154,12 @@ CASES = {
     ),
     "cut_dynamic": Case({"dynamic_sampling": True, **CUT}, rewards=(sparse_reward,)),
     **AHEAD,
+    "max_rl": Case({"advantage_estimator": "max_rl", "rollout_lag": 1, **TWO_STEPS}, rewards=(sparse_reward,)),
+    "pass_at_k": Case(
+        {"advantage_estimator": "pass_at_k", "advantage_k": 2, "dynamic_sampling": True, **REUSED},
+        rewards=(sparse_reward,),
+    ),
+    "optimal_baseline": Case({"advantage_estimator": "optimal_baseline", "mask_truncated_completions": True, **CUT}),
 }
 
 FULL = (
@@ -161,6 +167,7 @@ FULL = (
     *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "few_groups", "truncated", "entropy", "images_tiled"),
     *("gspo", "kl", "gpt2", "kl_lora", "checkpointing", "token_budget", "two_sided", "sequence_sum", "padded"),
     *("images_apart", "rollout_func_few", "sampling", "adaptive"),
+    *("max_rl", "optimal_baseline"),
     *("lora_8bit", *(AHEAD.keys() - {"ahead_gspo"})),
 )
 

@@ -49,6 +49,9 @@ SETTINGS = [
         {"advantage_estimator": "leave_one_out", "scale_rewards": "batch"},
         ["both determine how rewards become advantages"],
     ),
+    ({"advantage_estimator": "pass_at_k"}, ["advantage_k=None", "use 1 to 3 (num_generations - 1)"]),
+    ({"advantage_estimator": "pass_at_k", "advantage_k": 4}, ["advantage_k=4", "use 1 to 3"]),
+    ({"advantage_estimator": "max_rl", "advantage_k": 2}, ["advantage_k=2 has no effect", "use 'pass_at_k'"]),
     (
         {"dynamic_sampling": True, "use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
         ["as tensor-parallel vLLM engines"],
