@@ -111,10 +111,10 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
     of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
     names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
     values = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
-    estimator, unused = args.advantage_estimator, set()
-    if estimator is None or not takes_keyword(estimator, "eval_pass_threshold"):
-        unused.add("eval_pass_threshold")  # it concerns evaluations only
-    values |= {n: value for n in _OPTIONAL if n not in unused and (value := getattr(args, n)) is not None}
+    values |= {name: value for name in _OPTIONAL if (value := getattr(args, name)) is not None}
+    estimator = args.advantage_estimator
+    if estimator is None or not takes_keyword(estimator, "eval_pass_threshold"):  # it concerns evaluations only
+        values.pop("eval_pass_threshold", None)
     sizes = {name: size for name, size in dataclasses.asdict(geometry).items() if name not in LAYOUT_SIZES}
     return dict(sorted({**values, **sizes}.items()))
 

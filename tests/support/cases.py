@@ -159,7 +159,7 @@ CASES = {
         {"advantage_estimator": "pass_at_k", "advantage_k": 2, "dynamic_sampling": True, **REUSED},
         rewards=(sparse_reward,),
     ),
-    "optimal_baseline": Case({"advantage_estimator": "optimal_baseline", "mask_truncated_completions": True, **CUT}),
+    "optimal_baseline": Case({"advantage_estimator": "optimal_baseline", **CUT}),
 }
 
 FULL = (
