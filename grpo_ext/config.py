@@ -94,6 +94,21 @@ class GRPOConfig(trl.GRPOConfig):
         "How token losses are added up: 'token_mean', 'sequence_mean', 'sequence_sum', 'sequence_sum_norm' (over "
         "max_completion_length) or 'prompt_mean' (prompts weigh the same). Default: what loss_type says, as in TRL."
     )
+    trust_region: str | None = setting(
+        "Instead of clipping ratios (epsilon), leave out tokens whose probability has moved further than "
+        "trust_region_threshold the way their advantage points (DPPO): 'tv' measures the difference of probabilities, "
+        "'kl' the KL divergence of taking the token or another. Against the old policy, or the sampler where no old "
+        "policy is computed. For loss_type grpo, bnpo, dr_grpo, dapo and luspo, per token.",
+        choices=[None, "tv", "kl"],
+    )
+    trust_region_threshold: float | None = setting(
+        "With trust_region: how far a token may move, as a probability ('tv') or in nats ('kl'); DPPO: 0.15 and 0.05."
+    )
+    sequence_mask_low: float | None = setting(
+        "Leave out completions whose geometric mean ratio to the sampler (exp of the mean log-ratio) is below this, "
+        "0 to 1. Left-out completions stay in the denominators. Default: no limit."
+    )
+    sequence_mask_high: float | None = setting("As sequence_mask_low: the most, above 1. Default: no limit.")
     dynamic_sampling: bool = setting(
         "Replace groups whose rewards are all equal by groups of further prompts (DAPO), until the rollout batch is "
         "full or dynamic_sampling_max_rounds is reached.",

@@ -6,7 +6,7 @@ Shapes: B completions, F reward functions, P prompts (groups), G generations; gr
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,18 +177,9 @@ class AdvantageRule:
         """(B,); zero for completions that no function scored. `loss_masks`: 1 on the tokens that carry loss."""
         rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
         if self.estimator is not None:
-            return _estimated(self.estimator, rewards_PG, self._keywords(self.estimator, rewards_PG, loss_masks))
+            return _estimated(self, self.estimator, rewards_PG, loss_masks)
         scaled = _standardized if self.aggregation == "normalize_then_sum" else _SCALED[self.scale_rewards]
         return scaled(rewards_PG).view(-1).nan_to_num(nan=0.0)
-
-    def _keywords(self, name: str, rewards_PG: torch.Tensor, loss_masks: Iterable[torch.Tensor]) -> dict[str, Any]:
-        """What an estimator asks for beside rewards."""
-        check_estimator(name)
-        settings = {"advantage_k": self.k, "eval_pass_threshold": self.pass_threshold}
-        keywords: dict[str, Any] = {n: value for n, value in settings.items() if takes_keyword(name, n)}
-        if takes_keyword(name, "lengths_PG"):
-            keywords["lengths_PG"] = torch.tensor([int(mask.sum()) for mask in loss_masks]).view_as(rewards_PG)
-        return keywords
 
     def zero_std_fraction(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> float:
         """The share of groups whose rewards are all equal, as TRL logs it (`frac_reward_zero_std`)."""
@@ -231,7 +222,14 @@ class AdvantageRule:
         return self.scale_rewards == "batch" or self.aggregation == "normalize_then_sum"
 
 
-def _estimated(name: str, rewards_PG: torch.Tensor, keywords: Mapping[str, Any]) -> torch.Tensor:
+def _estimated(
+    rule: AdvantageRule, name: str, rewards_PG: torch.Tensor, loss_masks: Iterable[torch.Tensor]
+) -> torch.Tensor:
+    check_estimator(name)
+    settings = {"advantage_k": rule.k, "eval_pass_threshold": rule.pass_threshold}
+    keywords: dict[str, Any] = {n: value for n, value in settings.items() if takes_keyword(name, n)}
+    if takes_keyword(name, "lengths_PG"):
+        keywords["lengths_PG"] = torch.tensor([int(mask.sum()) for mask in loss_masks]).view_as(rewards_PG)
     expected, count = tuple(rewards_PG.shape), rewards_PG.numel()
     advantages = ESTIMATORS[name](rewards_PG.clone(), **keywords)  # a copy: an estimator may write to its argument
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in (expected, (count,)):

@@ -69,9 +69,11 @@ _EXTENSIONS = (
     *("bitwise_invariant", *_BITWISE),
 )
 # further ones, absent where they are None: a fingerprint says nothing of what a run does not use
-_OPTIONAL = ("advantage_k", "eval_pass_threshold")
+_OF_LOSS = ("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high")
+_OPTIONAL = ("advantage_k", "eval_pass_threshold", *_OF_LOSS)
 # settings that may change within a rollout batch: they affect neither its completions nor their advantages
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
+KEEPS_ROLLOUT |= {*_OF_LOSS}
 # values that the optimizer's checkpoint holds: another value would have no effect, or could not be loaded
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state

@@ -17,6 +17,7 @@ _ON_TRAINER = (
 _IN_ARGS = (
     *("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg"),
     *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    *("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high"),
 )
 
 

@@ -15,6 +15,7 @@ OURS, STOCK = "grpo_ext", "trl"
 ALGORITHM = {
     *("advantage_estimator", "advantage_k", "loss_aggregation", "dynamic_sampling", "rollout_lag"),
     *("sampling_mask", "routing_replay"),
+    *("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high"),
 }
 
 
