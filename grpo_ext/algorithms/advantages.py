@@ -139,10 +139,6 @@ def optimal_baseline(rewards_PG: torch.Tensor, lengths_PG: torch.Tensor) -> torc
     return torch.where(total_P1 > 0, rewards_PG - baseline_P1, 0.0)
 
 
-# whose advantages of a group depend on that group alone
-_BY_GROUP = {"group_standardized", "group_centered", "leave_one_out", "max_rl", "pass_at_k", "optimal_baseline"}
-
-
 def takes_keyword(estimator: str, keyword: str) -> bool:
     return keyword in inspect.signature(ESTIMATORS[estimator]).parameters
 
@@ -168,16 +164,12 @@ class AdvantageRule:
     pass_threshold: float | None = None  # `eval_pass_threshold`
 
     def advantages(
-        self,
-        rewards_BF: torch.Tensor,
-        weights_F: torch.Tensor,
-        num_generations: int,
-        loss_masks: Iterable[torch.Tensor],
+        self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int, masks: Iterable[torch.Tensor]
     ) -> torch.Tensor:
-        """(B,); zero for completions that no function scored. `loss_masks`: 1 on the tokens that carry loss."""
+        """(B,); zero for completions that no function scored. Masks: 1 on the tokens that carry loss."""
         rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
         if self.estimator is not None:
-            return _estimated(self, self.estimator, rewards_PG, loss_masks)
+            return _estimated(self, self.estimator, rewards_PG, masks)
         scaled = _standardized if self.aggregation == "normalize_then_sum" else _SCALED[self.scale_rewards]
         return scaled(rewards_PG).view(-1).nan_to_num(nan=0.0)
 
@@ -204,7 +196,7 @@ class AdvantageRule:
         With "pass_at_k" a group with fewer than k failures teaches nothing either: every subset of k has a pass.
         """
         if self.estimator == "pass_at_k":
-            advantages_B = self.advantages(rewards_BF, weights_F, num_generations, loss_masks=())
+            advantages_B = self.advantages(rewards_BF, weights_F, num_generations, masks=())
             return (advantages_B.view(-1, num_generations) == 0).all(dim=1)
         values = rewards_BF[:, weights_F.to(rewards_BF) != 0]
         if self.aggregation == "sum_then_normalize":
@@ -218,18 +210,17 @@ class AdvantageRule:
     def depends_on_the_batch(self) -> bool:
         """Whether the advantages of a group may depend on other groups."""
         if self.estimator is not None:
-            return self.estimator not in _BY_GROUP
+            by_group = ("group_standardized", "group_centered", "leave_one_out", "max_rl", "pass_at_k")
+            return self.estimator not in (*by_group, "optimal_baseline")
         return self.scale_rewards == "batch" or self.aggregation == "normalize_then_sum"
 
 
-def _estimated(
-    rule: AdvantageRule, name: str, rewards_PG: torch.Tensor, loss_masks: Iterable[torch.Tensor]
-) -> torch.Tensor:
+def _estimated(rule: AdvantageRule, name: str, rewards_PG: torch.Tensor, masks: Iterable[torch.Tensor]) -> torch.Tensor:
     check_estimator(name)
     settings = {"advantage_k": rule.k, "eval_pass_threshold": rule.pass_threshold}
     keywords: dict[str, Any] = {n: value for n, value in settings.items() if takes_keyword(name, n)}
     if takes_keyword(name, "lengths_PG"):
-        keywords["lengths_PG"] = torch.tensor([int(mask.sum()) for mask in loss_masks]).view_as(rewards_PG)
+        keywords["lengths_PG"] = torch.tensor([int(mask.sum()) for mask in masks]).view_as(rewards_PG)
     expected, count = tuple(rewards_PG.shape), rewards_PG.numel()
     advantages = ESTIMATORS[name](rewards_PG.clone(), **keywords)  # a copy: an estimator may write to its argument
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in (expected, (count,)):

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..errors import ConfigError
+from .policy_losses import LOSS_TYPES, POLICY_LOSSES, PPO_CLIPPED
 
-PPO_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOSS_TYPES = (*PPO_CLIPPED, "cispo", "sapo", "vespo")
 # the default aggregation of a loss type; "token_mean" for the others
 _USUAL_AGGREGATION = {
     "grpo": "sequence_mean",
@@ -61,8 +60,9 @@ class LossConfig:
         return usual if self.aggregation is None else self.aggregation
 
     def __post_init__(self) -> None:
-        if self.loss_type not in LOSS_TYPES:
-            raise ConfigError(f"loss_type={self.loss_type!r} is unknown; use one of {', '.join(LOSS_TYPES)}.")
+        if self.loss_type not in LOSS_TYPES and self.loss_type not in POLICY_LOSSES:
+            names = ", ".join([*LOSS_TYPES, *POLICY_LOSSES])
+            raise ConfigError(f"loss_type={self.loss_type!r} is unknown; use one of {names}.")
         if self.importance_sampling_level not in ("token", "sequence"):
             raise ConfigError(
                 f"importance_sampling_level={self.importance_sampling_level!r} is unknown; use 'token' or 'sequence'."
@@ -70,9 +70,6 @@ class LossConfig:
         if self.weighting not in AGGREGATIONS:
             names = ", ".join(AGGREGATIONS)
             raise ConfigError(f"loss_aggregation={self.aggregation!r} is unknown; use one of {names}.")
-        self._check_trust_region()
-
-    def _check_trust_region(self) -> None:
         kind, threshold, level = self.trust_region, self.trust_region_threshold, self.importance_sampling_level
         if (kind is None) != (threshold is None):
             raise ConfigError(
@@ -215,20 +212,22 @@ def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor)
     return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _surrogate(cfg: LossConfig, batch: TokenBatch, ratio: torch.Tensor, log_ratio_BT: torch.Tensor) -> TokenLoss:
+def _surrogate(cfg: LossConfig, batch: TokenBatch, old: torch.Tensor, ratio: torch.Tensor) -> TokenLoss:
     """The loss of each token by its type, before masks, corrections and the KL term."""
     logps, advantages = batch.logps_BT, batch.advantages
+    if cfg.loss_type in POLICY_LOSSES:
+        return TokenLoss(POLICY_LOSSES[cfg.loss_type][0](logps, old, advantages, batch.mask_BT), ratio)
     if cfg.loss_type == "cispo":
         return TokenLoss(-ratio.clamp(max=cfg.epsilon_high).detach() * advantages * logps, ratio)
     if cfg.loss_type == "sapo":
         temperature = torch.where(advantages > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
         return TokenLoss(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, ratio)
     if cfg.loss_type == "vespo":
-        phi = vespo_weight(cfg, batch, log_ratio_BT)
+        phi = vespo_weight(cfg, batch, logps - old)
         return TokenLoss(-phi * advantages * logps, ratio, vespo_phi_B1=phi)
     if cfg.trust_region is not None and cfg.trust_region_threshold is not None:
-        sampled = batch.sampling_logps_BT if batch.old_logps_BT is None else batch.old_logps_BT
-        old = logps if sampled is None else sampled
+        if batch.old_logps_BT is None and batch.sampling_logps_BT is not None:
+            old = batch.sampling_logps_BT
         left_out = outside_trust_region(cfg.trust_region, cfg.trust_region_threshold, logps, old, advantages)
         return TokenLoss(-ratio * advantages * ~left_out, ratio, left_out_BT=left_out)
     clipped = ratio.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high)
@@ -245,10 +244,9 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
     logps, mask, advantages = batch.logps_BT, batch.mask_BT, batch.advantages
     old = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     sampling = old if batch.sampling_logps_BT is None else batch.sampling_logps_BT
-    log_ratio = logps - old
     per_token = cfg.importance_sampling_level == "token"
-    ratio = torch.exp(log_ratio if per_token else _sequence_mean(log_ratio, mask))
-    tokens = _surrogate(cfg, batch, ratio, log_ratio)
+    ratio = torch.exp(logps - old if per_token else _sequence_mean(logps - old, mask))
+    tokens = _surrogate(cfg, batch, old, ratio)
     loss, left_out = tokens.loss_BT, None
     if cfg.off_policy_mask_threshold is not None:
         loss = loss * off_policy_keep(advantages, logps, sampling, mask, cfg.off_policy_mask_threshold)

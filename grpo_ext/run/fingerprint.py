@@ -242,11 +242,8 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The differences as `name: (saved, current)`.
-
-    Not those of weights that an engine shards, nor of names that only one has: the checkpoint is of another version.
-    An optional setting that is absent is off.
-    """
+    """The differences as `name: (saved, current)`; not those of weights that an engine shards, nor of names that only
+    one has (of another version), except optional settings, which are then off."""
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
         model = {f"model.{part}": value for part, value in fingerprint["model"].items() if value is not None}
