@@ -166,9 +166,7 @@ CASES = {
         {"trust_region": "kl", "trust_region_threshold": 5e-5, "loss_type": "dr_grpo", "rollout_lag": 1, "max_steps": 5}
     ),
     "sequence_mask": Case({"sequence_mask_low": 0.97, "sequence_mask_high": 1.05, "beta": 0.1, **REUSED}),
-    "own_loss": Case(
-        {"loss_type": "topr_near", "loss_aggregation": "sequence_mean", **REUSED, **CUT}, rewards=(sparse_reward,)
-    ),
+    "own_loss": Case({"loss_type": "topr_near", "loss_aggregation": "sequence_mean", **REUSED, **CUT}),
 }
 
 FULL = (

@@ -123,7 +123,7 @@ def topr_near(
     """TOPR (arXiv 2503.14286) with a square that keeps the policy near the old one, at advantage zero too."""
     ratio_BT = (logps_BT - old_BT).detach().exp().clamp(max=1)
     weights_BT = torch.where(advantages_B1 > 0, 1.0, ratio_BT)
-    return -weights_BT * advantages_B1 * logps_BT + 5 * (logps_BT - old_BT) ** 2
+    return -weights_BT * advantages_B1 * logps_BT + 0.5 * (logps_BT - old_BT) ** 2
 
 
 def tool(function: Any) -> Any:
