@@ -41,8 +41,8 @@ def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
 
     The function gets the rewards of the whole rollout batch, (P, G), one row per group, NaN where a completion was not
     scored, and returns advantages of the same shape; those of completions that were not scored count as zero. One with
-    a keyword `lengths_PG` also gets the tokens of each completion that carry loss, (P, G); `advantage_k` and
-    `eval_pass_threshold` are these settings. A ConfigError if an estimator of this package has the name.
+    a keyword `lengths_PG` also gets the tokens of each completion that carry loss, (P, G); one with `advantage_k` the
+    setting, and with `eval_pass_threshold` that one. A ConfigError if an estimator of this package has the name.
     """
 
     def register(estimator: Estimator) -> Estimator:
@@ -89,10 +89,9 @@ def max_rl(rewards_PG: torch.Tensor) -> torch.Tensor:
     A ConfigError for a negative reward: the mean stands for the probability of success.
     """
     if bool((rewards_PG < 0).any()):
-        lowest = float(rewards_PG.nan_to_num().min())
         raise ConfigError(
-            f"advantage_estimator='max_rl' divides by the mean reward of a group, and a reward is {lowest:g}; return "
-            "rewards of 0 or more, or use 'group_centered'."
+            "advantage_estimator='max_rl' divides by the mean reward of a group, and a reward is "
+            f"{float(rewards_PG.nan_to_num().min()):g}; return rewards of 0 or more, or use 'group_centered'."
         )
     mean_P1 = torch.nanmean(rewards_PG, dim=1, keepdim=True)
     return torch.where(mean_P1 > 0, (rewards_PG - mean_P1) / mean_P1, 0.0)
@@ -140,6 +139,7 @@ def optimal_baseline(rewards_PG: torch.Tensor, lengths_PG: torch.Tensor) -> torc
 
 
 def takes_keyword(estimator: str, keyword: str) -> bool:
+    check_estimator(estimator)
     return keyword in inspect.signature(ESTIMATORS[estimator]).parameters
 
 
@@ -216,7 +216,6 @@ class AdvantageRule:
 
 
 def _estimated(rule: AdvantageRule, name: str, rewards_PG: torch.Tensor, masks: Iterable[torch.Tensor]) -> torch.Tensor:
-    check_estimator(name)
     settings = {"advantage_k": rule.k, "eval_pass_threshold": rule.pass_threshold}
     keywords: dict[str, Any] = {n: value for n, value in settings.items() if takes_keyword(name, n)}
     if takes_keyword(name, "lengths_PG"):

@@ -22,7 +22,6 @@ import transformers
 import trl
 from transformers.utils import get_json_schema
 
-from ..algorithms.advantages import takes_keyword
 from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
 from ..errors import CheckpointError, shortened
@@ -113,10 +112,8 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
     of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
     names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
     values = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
-    values |= {name: value for name in _OPTIONAL if (value := getattr(args, name)) is not None}
-    estimator = args.advantage_estimator
-    if estimator is None or not takes_keyword(estimator, "eval_pass_threshold"):  # it concerns evaluations only
-        values.pop("eval_pass_threshold", None)
+    optional = _OF_LOSS if args.advantage_k is None else _OPTIONAL  # without k the threshold concerns evaluations only
+    values |= {name: value for name in optional if (value := getattr(args, name)) is not None}
     sizes = {name: size for name, size in dataclasses.asdict(geometry).items() if name not in LAYOUT_SIZES}
     return dict(sorted({**values, **sizes}.items()))
 
