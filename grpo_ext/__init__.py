@@ -6,11 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .algorithms.advantages import register_advantage_estimator
+    from .algorithms.policy_losses import register_policy_loss
     from .config import GRPOConfig
     from .tools.console import Console
     from .trainer import GRPOTrainer
 
-__all__ = ["Console", "GRPOConfig", "GRPOTrainer", "__version__", "register_advantage_estimator"]
+__all__ = [
+    "Console",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "__version__",
+    "register_advantage_estimator",
+    "register_policy_loss",
+]
 __version__ = "0.1.0"
 
 _HOME = {
@@ -18,6 +26,7 @@ _HOME = {
     "GRPOConfig": "config",
     "GRPOTrainer": "trainer",
     "register_advantage_estimator": "algorithms.advantages",
+    "register_policy_loss": "algorithms.policy_losses",
 }
 
 if not TYPE_CHECKING:  # a type checker would take any name for one that exists

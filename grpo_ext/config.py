@@ -82,13 +82,33 @@ class GRPOConfig(trl.GRPOConfig):
     )
     advantage_estimator: str | None = setting(
         "How rewards become advantages: 'group_standardized' (GRPO), 'group_centered' (Dr. GRPO), "
-        "'leave_one_out' (RLOO), 'reinforce_plus_plus_baseline', a registered name, or path/to/file.py:function. "
-        "Default: what scale_rewards and multi_objective_aggregation say, as in TRL."
+        "'leave_one_out' (RLOO), 'reinforce_plus_plus_baseline', 'max_rl' (over the group's mean reward), 'pass_at_k' "
+        "(with advantage_k), 'optimal_baseline' (OPO: the mean weighted by length), a registered name, or "
+        "path/to/file.py:function. Default: what scale_rewards and multi_objective_aggregation say, as in TRL."
+    )
+    advantage_k: int | None = setting(
+        "With advantage_estimator='pass_at_k': the k of the pass@k that is trained, completions, 1 to "
+        "num_generations - 1. A reward passes at eval_pass_threshold; without one rewards have to be 0 or 1."
     )
     loss_aggregation: str | None = setting(
         "How token losses are added up: 'token_mean', 'sequence_mean', 'sequence_sum', 'sequence_sum_norm' (over "
         "max_completion_length) or 'prompt_mean' (prompts weigh the same). Default: what loss_type says, as in TRL."
     )
+    trust_region: str | None = setting(
+        "Instead of clipping ratios (epsilon), leave out tokens whose probability has moved further than "
+        "trust_region_threshold the way their advantage points (DPPO): 'tv' measures the difference of probabilities, "
+        "'kl' the KL divergence of taking the token or another. Against the old policy, or the sampler where no old "
+        "policy is computed. For loss_type grpo, bnpo, dr_grpo, dapo and luspo, per token.",
+        choices=[None, "tv", "kl"],
+    )
+    trust_region_threshold: float | None = setting(
+        "With trust_region: how far a token may move, as a probability ('tv') or in nats ('kl'); DPPO: 0.15 and 0.05."
+    )
+    sequence_mask_low: float | None = setting(
+        "Leave out completions whose geometric mean ratio to the sampler (exp of the mean log-ratio) is below this, "
+        "0 to 1. Left-out completions stay in the denominators. Default: no limit."
+    )
+    sequence_mask_high: float | None = setting("As sequence_mask_low: the most, above 1. Default: no limit.")
     dynamic_sampling: bool = setting(
         "Replace groups whose rewards are all equal by groups of further prompts (DAPO), until the rollout batch is "
         "full or dynamic_sampling_max_rounds is reached.",

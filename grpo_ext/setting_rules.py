@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from threading import TIMEOUT_MAX
 from typing import Any
 
-from .algorithms.advantages import check_estimator
+from .algorithms.advantages import check_estimator, takes_keyword
 from .algorithms.losses import LossConfig
 from .algorithms.pass_at_k import logged_k
+from .algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
 from .batching.sizes import require_whole
 from .errors import ConfigError, refuse_combination
 
@@ -20,6 +21,7 @@ from .errors import ConfigError, refuse_combination
 _LEAST = dict.fromkeys(("per_device_eval_batch_size", "dynamic_sampling_max_rounds", "bitwise_threads"), 1)
 _LEAST |= {"reward_retries": 0, "reward_workers": 0, "num_generations_eval": 1, "micro_batch_tokens": 2}
 _MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens", "top_k", "reward_timeout", "tool_timeout"}
+_MAY_BE_NONE |= {"trust_region_threshold", "sequence_mask_low", "sequence_mask_high"}
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
@@ -38,6 +40,9 @@ def check_values(settings: Mapping[str, Any]) -> None:
         ("routing_replay", "True or False", lambda value: isinstance(value, bool)),
         ("reward_timeout", seconds, lambda value: 0 < value <= TIMEOUT_MAX),
         ("tool_timeout", seconds, lambda value: 0 < value <= TIMEOUT_MAX),
+        ("trust_region_threshold", "a number above 0, below 1", lambda value: 0 < value < 1),
+        ("sequence_mask_low", "a ratio of 0 or more, below 1 (SkyRL: 0.99)", lambda value: 0 <= value < 1),
+        ("sequence_mask_high", "a ratio above 1 (SkyRL: 1.01)", lambda value: 1 < value < math.inf),
     ):
         if name in _MAY_BE_NONE and settings[name] is None:
             continue
@@ -69,7 +74,10 @@ def check_best_metric(settings: Mapping[str, Any]) -> None:
 
 def check_algorithm(settings: Mapping[str, Any]) -> None:
     level, aggregation = settings["importance_sampling_level"], settings["loss_aggregation"]
-    loss = LossConfig(settings["loss_type"], level, aggregation=aggregation)
+    region = {name: settings[name] for name in ("trust_region", "trust_region_threshold", "delta")}
+    loss = LossConfig(settings["loss_type"], level, aggregation=aggregation, **region)
+    if loss.loss_type in POLICY_LOSSES:
+        check_policy_loss(loss.loss_type)
     longest = settings["max_completion_length"]
     if loss.weighting == "sequence_sum_norm" and not longest:
         setting = "loss_type" if aggregation is None else "loss_aggregation"
@@ -85,11 +93,21 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
                 f"advantage_estimator={name!r} and scale_rewards={scale!r}, multi_objective_aggregation={several!r} "
                 "both determine how rewards become advantages; leave out the latter two."
             )
+    _check_advantage_k(name, settings["advantage_k"], settings["num_generations"])
     shared = settings["vllm_mode"] == "colocate" and settings["vllm_tensor_parallel_size"] > 1
     if settings["dynamic_sampling"] and settings["use_vllm"] and shared:
         raise ConfigError(
             "dynamic_sampling=True samples as many prompts as are missing, which may not divide evenly among "
             "processes, as tensor-parallel vLLM engines require; use vllm_tensor_parallel_size=1, or a server."
+        )
+
+
+def _check_advantage_k(estimator: str | None, k: Any, group: int) -> None:
+    takes_k = estimator is not None and takes_keyword(estimator, "advantage_k")
+    if takes_k != (isinstance(k, int) and 1 <= k < group) or (k is not None and not takes_k):
+        raise ConfigError(
+            f"advantage_k={k!r} with advantage_estimator={estimator!r}: 'pass_at_k' compares subsets of 1 to "
+            f"{group - 1} completions (num_generations - 1), and estimators that do not use it need None."
         )
 
 

@@ -4,13 +4,17 @@ The default numbers are TRL's (`GRPOTrainer._generate_and_score_completions`); o
 Shapes: B completions, F reward functions, P prompts (groups), G generations; groups contiguous.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..errors import ConfigError
 from ..loading import load_named
+from .pass_at_k import are_pass_or_fail, pass_at_k, passes
 
 EPSILON = 1e-4  # TRL's guard against a zero standard deviation
 
@@ -28,7 +32,7 @@ def _standardized(rewards: torch.Tensor, dim: int | None = None) -> torch.Tensor
     return centred / (nan_std(rewards, dim).nan_to_num() + EPSILON)
 
 
-Estimator = Callable[[torch.Tensor], torch.Tensor]
+Estimator = Callable[..., torch.Tensor]
 ESTIMATORS: dict[str, Estimator] = {}
 
 
@@ -36,8 +40,9 @@ def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
     """Register a function under a name, for `GRPOConfig(advantage_estimator=name)`.
 
     The function gets the rewards of the whole rollout batch, (P, G), one row per group, NaN where a completion was not
-    scored, and returns advantages of the same shape; those of completions that were not scored count as zero. A
-    ConfigError if an estimator of this package has the name.
+    scored, and returns advantages of the same shape; those of completions that were not scored count as zero. One with
+    a keyword `lengths_PG` also gets the tokens of each completion that carry loss, (P, G); one with `advantage_k` the
+    setting, and with `eval_pass_threshold` that one. A ConfigError if an estimator of this package has the name.
     """
 
     def register(estimator: Estimator) -> Estimator:
@@ -77,6 +82,67 @@ def reinforce_plus_plus_baseline(rewards_PG: torch.Tensor) -> torch.Tensor:
     return _standardized(group_centered(rewards_PG))
 
 
+@register_advantage_estimator("max_rl")
+def max_rl(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Reward minus the group's mean, over that mean; zero where the mean is zero (MaxRL, arXiv 2602.02710).
+
+    A ConfigError for a negative reward: the mean stands for the probability of success.
+    """
+    if bool((rewards_PG < 0).any()):
+        raise ConfigError(
+            "advantage_estimator='max_rl' divides by the mean reward of a group, and a reward is "
+            f"{float(rewards_PG.nan_to_num().min()):g}; return rewards of 0 or more, or use 'group_centered'."
+        )
+    mean_P1 = torch.nanmean(rewards_PG, dim=1, keepdim=True)
+    return torch.where(mean_P1 > 0, (rewards_PG - mean_P1) / mean_P1, 0.0)
+
+
+@register_advantage_estimator("pass_at_k")
+def group_pass_at_k(
+    rewards_PG: torch.Tensor, advantage_k: int, eval_pass_threshold: float | None = None
+) -> torch.Tensor:
+    """Pass@k of the subsets of k that hold a completion, minus that of all subsets (arXiv 2508.10751).
+
+    The numerators of the paper's advantages, which it divides by their deviation; for k=1 `group_centered`. Zero where
+    fewer than k completions were scored. A ConfigError for rewards other than 0 and 1 without a threshold.
+    """
+    rows = rewards_PG.tolist()
+    if eval_pass_threshold is None and not all(map(are_pass_or_fail, rows)):
+        raise ConfigError(
+            "advantage_estimator='pass_at_k' needs to know which rewards pass, and these are not all 0 or 1; set "
+            "eval_pass_threshold, the least reward that passes."
+        )
+    least = 1.0 if eval_pass_threshold is None else eval_pass_threshold
+    return rewards_PG.new_tensor([_pass_advantages(row, advantage_k, least) for row in rows])
+
+
+def _pass_advantages(rewards_G: Sequence[float], k: int, threshold: float) -> list[float]:
+    passed_G = [passes(reward, threshold) for reward in rewards_G]
+    scored, count = sum(not math.isnan(reward) for reward in rewards_G), sum(passed_G)
+    if scored < k:
+        return [0.0] * len(passed_G)
+    mean = pass_at_k(scored, count, k)
+    with_a_failure = pass_at_k(scored - 1, count, k - 1) if count < scored else 1.0
+    return [(1.0 if passed else with_a_failure) - mean for passed in passed_G]
+
+
+@register_advantage_estimator("optimal_baseline")
+def optimal_baseline(rewards_PG: torch.Tensor, lengths_PG: torch.Tensor) -> torch.Tensor:
+    """Reward minus the group's mean reward weighted by length (OPO, arXiv 2505.23585).
+
+    Zero for a group without a token that carries loss. In float64 equal rewards give exactly zero.
+    """
+    weights_PG = torch.where(torch.isnan(rewards_PG), 0.0, lengths_PG.double())
+    total_P1 = weights_PG.sum(dim=1, keepdim=True)
+    baseline_P1 = (weights_PG * rewards_PG.double().nan_to_num()).sum(dim=1, keepdim=True) / total_P1.clamp(min=1)
+    return torch.where(total_P1 > 0, rewards_PG - baseline_P1, 0.0)
+
+
+def takes_keyword(estimator: str, keyword: str) -> bool:
+    check_estimator(estimator)
+    return keyword in inspect.signature(ESTIMATORS[estimator]).parameters
+
+
 def check_estimator(name: str) -> None:
     """Register `path/to/file.py:function`; raise a ConfigError for any other name that is not registered."""
     if name not in ESTIMATORS and ".py:" in name:
@@ -94,12 +160,16 @@ class AdvantageRule:
     scale_rewards: str = "group"  # or "batch" or "none": the standard deviation that divides the centred reward
     # TRL's `multi_objective_aggregation`; or "normalize_then_sum" (GDPO, arXiv 2601.05242)
     aggregation: str = "sum_then_normalize"
+    k: int | None = None  # `advantage_k`
+    pass_threshold: float | None = None  # `eval_pass_threshold`
 
-    def advantages(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """(B,); zero for completions that no function scored."""
+    def advantages(
+        self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int, masks: Iterable[torch.Tensor]
+    ) -> torch.Tensor:
+        """(B,); zero for completions that no function scored. Masks: 1 on the tokens that carry loss."""
         rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
         if self.estimator is not None:
-            return _estimated(self.estimator, rewards_PG)
+            return _estimated(self, self.estimator, rewards_PG, masks)
         scaled = _standardized if self.aggregation == "normalize_then_sum" else _SCALED[self.scale_rewards]
         return scaled(rewards_PG).view(-1).nan_to_num(nan=0.0)
 
@@ -121,7 +191,13 @@ class AdvantageRule:
         return rewards_B.view(-1, num_generations)
 
     def constant_groups(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """The groups with equal rewards, in GDPO of each function: they teach nothing, (P,) (DAPO, 2503.14476)."""
+        """The groups with equal rewards, in GDPO of each function: they teach nothing, (P,) (DAPO, 2503.14476).
+
+        With "pass_at_k" a group with fewer than k failures teaches nothing either: every subset of k has a pass.
+        """
+        if self.estimator == "pass_at_k":
+            advantages_B = self.advantages(rewards_BF, weights_F, num_generations, masks=())
+            return (advantages_B.view(-1, num_generations) == 0).all(dim=1)
         values = rewards_BF[:, weights_F.to(rewards_BF) != 0]
         if self.aggregation == "sum_then_normalize":
             values = weighted_sum(rewards_BF, weights_F)[:, None]
@@ -134,14 +210,18 @@ class AdvantageRule:
     def depends_on_the_batch(self) -> bool:
         """Whether the advantages of a group may depend on other groups."""
         if self.estimator is not None:
-            return self.estimator not in ("group_standardized", "group_centered", "leave_one_out")
+            by_group = ("group_standardized", "group_centered", "leave_one_out", "max_rl", "pass_at_k")
+            return self.estimator not in (*by_group, "optimal_baseline")
         return self.scale_rewards == "batch" or self.aggregation == "normalize_then_sum"
 
 
-def _estimated(name: str, rewards_PG: torch.Tensor) -> torch.Tensor:
-    check_estimator(name)
+def _estimated(rule: AdvantageRule, name: str, rewards_PG: torch.Tensor, masks: Iterable[torch.Tensor]) -> torch.Tensor:
+    settings = {"advantage_k": rule.k, "eval_pass_threshold": rule.pass_threshold}
+    keywords: dict[str, Any] = {n: value for n, value in settings.items() if takes_keyword(name, n)}
+    if takes_keyword(name, "lengths_PG"):
+        keywords["lengths_PG"] = torch.tensor([int(mask.sum()) for mask in masks]).view_as(rewards_PG)
     expected, count = tuple(rewards_PG.shape), rewards_PG.numel()
-    advantages = ESTIMATORS[name](rewards_PG.clone())  # a copy: an estimator may write to its argument
+    advantages = ESTIMATORS[name](rewards_PG.clone(), **keywords)  # a copy: an estimator may write to its argument
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in (expected, (count,)):
         shape = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ConfigError(

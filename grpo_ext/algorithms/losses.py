@@ -7,14 +7,13 @@ Called by step.loss for every micro-batch. Shapes: B completions, T completion t
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..errors import ConfigError
+from .policy_losses import LOSS_TYPES, POLICY_LOSSES, PPO_CLIPPED
 
-PPO_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOSS_TYPES = (*PPO_CLIPPED, "cispo", "sapo", "vespo")
 # the default aggregation of a loss type; "token_mean" for the others
 _USUAL_AGGREGATION = {
     "grpo": "sequence_mean",
@@ -50,6 +49,10 @@ class LossConfig:
     entropy_coefficient: float | None = None  # of the entropy bonus in this step; None without a bonus
     router_coefficient: float | None = None  # of the MoE load-balancing loss; None without one
     log_ratios: bool = False  # log the ratios of the policy to the weights that sampled
+    trust_region: str | None = None  # "tv" or "kl" instead of clipped ratios
+    trust_region_threshold: float | None = None  # of probability ("tv") or nats ("kl")
+    sequence_mask_low: float | None = None  # bounds of a completion's geometric mean ratio to the sampler
+    sequence_mask_high: float | None = None
 
     @property
     def weighting(self) -> str:
@@ -57,8 +60,9 @@ class LossConfig:
         return usual if self.aggregation is None else self.aggregation
 
     def __post_init__(self) -> None:
-        if self.loss_type not in LOSS_TYPES:
-            raise ConfigError(f"loss_type={self.loss_type!r} is unknown; use one of {', '.join(LOSS_TYPES)}.")
+        if self.loss_type not in LOSS_TYPES and self.loss_type not in POLICY_LOSSES:
+            names = ", ".join([*LOSS_TYPES, *POLICY_LOSSES])
+            raise ConfigError(f"loss_type={self.loss_type!r} is unknown; use one of {names}.")
         if self.importance_sampling_level not in ("token", "sequence"):
             raise ConfigError(
                 f"importance_sampling_level={self.importance_sampling_level!r} is unknown; use 'token' or 'sequence'."
@@ -66,6 +70,18 @@ class LossConfig:
         if self.weighting not in AGGREGATIONS:
             names = ", ".join(AGGREGATIONS)
             raise ConfigError(f"loss_aggregation={self.aggregation!r} is unknown; use one of {names}.")
+        kind, threshold, level = self.trust_region, self.trust_region_threshold, self.importance_sampling_level
+        if (kind is None) != (threshold is None):
+            raise ConfigError(
+                f"trust_region={kind!r} with trust_region_threshold={threshold!r}: set both or neither; DPPO uses 0.15 "
+                "for 'tv' (a difference of probabilities) and 0.05 for 'kl' (nats)."
+            )
+        if kind and (self.loss_type not in PPO_CLIPPED or level != "token" or self.delta is not None):
+            raise ConfigError(
+                f"trust_region={kind!r} replaces the clipped ratio of a token, and this run has loss_type="
+                f"{self.loss_type!r}, importance_sampling_level={level!r}, delta={self.delta}; use one of "
+                f"{', '.join(PPO_CLIPPED)} with 'token' and no delta."
+            )
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,8 @@ class TokenLoss:
     ratio: torch.Tensor
     kl_BT: torch.Tensor | None = None
     vespo_phi_B1: torch.Tensor | None = None
+    left_out_BT: torch.Tensor | None = None  # True on tokens outside the trust region
+    left_out_B1: torch.Tensor | None = None  # True on completions outside the bounds of the sequence mask
 
 
 @dataclass(frozen=True)
@@ -148,6 +166,38 @@ def off_policy_keep(
 
 
 @torch.no_grad()
+def outside_trust_region(
+    kind: str, threshold: float, logps_BT: torch.Tensor, old_logps_BT: torch.Tensor, advantages: torch.Tensor
+) -> torch.Tensor:
+    """True, (B, T), on tokens that moved beyond the threshold the way their advantage points (DPPO, arXiv 2602.04879).
+
+    The distance is that of two outcomes, the token or another one: Binary-TV, a difference of probabilities, or
+    Binary-KL of the old policy to the new, in nats. A token whose old log-probability is NaN is inside.
+    """
+    new_BT, old_BT = logps_BT.exp(), old_logps_BT.exp()
+    distance_BT = (new_BT - old_BT).abs()
+    if kind == "kl":
+        # the probability of another token, which near zero would be lost in 1 - exp(...)
+        other_new_BT, other_old_BT = (-torch.expm1(logps).clamp(max=-1e-8) for logps in (logps_BT, old_logps_BT))
+        distance_BT = old_BT * (old_logps_BT - logps_BT) + other_old_BT * (other_old_BT / other_new_BT).log()
+    return ((new_BT - old_BT) * advantages > 0) & (distance_BT > threshold)
+
+
+@torch.no_grad()
+def outside_sequence_bounds(
+    logps_BT: torch.Tensor, sampling_logps_BT: torch.Tensor, mask_BT: torch.Tensor, low: float, high: float
+) -> torch.Tensor:
+    """True, (B, 1), on completions whose geometric mean ratio to the sampler is outside [low, high].
+
+    The exponential of the mean log-ratio (geometric masks of SkyRL and prime-rl); over tokens whose log-probability the
+    sampler reported.
+    """
+    difference_BT = logps_BT - sampling_logps_BT
+    ratio_B1 = _sequence_mean(difference_BT.nan_to_num(nan=0.0), mask_BT * ~difference_BT.isnan()).exp()
+    return (ratio_B1 < low) | (ratio_B1 > high)
+
+
+@torch.no_grad()
 def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor) -> torch.Tensor:
     """The gamma weight of each sequence in the VESPO loss, (B, 1), without gradient (TRL: `get_gamma_weights`)."""
     lowest = math.log(1e-8)
@@ -162,6 +212,29 @@ def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor)
     return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
+def _surrogate(cfg: LossConfig, batch: TokenBatch, old: torch.Tensor, ratio: torch.Tensor) -> TokenLoss:
+    """The loss of each token by its type, before masks, corrections and the KL term."""
+    logps, advantages = batch.logps_BT, batch.advantages
+    if cfg.loss_type in POLICY_LOSSES:
+        return TokenLoss(POLICY_LOSSES[cfg.loss_type][0](logps, old, advantages, batch.mask_BT), ratio)
+    if cfg.loss_type == "cispo":
+        return TokenLoss(-ratio.clamp(max=cfg.epsilon_high).detach() * advantages * logps, ratio)
+    if cfg.loss_type == "sapo":
+        temperature = torch.where(advantages > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
+        return TokenLoss(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, ratio)
+    if cfg.loss_type == "vespo":
+        phi = vespo_weight(cfg, batch, logps - old)
+        return TokenLoss(-phi * advantages * logps, ratio, vespo_phi_B1=phi)
+    if cfg.trust_region is not None and cfg.trust_region_threshold is not None:
+        if batch.old_logps_BT is None and batch.sampling_logps_BT is not None:
+            old = batch.sampling_logps_BT
+        left_out = outside_trust_region(cfg.trust_region, cfg.trust_region_threshold, logps, old, advantages)
+        return TokenLoss(-ratio * advantages * ~left_out, ratio, left_out_BT=left_out)
+    clipped = ratio.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high)
+    bounded = ratio if cfg.delta is None else ratio.clamp(max=cfg.delta)
+    return TokenLoss(-torch.min(bounded * advantages, clipped * advantages), bounded)
+
+
 def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
     """The per-token policy loss with its KL term, before any weighting; (B, 1) where every factor is per sequence.
 
@@ -170,25 +243,17 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
     """
     logps, mask, advantages = batch.logps_BT, batch.mask_BT, batch.advantages
     old = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT
-    log_ratio = logps - old
+    sampling = old if batch.sampling_logps_BT is None else batch.sampling_logps_BT
     per_token = cfg.importance_sampling_level == "token"
-    ratio = torch.exp(log_ratio if per_token else _sequence_mean(log_ratio, mask))
-    bounded, phi = ratio, None
-    if cfg.loss_type == "cispo":
-        loss = -ratio.clamp(max=cfg.epsilon_high).detach() * advantages * logps
-    elif cfg.loss_type == "sapo":
-        temperature = torch.where(advantages > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
-        loss = -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages
-    elif cfg.loss_type == "vespo":
-        phi = vespo_weight(cfg, batch, log_ratio)
-        loss = -phi * advantages * logps
-    else:
-        clipped = ratio.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high)
-        bounded = ratio if cfg.delta is None else ratio.clamp(max=cfg.delta)
-        loss = -torch.min(bounded * advantages, clipped * advantages)
+    ratio = torch.exp(logps - old if per_token else _sequence_mean(logps - old, mask))
+    tokens = _surrogate(cfg, batch, old, ratio)
+    loss, left_out = tokens.loss_BT, None
     if cfg.off_policy_mask_threshold is not None:
-        sampling = old if batch.sampling_logps_BT is None else batch.sampling_logps_BT
         loss = loss * off_policy_keep(advantages, logps, sampling, mask, cfg.off_policy_mask_threshold)
+    if cfg.sequence_mask_low is not None or cfg.sequence_mask_high is not None:
+        low, high = cfg.sequence_mask_low or 0.0, cfg.sequence_mask_high or math.inf
+        left_out = outside_sequence_bounds(logps, sampling, mask, low, high)
+        loss = loss * ~left_out
     if batch.entropy_keep_BT is not None:
         loss = loss * batch.entropy_keep_BT
     if cfg.correct_sampling and cfg.loss_type != "vespo" and batch.sampling_ratio is not None:
@@ -201,7 +266,7 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
         kl = kl * ratio if cfg.use_bias_correction_kl else kl
         loss = loss + cfg.beta * kl
         kl = kl.detach()
-    return TokenLoss(loss, bounded.detach(), kl, phi)
+    return replace(tokens, loss_BT=loss, ratio=tokens.ratio.detach(), kl_BT=kl, left_out_B1=left_out)
 
 
 def token_weights(
@@ -232,8 +297,11 @@ def token_weights(
     return mask / tokens
 
 
-def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
-    """0/1, shaped like `ratio`, under TRL's metric names."""
+def clip_indicators(cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
+    """0/1, shaped like the ratio, under TRL's metric names; or what the trust region leaves out."""
+    ratio = tokens.ratio
+    if tokens.left_out_BT is not None:
+        return {"trust_region/left_out": tokens.left_out_BT.float()}
     if cfg.loss_type == "cispo":
         return {"cispo_clip_ratio": ((ratio > cfg.epsilon_high) & (advantages > 0)).float()}
     if cfg.loss_type not in PPO_CLIPPED:

@@ -30,6 +30,11 @@ def are_pass_or_fail(rewards: Iterable[float]) -> bool:
     return all(math.isnan(r) or r == 0.0 or math.isclose(r, 1.0, rel_tol=1e-6) for r in rewards)
 
 
+def passes(reward: float, threshold: float) -> bool:
+    """Whether a reward is at least the threshold, up to float32's rounding; not where it is NaN."""
+    return reward > threshold or math.isclose(reward, threshold, rel_tol=1e-6)
+
+
 def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None) -> dict[str, float]:
     """`pass@k` for every k of `logged_k`, and `mean@G`, the mean reward; each a mean over prompts.
 
@@ -43,7 +48,7 @@ def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None)
     metrics = {f"mean@{group}": exact_mean([exact_mean(row) for row in scored])}
     if threshold is None:
         return metrics
-    passed = [[reward > threshold or math.isclose(reward, threshold, rel_tol=1e-6) for reward in row] for row in scored]
+    passed = [[passes(reward, threshold) for reward in row] for row in scored]
     for k in logged_k(group):
         if values := [pass_at_k(len(row), sum(row), k) for row in passed if len(row) >= k]:
             metrics[f"pass@{k}"] = exact_mean(values)

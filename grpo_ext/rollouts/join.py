@@ -98,9 +98,9 @@ def join(
     entries, group = [entry for share in shares for entry in share.entries], settings.sampling.num_generations
     if len(entries) % group:
         raise RolloutError(f"there are {len(entries)} completions in groups of {group}; every group has to be whole.")
-    advantages = settings.rewards.rule.advantages(rewards_BF, settings.rewards.weights_F, group)
-    columns = concatenated([share.columns for share in shares if share.columns])
-    batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
+    batch = RolloutBatch.of_columns(concatenated([share.columns for share in shares if share.columns]), group)
+    rule, weights_F = settings.rewards.rule, settings.rewards.weights_F
+    advantages = batch.columns["advantages"] = rule.advantages(rewards_BF, weights_F, group, batch.loss_masks)
     return Round(
         request=request,
         batch=batch,

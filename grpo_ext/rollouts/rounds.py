@@ -68,7 +68,7 @@ def fill(
     batch = RolloutBatch.joined([part.batch for part in rounds], group).select(chosen)
     batch.groups = rounds[0].batch.groups
     if len(rounds) > 1 and rule.depends_on_the_batch:
-        batch.columns["advantages"] = rule.advantages(rewards_BF, weights_F, group)
+        batch.columns["advantages"] = rule.advantages(rewards_BF, weights_F, group, batch.loss_masks)
     return ScoredBatch(batch, rewards_BF, rewards, rounds, chosen, metrics)
 
 

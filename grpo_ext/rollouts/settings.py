@@ -51,7 +51,8 @@ def reward_functions(view: TrainerView) -> RewardFunctions:
 
 
 def advantage_rule(view: TrainerView) -> AdvantageRule:
-    return AdvantageRule(view.args.advantage_estimator, view.scale_rewards, view.multi_objective_aggregation)
+    args, scale, aggregation = view.args, view.scale_rewards, view.multi_objective_aggregation
+    return AdvantageRule(args.advantage_estimator, scale, aggregation, args.advantage_k, args.eval_pass_threshold)
 
 
 def _sampling(view: TrainerView, worker: RolloutWorker) -> SamplingSettings:

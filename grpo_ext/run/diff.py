@@ -29,7 +29,10 @@ _SETTINGS = {  # that decide a stage; all others decide the loss
         *("dynamic_sampling", "dynamic_sampling_max_rounds"),
     ),
     "rewards": ("rewards", "tools"),
-    "advantages": ("scale_rewards", "advantage_estimator", "reward_weights", "multi_objective_aggregation"),
+    "advantages": (
+        *("scale_rewards", "advantage_estimator", "reward_weights", "multi_objective_aggregation", "advantage_k"),
+        "eval_pass_threshold",
+    ),
     "optimizer": (
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
     ),

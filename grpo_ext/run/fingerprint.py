@@ -67,8 +67,12 @@ _EXTENSIONS = (
     *("sampling_mask", "routing_replay"),
     *("bitwise_invariant", *_BITWISE),
 )
+# further ones, absent where they are None: a fingerprint says nothing of what a run does not use
+_OF_LOSS = ("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high")
+_OPTIONAL = ("advantage_k", "eval_pass_threshold", *_OF_LOSS)
 # settings that may change within a rollout batch: they affect neither its completions nor their advantages
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
+KEEPS_ROLLOUT |= {*_OF_LOSS}
 # values that the optimizer's checkpoint holds: another value would have no effect, or could not be loaded
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
@@ -108,6 +112,8 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
     of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
     names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
     values = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
+    optional = _OF_LOSS if args.advantage_k is None else _OPTIONAL  # without k the threshold concerns evaluations only
+    values |= {name: value for name in optional if (value := getattr(args, name)) is not None}
     sizes = {name: size for name, size in dataclasses.asdict(geometry).items() if name not in LAYOUT_SIZES}
     return dict(sorted({**values, **sizes}.items()))
 
@@ -233,14 +239,16 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The differences as `name: (saved, current)`; not those of names that only one has, or that an engine shards."""
+    """The differences as `name: (saved, current)`; not those of weights that an engine shards, nor of names that only
+    one has (of another version), except optional settings, which are then off."""
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
         model = {f"model.{part}": value for part, value in fingerprint["model"].items() if value is not None}
         return fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
 
     old, new = flat(saved), flat(current)
-    return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
+    both = old.keys() & new.keys() | ({*_OPTIONAL} if saved["settings"] else set())
+    return {n: (old.get(n), new.get(n)) for n in {**old, **new} if n in both and old.get(n) != new.get(n)}
 
 
 def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:

@@ -130,9 +130,11 @@ def _add_policy_metrics(
         metrics.add_tokens("kl", tokens.kl_BT, mask, weight)
     if tokens.vespo_phi_B1 is not None:
         metrics.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi_B1, weight)
+    if tokens.left_out_B1 is not None:
+        metrics.add_sequences("sequence_mask/left_out", tokens.left_out_B1, weight)
     per_sequence = cfg.importance_sampling_level == "sequence"
-    for name, clipped in clip_indicators(cfg, tokens.ratio, advantages).items():
-        mean_name = name if name == "cispo_clip_ratio" else f"{name}_mean"
+    for name, clipped in clip_indicators(cfg, tokens, advantages).items():
+        mean_name = f"{name}_mean" if name.startswith("clip_ratio/") else name
         if per_sequence:
             metrics.add_sequences(mean_name, clipped, weight)
         else:

@@ -45,7 +45,7 @@ class StepRecord:
         rows, shape, old_BT = micro_batch.part.rows, batch.mask_BT.shape, batch.old_logps_BT
         if not micro_batch.part.weight or len(rows) != shape[0]:
             return  # repeated to keep processes in step, or with rows of a user's override
-        clipped = [part.bool().expand(shape) for part in clip_indicators(cfg, loss.ratio, batch.advantages).values()]
+        clipped = [part.bool().expand(shape) for part in clip_indicators(cfg, loss, batch.advantages).values()]
         columns: dict[str, torch.Tensor | None] = {
             "mask": batch.mask_BT.long(),
             "sampler": micro_batch.columns.get(SAMPLER_LOGPS, batch.sampling_logps_BT),

@@ -6,6 +6,7 @@ A callback, or a subclass after `super().__init__()`, may change a setting once 
 from dataclasses import dataclass
 
 from ..algorithms.losses import LossConfig
+from ..algorithms.policy_losses import adds_at_zero_advantage
 from ..forward.architecture import experts_per_token, has_own_hooks
 from ..view import TrainerView
 
@@ -17,6 +18,7 @@ _ON_TRAINER = (
 _IN_ARGS = (
     *("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg"),
     *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    *("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high"),
 )
 
 
@@ -35,9 +37,9 @@ def step_settings_of(view: TrainerView) -> StepSettings:
     training, quantile, router = view.model.training, view.top_entropy_quantile, view.aux_loss_enabled
     custom_loss = view.overridden("compute_loss", "_compute_loss") is not None
     in_trl_form = custom_loss or view.overridden("_get_per_token_logps_and_entropies") is not None
-    # terms that are not zero at advantage 0; "vespo" logs a weight of every sequence
+    # terms that are not zero at advantage 0
     always_adds = view.beta != 0.0 or view.entropy_bonus or router or quantile < 1.0
-    always_adds = always_adds or custom_loss or view.loss_type == "vespo"
+    always_adds = always_adds or custom_loss or adds_at_zero_advantage(view.loss_type)
     return StepSettings(
         skip_zeros=view.args.skip_zero_contribution and training and not always_adds,
         top_entropy_quantile=quantile,

@@ -88,8 +88,10 @@ PRESETS = {
     "gspo": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "loss_type": "grpo"},
     "rloo": {"advantage_estimator": "leave_one_out", "loss_aggregation": "sequence_sum"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "dynamic_sampling": True, "beta": 0.0},
+    "max_rl": {"advantage_estimator": "max_rl", "loss_type": "dapo", "num_generations": 16, "beta": 0.0},
+    "dppo": {"trust_region": "tv", "trust_region_threshold": 0.15, "loss_type": "dr_grpo", "beta": 0.0},
 }
-UPDATES_PER_ROLLOUT = {"dapo": 16, "dr_grpo": 8, "gspo": 4, "rloo": 1, "cispo": 16}
+UPDATES_PER_ROLLOUT = {"dapo": 16, "dr_grpo": 8, "gspo": 4, "rloo": 1, "cispo": 16, "max_rl": 1, "dppo": 8}
 
 TOY: Overrides = {
     **SMALL,

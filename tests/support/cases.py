@@ -154,6 +154,19 @@ CASES = {
     ),
     "cut_dynamic": Case({"dynamic_sampling": True, **CUT}, rewards=(sparse_reward,)),
     **AHEAD,
+    "max_rl": Case({"advantage_estimator": "max_rl", "rollout_lag": 1, **TWO_STEPS}, rewards=(sparse_reward,)),
+    "pass_at_k": Case(
+        {"advantage_estimator": "pass_at_k", "advantage_k": 2, "dynamic_sampling": True, **REUSED},
+        rewards=(sparse_reward,),
+    ),
+    "optimal_baseline": Case({"advantage_estimator": "optimal_baseline", **CUT}),
+    # thresholds that leave out some tokens and completions, not all; probabilities of a vocabulary of 32 are small
+    "trust_tv": Case({"trust_region": "tv", "trust_region_threshold": 2e-3, **REUSED}),
+    "trust_kl": Case(
+        {"trust_region": "kl", "trust_region_threshold": 5e-5, "loss_type": "dr_grpo", "rollout_lag": 1, "max_steps": 5}
+    ),
+    "sequence_mask": Case({"sequence_mask_low": 0.97, "sequence_mask_high": 1.05, "beta": 0.1, **REUSED}),
+    "own_loss": Case({"loss_type": "topr_near", "loss_aggregation": "sequence_mean", **REUSED, **CUT}),
 }
 
 FULL = (
@@ -161,6 +174,7 @@ FULL = (
     *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "few_groups", "truncated", "entropy", "images_tiled"),
     *("gspo", "kl", "gpt2", "kl_lora", "checkpointing", "token_budget", "two_sided", "sequence_sum", "padded"),
     *("images_apart", "rollout_func_few", "sampling", "adaptive"),
+    *("max_rl", "optimal_baseline", "trust_kl", "sequence_mask"),
     *("lora_8bit", *(AHEAD.keys() - {"ahead_gspo"})),
 )
 

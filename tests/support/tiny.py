@@ -12,6 +12,8 @@ from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from grpo_ext.algorithms.policy_losses import register_policy_loss
+
 LETTERS = "abcdefgh"
 TINY = ("qwen2", "llama", "gpt2", "moe")
 STOCK_SCORES = Version(version("trl")) >= Version("1.16") or torch.cuda.is_available()
@@ -112,6 +114,16 @@ def letter_reward(prompts: list[str], completions: list[str], **kwargs: Any) -> 
 def sparse_reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float | None]:
     """A second objective that does not apply to every completion."""
     return [None if len(text) % 3 == 0 else float("a" in text) for text in completions]
+
+
+@register_policy_loss("topr_near")
+def topr_near(
+    logps_BT: torch.Tensor, old_BT: torch.Tensor, advantages_B1: torch.Tensor, mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """TOPR (arXiv 2503.14286) with a square that keeps the policy near the old one, at advantage zero too."""
+    ratio_BT = (logps_BT - old_BT).detach().exp().clamp(max=1)
+    weights_BT = torch.where(advantages_B1 > 0, 1.0, ratio_BT)
+    return -weights_BT * advantages_B1 * logps_BT + 0.5 * (logps_BT - old_BT) ** 2
 
 
 def tool(function: Any) -> Any:

@@ -27,6 +27,7 @@ from tests.support.tool_runs import Game
 from tests.support.trainers import make, passing_on
 
 BITWISE = {"bitwise_invariant": True}
+TRUST = {"trust_region": "tv", "trust_region_threshold": 0.15}
 SETTINGS = [
     ({"global_batch_size": 15}, ["global_batch_size=15", "num_generations=4", "to 12 or 16", "to 60"]),
     ({"global_batch_size": 18, "rollout_batch_size": 54}, ["rollout_batch_size=54", "whole groups", "use 36 or 72"]),
@@ -49,6 +50,18 @@ SETTINGS = [
         {"advantage_estimator": "leave_one_out", "scale_rewards": "batch"},
         ["both determine how rewards become advantages"],
     ),
+    ({"advantage_estimator": "pass_at_k"}, ["advantage_k=None", "subsets of 1 to 3", "num_generations - 1"]),
+    ({"advantage_estimator": "pass_at_k", "advantage_k": 4}, ["advantage_k=4", "subsets of 1 to 3"]),
+    ({"advantage_estimator": "max_rl", "advantage_k": 2}, ["advantage_k=2", "'max_rl'", "need None"]),
+    ({"trust_region": "tv"}, ["trust_region_threshold=None: set both or neither", "0.15"]),
+    ({"trust_region_threshold": 0.1}, ["trust_region=None", "set both or neither"]),
+    ({**TRUST, "trust_region_threshold": 15}, ["trust_region_threshold=15: use a number above 0, below 1"]),
+    ({**TRUST, "loss_type": "cispo"}, ["loss_type='cispo'", "use one of grpo, bnpo"]),
+    ({**TRUST, "importance_sampling_level": "sequence"}, ["importance_sampling_level='sequence'", "'token'"]),
+    ({**TRUST, "delta": 2.0}, ["delta=2.0", "no delta"]),
+    ({"trust_region": "js", "trust_region_threshold": 0.1}, ["trust_region='js' is unknown", "'tv', 'kl'"]),
+    ({"sequence_mask_low": -0.01}, ["sequence_mask_low=-0.01: use a ratio of 0 or more, below 1"]),
+    ({"sequence_mask_high": 0.01}, ["sequence_mask_high=0.01: use a ratio above 1"]),
     (
         {"dynamic_sampling": True, "use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
         ["as tensor-parallel vLLM engines"],

@@ -3,6 +3,7 @@
 Dynamic sampling: every place has one group, and no group that teaches is thrown away.
 """
 
+import itertools
 import math
 import statistics
 from typing import Any
@@ -20,7 +21,7 @@ NAN = math.nan
 
 
 def group_advantages(rewards, weights, generations, scale="group", aggregation="sum_then_normalize"):
-    return AdvantageRule(None, scale, aggregation).advantages(rewards, weights, generations)
+    return AdvantageRule(None, scale, aggregation).advantages(rewards, weights, generations, ())
 
 
 REWARDS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 0.5, 3.25, NAN]), min_size=4, max_size=4)
@@ -59,8 +60,9 @@ def column(*rewards: float) -> torch.Tensor:
     return torch.tensor(rewards, dtype=torch.float64)[:, None]
 
 
-def estimated(name: str, *rewards: float, group: int = 4) -> list[float]:
-    return AdvantageRule(name).advantages(column(*rewards), torch.ones(1), group).tolist()
+def estimated(name: str, *rewards: float, group: int = 4, lengths: Any = (), **settings: Any) -> list[float]:
+    masks = [torch.ones(length) for length in lengths]
+    return AdvantageRule(name, **settings).advantages(column(*rewards), torch.ones(1), group, masks).tolist()
 
 
 def test_leave_one_out_by_hand():
@@ -75,6 +77,65 @@ def test_reinforce_plus_plus_with_baseline_by_hand():
     std = math.sqrt(20 / 3) + EPSILON
     actual = estimated("reinforce_plus_plus_baseline", 2, 0, 7, 1, group=2)
     assert actual == pytest.approx([1 / std, -1 / std, 3 / std, -3 / std])
+
+
+def test_max_rl_by_hand():
+    # the numbers of prime-rl's MaxRLAlgorithm (559b4477) on the first two groups
+    assert estimated("max_rl", 1, 0, 0, 0, *(0,) * 4) == [3.0, -1.0, -1.0, -1.0, *(0.0,) * 4]
+    assert estimated("max_rl", 0.5, NAN, 1.5, 0.25) == pytest.approx([-1 / 3, 0.0, 1.0, -2 / 3], abs=1e-12)
+    assert estimated("max_rl", *(NAN,) * 4) == [0.0] * 4
+    with pytest.raises(ConfigError, match=r"a reward is -0\.5; return rewards of 0 or more"):
+        estimated("max_rl", 1, NAN, -0.5, 0)
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+@pytest.mark.parametrize("rewards", [(1, 0, 0, 0, 1, 0), (1, 1, 1, 1, 0, 1), (0, NAN, 1, 0, 0, NAN), (0,) * 6])
+def test_pass_at_k_compares_the_subsets_of_a_completion_with_all_subsets(rewards, k):
+    scored = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
+    best = {subset: max(rewards[i] for i in subset) for subset in itertools.combinations(scored, k)}
+    expected = [0.0] * 6
+    for i in scored if best else ():
+        with_it = [value for subset, value in best.items() if i in subset]
+        expected[i] = statistics.mean(with_it) - statistics.mean(best.values())
+    actual = estimated("pass_at_k", *rewards, group=6, k=k)
+    assert actual == pytest.approx(expected, abs=1e-12)
+    if k == 1:
+        assert actual == pytest.approx(estimated("group_centered", *rewards, group=6), abs=1e-12)
+
+
+def test_pass_at_k_has_the_numerators_of_the_paper():
+    """The analytical advantages of arXiv 2508.10751 with 3 of 8 rollouts right and k = 4, times their deviation."""
+    mean = 1 - 5 / 70
+    right, wrong = 1 - mean, 1 - mean - 4 / 35
+    actual = estimated("pass_at_k", 1, 1, 1, 0, 0, 0, 0, 0, group=8, k=4)
+    assert actual == pytest.approx([right] * 3 + [wrong] * 5, abs=1e-12)
+    assert sum(actual) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_pass_at_k_asks_which_rewards_pass():
+    with pytest.raises(ConfigError, match="not all 0 or 1; set eval_pass_threshold"):
+        estimated("pass_at_k", 0.5, 1, 0, 0, k=2)
+    passing = estimated("pass_at_k", 0.5, 3, -1, 0.2, k=2, pass_threshold=0.5)
+    assert passing == estimated("pass_at_k", 1, 1, 0, 0, k=2)
+    assert passing != estimated("pass_at_k", 0.5, 3, -1, 0.2, k=2, pass_threshold=0.2)
+
+
+def test_groups_that_teach_nothing_at_k():
+    rewards = column(*(0, 1, 1, 1), *(0, 0, 1, 1), *(0,) * 4, *(1,) * 4)
+    constant = AdvantageRule("pass_at_k", k=2).constant_groups(rewards, torch.ones(1), 4)
+    assert constant.tolist() == [True, False, True, True]  # with one failure every pair has a pass
+    assert AdvantageRule("group_centered").constant_groups(rewards, torch.ones(1), 4).tolist()[0] is False
+
+
+def test_the_optimal_baseline_is_weighted_by_tokens_with_loss():
+    # the numbers of verl's compute_opo_outcome_advantage (1dda039b) on the same inputs
+    actual = estimated("optimal_baseline", 1, 0, 0.5, 2, lengths=(3, 1, 4, 2))
+    assert actual == pytest.approx([0.1, -0.9, -0.4, 1.1], abs=1e-6)
+    # completions without a score or without a token that carries loss have no weight
+    assert estimated("optimal_baseline", 1, NAN, 0.5, 2, lengths=(2, 9, 2, 0)) == pytest.approx([0.25, 0, -0.25, 1.25])
+    assert estimated("optimal_baseline", 1, 0, 0, 2, lengths=(0,) * 4) == [0.0] * 4
+    # equal rewards give exactly zero, so that such a group is not run
+    assert estimated("optimal_baseline", *(0.1,) * 4, lengths=(3, 7, 11, 5)) == [0.0] * 4
 
 
 @pytest.fixture
@@ -93,6 +154,14 @@ def test_an_estimator_of_ones_own_takes_five_lines(estimators):
     assert estimated("best_of_group", 1, 2, 3, 0, 5, 5, 0, 0) == [-0.25, -0.25, 0.75, -0.25, 0.5, 0.5, -0.5, -0.5]
     with pytest.raises(ConfigError, match=r"'group_centered' comes with grpo_ext; choose another name"):
         register_advantage_estimator("group_centered")(torch.zeros_like)
+
+
+def test_an_estimator_with_a_keyword_gets_lengths(estimators):
+    @register_advantage_estimator("shorter")
+    def shorter(rewards_PG, lengths_PG):
+        return rewards_PG / lengths_PG
+
+    assert estimated("shorter", 1, 1, 1, 0, lengths=(1, 2, 4, 8)) == [1.0, 0.5, 0.25, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Losses: any partition of a step adds up to the step. tests/parity compares every loss with stock TRL."""
 
+import itertools
 import math
 
 import pytest
@@ -10,13 +11,17 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from grpo_ext.algorithms.losses import (
     LOSS_TYPES,
+    PPO_CLIPPED,
     LossConfig,
     StepCounts,
     TokenBatch,
+    TokenLoss,
     adapted_entropy_coefficient,
+    clip_indicators,
     entropy_threshold,
     load_balancing_loss,
     off_policy_keep,
+    outside_trust_region,
     router_statistics,
     token_loss,
     token_weights,
@@ -33,6 +38,9 @@ OPTIONS = {
     "beta, bias correction": {"beta": 0.1, "use_bias_correction_kl": True},
     "off-policy mask": {"off_policy_mask_threshold": 0.05},
     "entropy keep": {"keep": True},
+    "sequence mask": {"sequence_mask_low": 0.9, "sequence_mask_high": 1.1},
+    "trust region tv": {"trust_region": "tv", "trust_region_threshold": 0.03},
+    "trust region kl": {"trust_region": "kl", "trust_region_threshold": 0.003},
     "sampling ratio per sequence": {"correct_sampling": True, "sampling": "sequence"},
     "everything": {
         **{"delta": 1.3, "beta": 0.1, "off_policy_mask_threshold": 0.05},
@@ -98,9 +106,14 @@ def value_and_gradient(cfg: LossConfig, batch: TokenBatch, parts: list[list[int]
     return total, gradient
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("option", "level", "loss_type"),
+    [
+        (option, level, loss_type)
+        for option, level, loss_type in itertools.product(OPTIONS, ["token", "sequence"], LOSS_TYPES)
+        if not option.startswith("trust") or (loss_type in PPO_CLIPPED and level == "token")
+    ],
+)
 def test_any_partition_adds_up_to_the_step(loss_type, level, option):
     cfg, batch = make(loss_type, level, option)
     value, gradient = value_and_gradient(cfg, batch, [list(range(len(LENGTHS)))])
@@ -125,6 +138,78 @@ def test_a_token_without_an_engine_score_does_not_mask_its_sequence():
     sampling = torch.tensor([[math.nan, 0.0, 0.0], [math.nan, 5.0, 5.0]], dtype=torch.float64)
     keep = off_policy_keep(torch.tensor([[-1.0], [-1.0]]), logps, sampling, mask, threshold=0.5)
     assert keep.tolist() == [[1.0], [0.0]]
+
+
+# ---- The trust region and the sequence mask --------------------------------------------------------------------------
+
+NEW = torch.tensor([[-0.1, -2.0, -0.5, -1.77], [-0.3, -1.2, -1e-6, -9.5]], dtype=torch.float64)
+OLD = torch.tensor([[-0.4, -2.1, -0.2, -3.0], [-0.2, -0.7, -0.7, -9.0]], dtype=torch.float64)
+ADVANTAGES = torch.tensor([1.5, -0.5], dtype=torch.float64)
+
+
+def outcome(cfg: LossConfig, logps: torch.Tensor = NEW, **others: torch.Tensor) -> tuple[TokenLoss, torch.Tensor]:
+    """The losses of the tokens, and their gradient with respect to their log-probabilities."""
+    logps = logps.clone().requires_grad_()
+    tokens = token_loss(cfg, TokenBatch(logps, torch.ones_like(logps), ADVANTAGES, **others))
+    return tokens, torch.autograd.grad(tokens.loss_BT.sum(), logps)[0]
+
+
+# gradients of verl's dppo_tv and dppo_kl (1dda039b) on the same inputs; for "tv" the sums of the losses of prime-rl
+# (559b4477) by completion are -7.90082801 and 1.76255939
+BY_VERL = {
+    ("tv", 0.15): [[0.0, -1.65775638, -1.11122733, -5.1318443], [0.45241871, 0.0, 1.00687535, 0.30326533]],
+    ("kl", 0.05): [[0.0, -1.65775638, -1.11122733, 0.0], [0.45241871, 0.0, 1.00687535, 0.30326533]],
+}
+
+
+@pytest.mark.parametrize(("kind", "threshold"), BY_VERL)
+def test_the_trust_region_leaves_out_what_verl_leaves_out(kind, threshold):
+    cfg = LossConfig(trust_region=kind, trust_region_threshold=threshold)
+    expected = torch.tensor(BY_VERL[kind, threshold], dtype=torch.float64)
+    tokens, gradient = outcome(cfg, old_logps_BT=OLD)
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(tokens.loss_BT.detach(), expected, atol=1e-6, rtol=0)  # the ratio is its own gradient
+    assert torch.equal(tokens.left_out_BT, expected == 0)
+    assert clip_indicators(cfg, tokens, ADVANTAGES[:, None])["trust_region/left_out"].sum() == (expected == 0).sum()
+    # without an old policy the sampler's probabilities bound the token, and the ratio is one
+    on_policy, _ = outcome(cfg, sampling_logps_BT=OLD)
+    assert torch.equal(on_policy.left_out_BT, expected == 0)
+    assert torch.equal(on_policy.ratio, torch.ones_like(OLD))
+    unknown, _ = outcome(cfg, sampling_logps_BT=torch.full_like(OLD, math.nan))
+    assert not unknown.left_out_BT.any()
+    # clipped ratios leave out other tokens: those that are unlikely
+    _, clipped = outcome(LossConfig(), old_logps_BT=OLD)
+    assert not torch.equal(clipped == 0, expected == 0)
+
+
+def test_binary_kl_of_a_token_that_has_become_certain():
+    """1 - probability is zero in float32, and the divergence of two nearly certain tokens is not infinite."""
+    old, new = torch.tensor([[-6e-8, -0.7]]), torch.tensor([[0.0, 0.0]])
+    assert outside_trust_region("kl", 0.05, new, old, torch.ones(1, 1)).tolist() == [[False, True]]
+
+
+def test_the_sequence_mask_is_on_the_geometric_mean_ratio_to_the_sampler():
+    # exp of the mean log-ratios: 1.1735 (log 0.16), 0.8353 (log -0.18)
+    sampler = NEW - torch.tensor([[0.3, 0.1, 0.2, 0.04], [-0.1, -0.5, 0.0, -0.12]], dtype=torch.float64)
+    for low, high, expected in (
+        (None, 1.2, [False, False]),
+        (None, 1.17, [True, False]),
+        (0.84, None, [False, True]),
+        (0.8, 1.2, [False, False]),
+        (0.99, 1.01, [True, True]),
+    ):
+        cfg = LossConfig(sequence_mask_low=low, sequence_mask_high=high)
+        tokens, gradient = outcome(cfg, sampling_logps_BT=sampler)
+        assert tokens.left_out_B1.flatten().tolist() == expected
+        assert (gradient == 0).all(1).tolist() == expected
+    # the sampler is the old policy where no engine reports; unreported tokens do not count
+    assert outcome(LossConfig(sequence_mask_high=1.17), old_logps_BT=sampler)[0].left_out_B1.tolist() == [
+        [True],
+        [False],
+    ]
+    sampler[0, :3] = math.nan
+    assert outcome(LossConfig(sequence_mask_high=1.17), sampling_logps_BT=sampler)[0].left_out_B1.sum() == 0
+    assert outcome(LossConfig(sequence_mask_high=1.03), sampling_logps_BT=sampler)[0].left_out_B1[0]
 
 
 # ---- Aggregations by hand -------------------------------------------------------------------------------------------

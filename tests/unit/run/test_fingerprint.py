@@ -1,16 +1,35 @@
 """What identifies a run is read of models of every size."""
 
+from typing import Any
+
 import pytest
 import torch
 from datasets import Dataset, Features, Image
 
-from grpo_ext.run.fingerprint import data_fingerprint, model_fingerprint
+from grpo_ext.config import GRPOConfig
+from grpo_ext.run.fingerprint import changed, data_fingerprint, model_fingerprint, settings_of
+from tests.support.tiny import config_kwargs
 
 
 def frozen(rows, value):
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.full((1,), value).expand(rows), requires_grad=False)  # takes no memory
     return model_fingerprint(model)["frozen"]
+
+
+def test_an_optional_setting_is_absent_where_it_is_off_and_compared_where_one_run_has_it(tmp_path):
+    def fingerprint(**changes: Any) -> dict[str, Any]:
+        args = GRPOConfig(**config_kwargs(tmp_path, **changes))
+        return {"model": {}, "settings": settings_of(args, args.geometry)}
+
+    plain = fingerprint(eval_pass_threshold=0.5)  # which concerns evaluations only
+    assert not {"advantage_k", "eval_pass_threshold"} & plain["settings"].keys()
+    at_2 = {"advantage_estimator": "pass_at_k", "advantage_k": 2}
+    trained, passing = fingerprint(**at_2), fingerprint(**at_2, eval_pass_threshold=0.5)
+    assert changed(plain, trained) == {"advantage_estimator": (None, "pass_at_k"), "advantage_k": (None, 2)}
+    assert changed(trained, plain) == {"advantage_estimator": ("pass_at_k", None), "advantage_k": (2, None)}
+    assert changed(trained, passing) == {"eval_pass_threshold": (None, 0.5)}
+    assert changed({"model": {}, "settings": {}}, trained) == {}  # a checkpoint of another trainer
 
 
 def test_frozen_weights_of_every_size_are_read():
