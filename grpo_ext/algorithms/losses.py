@@ -49,6 +49,7 @@ class LossConfig:
     aggregation: str | None = None  # one of `AGGREGATIONS`; None: the loss type's default
     entropy_coefficient: float | None = None  # of the entropy bonus in this step; None without a bonus
     router_coefficient: float | None = None  # of the MoE load-balancing loss; None without one
+    teacher_kl_coef: float | None = None  # of the teacher's advantages; None without a teacher
     log_ratios: bool = False  # log the ratios of the policy to the weights that sampled
 
     @property
@@ -160,6 +161,16 @@ def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor)
     lam = torch.where(positive, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg).clamp(min=1e-4)
     phi = torch.exp(lam + k * log_w - lam * log_w.exp())
     return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def distillation_advantages(logps_BT: torch.Tensor, teacher_BT: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """The advantage of each token in on-policy distillation, (B, T): minus its term of KL(student || teacher), in nats.
+
+    Without gradient, and without a return over later tokens (Thinking Machines, "On-Policy Distillation", 2025). Times
+    the gradient of the log-probability it is the estimate, from the token that was sampled, of the gradient of the
+    reverse KL with the prefix held fixed, which GKD (arXiv 2306.13649) takes over the whole vocabulary.
+    """
+    return coefficient * (teacher_BT - logps_BT.detach())
 
 
 def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:

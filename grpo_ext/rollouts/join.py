@@ -18,7 +18,17 @@ from ..batching.prompt_order import RolloutRequest
 from ..errors import RolloutError
 from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_lists, together
-from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, Ragged, RolloutBatch, concatenated
+from .batch import (
+    EXPERTS,
+    KEPT_COUNTS,
+    KEPT_IDS,
+    MODEL_LOGPS,
+    SAMPLER_LOGPS,
+    Column,
+    Ragged,
+    RolloutBatch,
+    concatenated,
+)
 from .images import ImageSource
 from .local import LocalRollout, RolloutSettings
 from .transcript import Transcript
@@ -174,7 +184,7 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         if len(experts) != len(transcripts):
             raise RolloutError("routing_replay=True: some completions came without experts.")
         columns[EXPERTS] = Ragged.of(experts)
-    for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
+    for name, logps in zip(MODEL_LOGPS, (local.old_logps, local.ref_logps, local.teacher_logps), strict=True):
         if logps is not None:  # none of the tokens of a completion that is masked out
             pairs = zip(logps, lengths, strict=True)
             columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in pairs])

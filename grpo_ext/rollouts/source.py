@@ -180,7 +180,8 @@ class Rollouts:
         """
         settings, args = self.settings_now() if job is None else job.settings, self.view.args
         make_round = functools.partial(self._round, settings=settings, job=job)
-        fills = args.dynamic_sampling and settings.sampling.training
+        # a group with equal rewards learns from the teacher
+        fills = args.dynamic_sampling and settings.sampling.training and not settings.logprobs.of_teacher
         if fills:
             made = fill(rows, settings.rewards, self.steps, args.dynamic_sampling_max_rounds, make_round)
         else:
