@@ -1,7 +1,7 @@
 """Checks of a teacher before it is loaded, and the reward of a run that has a teacher and no reward function.
 
-TRL's GKD trainer asks for the same size of the vocabulary; here the ids of the tokens are compared, and a teacher may
-have more. `forward.reference` loads the teacher.
+Differs from TRL's GKD trainer, which compares the sizes of vocabularies: a teacher may have more tokens, and the others
+have the same ids.
 """
 
 from typing import Any, cast
@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from transformers import AutoTokenizer, ProcessorMixin
 
 from ..config import GRPOConfig
-from ..errors import ConfigError, ModelError
+from ..errors import ConfigError, refuse_combination
 from ..forward.snapshot import refuse_replaced_forward
 from .model import check_causal_lm, find_model
 
@@ -32,39 +32,29 @@ def check_teacher(config: GRPOConfig, policy: Any, teacher: Any, processing_clas
     """Refuse settings and arguments that do not fit together; `rewarded`: there is a reward function or environment."""
     name, load = config.teacher_model, cast(dict[str, Any], config.teacher_model_init_kwargs or {})
     if teacher is None and name is None:
-        if config.teacher_kl_coef is not None:
+        if config.teacher_kl_coef is not None or load:
             raise ConfigError(
-                f"teacher_kl_coef={config.teacher_kl_coef:g} without a teacher; set teacher_model, or pass a model to "
-                "the trainer as teacher_model."
+                f"teacher_kl_coef={config.teacher_kl_coef}, teacher_model_init_kwargs={load} without a teacher; set "
+                "teacher_model, or pass a model to the trainer as teacher_model."
             )
         return
-    if teacher is not None and (name is not None or load or isinstance(teacher, str)):
-        raise ConfigError(
-            "the trainer's argument teacher_model is a model object, and GRPOConfig has teacher_model (a path or id) "
-            "and teacher_model_init_kwargs for one that is loaded; use one of the two."
-        )
-    if config.num_generations == 1 and rewarded:
-        raise ConfigError(
-            "num_generations=1 with reward functions: the advantage of a completion without others in its group is 0; "
-            "use 2 or more, or leave out the reward functions, so that the teacher alone trains."
-        )
-    if isinstance(processing_class, ProcessorMixin):
-        raise ConfigError(
-            "a teacher of a model that takes images is not implemented: train without a teacher, or on text with the "
-            "model's tokenizer as processing_class."
-        )
     if teacher is None:
-        assert name is not None
-        find_model(name, load)
+        find_model(str(name), load)
     else:
         check_causal_lm(teacher)
-        parameters = [] if isinstance(policy, str) else policy.parameters()
-        if {id(p) for p in teacher.parameters()}.intersection(map(id, parameters)):
-            raise ModelError("the teacher shares weights with the policy, and would move with it; pass a copy.")
-        if config.rollout_lag:
-            refuse_replaced_forward(teacher, by_user=True)
-        name = str(teacher.config._name_or_path)
-    _check_tokens(name, config, load, processing_class)
+    weights = [] if teacher is None or isinstance(policy, str) else [*teacher.parameters(), *policy.parameters()]
+    others = {
+        "teacher_model or teacher_model_init_kwargs in GRPOConfig (for one that is loaded)": teacher is not None
+        and bool(name or load),
+        "weights that the policy shares (it would move with the policy; pass a copy)": len(set(weights)) < len(weights),
+        "reward functions and num_generations=1 (a completion alone in its group has no advantage)": rewarded
+        and config.num_generations == 1,
+        "a model that takes images (not implemented)": isinstance(processing_class, ProcessorMixin),
+    }
+    refuse_combination("a teacher", others, "Leave one of the two out.")
+    if teacher is not None and config.rollout_lag:
+        refuse_replaced_forward(teacher, by_user=True)
+    _check_tokens(name or str(teacher.config._name_or_path), config, load, processing_class)
 
 
 def _check_tokens(source: str, config: GRPOConfig, load: dict[str, Any], tokenizer: Any) -> None:

@@ -103,19 +103,10 @@ def _tensors(model: nn.Module) -> Tensors:
 
 
 class Snapshot:
-    """Copies of policy and reference that hold the weights of one moment; once `abandoned`, a forward raises.
-
-    The copy of a teacher shares all weights.
-    """
+    """Copies that hold the weights of one moment, a teacher's are shared; once `abandoned`, a forward raises."""
 
     def __init__(
-        self,
-        policy: nn.Module,
-        reference: nn.Module | None,
-        reference_moves: bool,
-        device: Any,
-        prepare: Any,
-        teacher: nn.Module | None = None,
+        self, policy: nn.Module, reference: Any, reference_moves: bool, device: Any, prepare: Any, teacher: Any = None
     ) -> None:
         self.device, self.abandoned = torch.device(device), threading.Event()
         trained: Tensors = {name: p for name, p in policy.named_parameters() if p.requires_grad}

@@ -118,9 +118,8 @@ class LocalRollout:
     transcripts: list[Transcript] = field(default_factory=list)
     has_mask: bool = False  # completions may contain tokens of tools or of an environment
     extra_fields: dict[str, Any] = field(default_factory=dict)  # of a `rollout_func`, beside TRL's lists
-    old_logps: list[torch.Tensor] | None = None  # of each transcript's tokens, (T,); None where they are not needed
-    ref_logps: list[torch.Tensor] | None = None
-    teacher_logps: list[torch.Tensor] | None = None
+    # of each transcript's tokens, (T,), by the column of the rollout batch; those that the run needs
+    logps: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     # NaN where a function does not apply; None where the user's `_calculate_rewards` makes them
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)

@@ -25,6 +25,7 @@ from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process, uneven_collectives
+from .batch import MODEL_LOGPS
 from .decoding import unique
 from .engine import Engine, EngineSettings, cut_calls
 from .images import ImageSource
@@ -194,7 +195,8 @@ class RolloutWorker:
 
     def add_logprobs(self, local: LocalRollout) -> None:
         logprobs = local.settings.logprobs
-        if not (logprobs.of_policy or logprobs.of_reference or logprobs.of_teacher):
+        wanted = zip(MODEL_LOGPS, Models._fields, (logprobs.of_policy, logprobs.of_reference, logprobs.of_teacher))
+        if not (names := {column: name for column, name, needed in wanted if needed}):
             return
         rows = self._token_rows(local)
         has_rows = bool(len(rows))
@@ -213,12 +215,7 @@ class RolloutWorker:
             return list(logps_S.cpu().split(list(rows.completions_B))) if has_rows else []
 
         with self.clock.phase("logps"):
-            if logprobs.of_policy:
-                local.old_logps = log_probs("policy")
-            if logprobs.of_reference:
-                local.ref_logps = log_probs("reference")
-            if logprobs.of_teacher:
-                local.teacher_logps = log_probs("teacher")
+            local.logps = {column: log_probs(name) for column, name in names.items()}
 
     def _log_probs(
         self, rows: TokenRows, settings: RolloutSettings, name: str
