@@ -164,7 +164,7 @@ def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
     if readable and has_readable_prompts(dataset):
         longest = view.max_completion_length or NEW_TOKENS
         for model in filter(None, (policy, view.teacher_model)):
-            check_prompt_lengths(iterate_prompts(dataset), lengths, model.config, longest)
+            check_prompt_lengths(iterate_prompts(dataset), lengths, base_model_of(model).config, longest)
     dependent = settle_rope(
         [base_model_of(model) for model in view.models], lambda: _longest_sequence(view, lengths) if readable else None
     )
