@@ -17,7 +17,7 @@ import trl
 
 from . import compat
 from .batching.micro_batches import Form
-from .batching.sizes import BatchGeometry, geometry_of
+from .batching.sizes import BatchGeometry, geometry_of, group_size
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
@@ -266,11 +266,9 @@ class GRPOConfig(trl.GRPOConfig):
                 self.ddp_backend = self.ddp_backend or "gloo"
             else:
                 self.use_cpu = True
-        if not isinstance(self.num_generations, int) or self.num_generations < 2:
-            geometry_of(vars(self), num_processes=1)  # names the remedy, unless there is a teacher
         # TRL checks that its sizes divide each other; ours need not, so it gets sizes that pass
         neutral = {
-            "num_generations": (group := max(self.num_generations or 2, 2)),
+            "num_generations": (group := max(group_size(vars(self)), 2)),
             "per_device_train_batch_size": group,
             "per_device_eval_batch_size": self.num_generations_eval or group,
             "gradient_accumulation_steps": 1,
